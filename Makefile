@@ -1,0 +1,44 @@
+# `make demo` and `make test` work on a fresh machine with Python 3.11-3.13, make and, for full speed, a C++ compiler.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: install demo test lint bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo   set everything up and draw figure 1 of the paper in a shorter form"
+	@echo "make test   set everything up and run the tests"
+	@echo "make lint   ruff and mypy"
+	@echo "make bench  time the compiled loop against JAX, blackjax and posteriors (installs them)"
+	@echo "make clean  remove what the other targets made"
+
+install: $(VENV)/.installed
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	$(PIP) -e ".[plots,test,lint]"
+	touch $@
+
+demo: install
+	$(BIN)/torchrex reproduce figure1 --set n_steps=20000 --out runs/demo --overwrite
+
+test: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/.bench: $(VENV)/.installed
+	$(PIP) "jax" "blackjax" "posteriors"
+	touch $@
+
+bench: $(VENV)/.bench
+	$(BIN)/python benchmarks/density_loop.py --out benchmarks/results/density_loop.json
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,56 @@
+"""Every error torchrex raises on purpose: one small tree, each also the builtin a caller would expect.
+
+A message says what is wrong, what was given, and what to do. The command line prints it as one line and exits with 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class TorchrexError(Exception):
+    """Base of all errors of this package."""
+
+
+class InvalidArgumentError(TorchrexError, ValueError):
+    """An argument of a public function cannot be used."""
+
+
+class LadderError(InvalidArgumentError):
+    """Temperatures or learning rates do not form a ladder."""
+
+
+class TargetError(InvalidArgumentError):
+    """A density or a data set does not have the promised form."""
+
+
+class NoiseError(InvalidArgumentError):
+    """A noise estimator asks for something the target cannot give."""
+
+
+class ConfigError(InvalidArgumentError):
+    """A configuration value or a `--set` override is unknown or of the wrong type."""
+
+
+class RecipeError(TorchrexError, LookupError):
+    """No recipe of that name."""
+
+
+class RunFolderError(TorchrexError, OSError):
+    """A run folder cannot be written or read."""
+
+
+class MissingDependencyError(TorchrexError, ImportError):
+    """An optional dependency is not installed."""
+
+
+class NonFiniteEnergyError(TorchrexError, FloatingPointError):
+    """An energy became NaN or infinite; what was sampled before is in `draws`."""
+
+    def __init__(self, *, replica: int, rung: int, run: int, step: int, value: float, draws: Any = None) -> None:
+        self.replica, self.rung, self.run, self.step, self.value, self.draws = replica, rung, run, step, value, draws
+        kept = "" if draws is None else f" The {draws.n_draws} draws before it are in the error's `draws`."
+        super().__init__(
+            f"the energy of replica {replica} on rung {rung} became {value} at step {step} (run {run}). Lower the learning "
+            f"rate of that rung, or check the density there.{kept}"
+        )

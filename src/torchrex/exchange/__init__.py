@@ -1,0 +1,45 @@
+"""Algorithm 1 and everything it is made of. Read `algorithm.py` first."""
+
+from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo
+from torchrex.exchange.correction import ConstantFactor, FactorRule, ProportionalToGap, TargetAcceptance
+from torchrex.exchange.criterion import acceptance_probability, expected_acceptance, log_swap_ratio
+from torchrex.exchange.ladder import Ladder
+from torchrex.exchange.noise import (
+    KnownVariance,
+    NoiseEstimator,
+    PairedVariance,
+    PerExample,
+    RepeatedDraws,
+    RunningMean,
+    Smoothing,
+)
+from torchrex.exchange.pairing import AllInTurn, EvenOdd, Pairing, RandomPair
+from torchrex.exchange.run import ReplicaExchange
+from torchrex.exchange.tensor_ensemble import TensorEnsemble
+
+__all__ = [
+    "AllInTurn",
+    "ConstantFactor",
+    "EvenOdd",
+    "ExchangeState",
+    "FactorRule",
+    "KnownVariance",
+    "Ladder",
+    "NoiseEstimator",
+    "PairedVariance",
+    "Pairing",
+    "PerExample",
+    "ProportionalToGap",
+    "RandomPair",
+    "RepeatedDraws",
+    "ReplicaExchange",
+    "Rules",
+    "RunningMean",
+    "Smoothing",
+    "StepInfo",
+    "TargetAcceptance",
+    "TensorEnsemble",
+    "acceptance_probability",
+    "expected_acceptance",
+    "log_swap_ratio",
+]

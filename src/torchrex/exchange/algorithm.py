@@ -1,0 +1,178 @@
+"""Algorithm 1 of Deng et al. (2020), cut at another point of its loop: energies, SA step, swaps, move.
+
+A gradient does not depend on the temperature, so the energies that come with the gradients at the current positions serve
+the swap test too, and a step needs one evaluation. A swap exchanges who stands on which rung and moves no weights.
+
+Everything here is a pure function of tensors that are handed in, random numbers included. It does not know what kind of ensemble
+it drives, nor whether it runs eagerly or compiled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchrex.exchange.correction import ConstantFactor, FactorRule
+from torchrex.exchange.criterion import acceptance_probability, log_swap_ratio
+from torchrex.exchange.ladder import Ladder
+from torchrex.exchange.momentum import MomentumPolicy
+from torchrex.exchange.noise import KnownVariance, NoiseEstimator, PerExample, RepeatedDraws
+from torchrex.exchange.pairing import EvenOdd, Pairing
+from torchrex.exchange.standing import change_places, invert, take
+from torchrex.targets import Energy, Noise
+
+
+@dataclass(frozen=True)
+class Rules:
+    """All choices of the algorithm that are not state."""
+
+    ladder: Ladder
+    noise: NoiseEstimator = field(default_factory=KnownVariance)
+    factor: FactorRule = field(default_factory=ConstantFactor)
+    pairing: Pairing = field(default_factory=EvenOdd)
+    swap_interval: int = 1  # attempt swaps at every such step
+    swap_intensity: float | None = None  # r of the paper; None fixes r * lr = 1
+    momentum: MomentumPolicy = "rescale"
+
+
+class ExchangeState(NamedTuple):
+    """What the next step needs besides the ensemble."""
+
+    replica_at: Tensor  # (rungs, runs): who stands there; the only thing a swap changes
+    noise_variance: Tensor  # (pairs, runs): sigma2, as the swaps of that pair need it
+    noise_updates: Tensor  # (): SA steps taken so far
+    correction_factor: Tensor  # (pairs, runs): memory of the rule for F
+
+    @property
+    def rung_of(self) -> Tensor:
+        """(replicas, runs): where each replica stands, the inverse of replica_at."""
+        return invert(self.replica_at)
+
+    @staticmethod
+    def start(rules: Rules, n_runs: int, *, device: torch.device, dtype: torch.dtype) -> ExchangeState:
+        """Replica k stands on rung k."""
+        n_rungs, n_pairs = rules.ladder.n_rungs, rules.ladder.n_pairs
+        standing = torch.arange(n_rungs, device=device, dtype=torch.int32)[:, None].repeat(1, n_runs)
+        per_pair = torch.ones(n_pairs, n_runs, device=device, dtype=dtype)
+        return ExchangeState(
+            replica_at=standing,
+            noise_variance=per_pair * rules.noise.initial,
+            noise_updates=torch.zeros((), device=device, dtype=dtype),
+            correction_factor=per_pair * rules.factor.initial,
+        )
+
+
+class StepInputs(NamedTuple):
+    """All that one step takes from outside: the schedules' values and every random number."""
+
+    temperature: Tensor  # (rungs,)
+    lr: Tensor  # (rungs,)
+    first_gap: Tensor  # (pairs,): inverse gaps at step 0
+    proposed: Tensor  # (rounds, pairs, runs or 1): which pairs are tested
+    uniform: Tensor  # (rounds, pairs, runs)
+    target_noise: tuple[Noise, ...]  # one evaluation a round, the first with gradients
+    move_noise: Noise
+
+
+class StepInfo(NamedTuple):
+    """What a person may want to know of one step."""
+
+    position: Tensor  # (runs, dim): rung 0 after the move
+    energy: Tensor  # (rungs, runs): the energies of the first round, before the swaps
+    accepted: Tensor  # (pairs, runs): swaps made
+    proposed: Tensor  # (pairs, runs or 1)
+    noise_variance: Tensor  # (pairs, runs)
+    replica_at: Tensor  # (rungs, runs): after the swaps
+
+
+class Ensemble(Protocol):
+    """Replicas that can be evaluated and moved; both verbs return the ensemble to go on with."""
+
+    @property
+    def n_data(self) -> int | None: ...
+    def evaluate(self, noise: Noise) -> tuple[Energy, Tensor]: ...
+    def energies(self, noise: Noise) -> Energy: ...
+    def draw_of(self, replica: Tensor) -> Tensor: ...
+    def change_rungs(self, swapped: Tensor, noise: Noise, *, policy: str, scale_before: Tensor, scale_after: Tensor) -> Self: ...
+    def move(self, gradient: Tensor, noise: Noise, *, lr: Tensor, temperature: Tensor) -> Self: ...
+
+
+E = TypeVar("E", bound=Ensemble)
+
+
+def step(ensemble: E, state: ExchangeState, inputs: StepInputs, rules: Rules) -> tuple[E, ExchangeState, StepInfo]:
+    """One step of Algorithm 1 for every run at once."""
+    energy, gradient = ensemble.evaluate(inputs.target_noise[0])
+
+    if isinstance(rules.noise.feed, PerExample):
+        assert energy.per_example is not None
+        assert ensemble.n_data is not None
+        state = sa_step(state, rules.noise.feed.sample(energy.per_example, state.replica_at, ensemble.n_data), rules)
+
+    stood = state.replica_at
+    accepted = torch.zeros_like(state.noise_variance, dtype=torch.bool)
+    for round_, proposed in enumerate(inputs.proposed):
+        # Fresh energies for a later round: a noisy energy is used in one test only.
+        total = energy.total if round_ == 0 else ensemble.energies(inputs.target_noise[round_]).total
+        state, exchanged = swap_step(state, total, proposed, inputs.uniform[round_], inputs, rules)
+        accepted = exchanged if round_ == 0 else accepted | exchanged
+
+    rung_of = state.rung_of
+    lr_of, temperature_of = take(inputs.lr[:, None], rung_of), take(inputs.temperature[:, None], rung_of)
+    if rules.ladder.n_pairs:
+        rung_before, scale = invert(stood), (inputs.lr * inputs.temperature).sqrt()[:, None]
+        ensemble = ensemble.change_rungs(
+            rung_of != rung_before,
+            inputs.move_noise,
+            policy=rules.momentum,
+            scale_before=take(scale, rung_before),
+            scale_after=take(scale, rung_of),
+        )
+    ensemble = ensemble.move(gradient, inputs.move_noise, lr=lr_of, temperature=temperature_of)
+
+    info = StepInfo(
+        position=ensemble.draw_of(state.replica_at[0]),
+        energy=take(energy.total, stood),
+        accepted=accepted,
+        proposed=inputs.proposed.any(0),
+        noise_variance=state.noise_variance,
+        replica_at=state.replica_at,
+    )
+    return ensemble, state, info
+
+
+def measure(ensemble: Ensemble, state: ExchangeState, noise: Noise, rules: Rules) -> ExchangeState:
+    """SA step of the paper: the variance of repeated energy draws at the current positions, taken now and then."""
+    feed = rules.noise.feed
+    assert isinstance(feed, RepeatedDraws)
+    energies = ensemble.energies(noise).total.expand(feed.n_draws, *state.replica_at.shape)
+    return sa_step(state, feed.sample(energies, state.replica_at), rules)
+
+
+def sa_step(state: ExchangeState, sample: Tensor, rules: Rules) -> ExchangeState:
+    """Feed one sample of the variance to the estimator (Eq. 13 or 14)."""
+    m = state.noise_updates + 1
+    return state._replace(noise_variance=rules.noise.update(state.noise_variance, m, sample), noise_updates=m)
+
+
+def swap_step(
+    state: ExchangeState, energy: Tensor, proposed: Tensor, uniform: Tensor, inputs: StepInputs, rules: Rules
+) -> tuple[ExchangeState, Tensor]:
+    """Test the proposed pairs, which are disjoint, and let the accepted ones change places."""
+    inverse_gap = (1.0 / inputs.temperature).neg().diff().unsqueeze(-1)
+    energy_at = take(energy, state.replica_at)
+    log_ratio = log_swap_ratio(
+        energy_at[:-1],
+        energy_at[1:],
+        inverse_gap=inverse_gap,
+        noise_variance=state.noise_variance,
+        correction_factor=rules.factor.factor(state.correction_factor, inverse_gap, inputs.first_gap.unsqueeze(-1)),
+    )
+    swap_rate = 1.0 if rules.swap_intensity is None else rules.swap_intensity * inputs.lr[:-1, None]
+    probability = acceptance_probability(log_ratio, swap_rate)
+    accepted = proposed & (uniform < probability)  # false for NaN: a broken replica stays where it is
+    factor = rules.factor.adapt(state.correction_factor, log_ratio.clamp(max=0.0).exp(), proposed)
+    return state._replace(replica_at=change_places(state.replica_at, accepted), correction_factor=factor), accepted

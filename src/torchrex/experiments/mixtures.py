@@ -1,0 +1,136 @@
+"""Gaussian mixtures with noisy energies (section 5.1 of the paper, figure 1): config, recipes, and how one is run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from torchrex.diagnostics import distance_curve, mean_and_error
+from torchrex.errors import ConfigError
+from torchrex.exchange import RepeatedDraws, RunningMean
+from torchrex.exchange.threads import few_threads
+from torchrex.posterior import Draws, sample
+from torchrex.posterior.sampling import Progress
+from torchrex.targets import Gaussian, GaussianMixture, NoiseModel, Noisy, StudentT
+
+
+@dataclass(frozen=True)
+class EnergyNoise:
+    """The law of the noise on every energy estimate: N(0, scale^2), or scale * t(degrees)."""
+
+    law: Literal["gaussian", "student"] = "gaussian"
+    scale: float = 1.0
+    degrees: float = 5.0
+
+    def model(self) -> NoiseModel:
+        return Gaussian(self.scale) if self.law == "gaussian" else StudentT(self.degrees, self.scale)
+
+
+@dataclass(frozen=True)
+class MixtureConfig:
+    """One method on one mixture."""
+
+    recipe: str = field(metadata={"settable": False})
+    weights: tuple[float, ...] = (0.4, 0.6)
+    means: tuple[float, ...] = (-3.0, 2.0)
+    stds: tuple[float, ...] = (0.7, 0.5)
+    noise: EnergyNoise = EnergyNoise("gaussian", 2.0)
+    temperatures: tuple[float, ...] = (1.0, 10.0)
+    lr: float = 0.03
+    correction_factor: float = 1.0
+    measure_every: int = 100  # SA step every so many steps ...
+    measure_draws: int = 10  # ... from the variance of so many energies
+    initial_variance: float = 100.0
+    n_steps: int = 100_000
+    n_runs: int = 64
+    thin: int = 10
+    start: float = 0.0
+    paper: dict[str, float] = field(default_factory=dict, metadata={"settable": False})  # the paper's own numbers
+
+    def mixture(self) -> GaussianMixture:
+        return GaussianMixture(self.weights, self.means, self.stds)
+
+    def run(self, seed: int, *, device: str, progress: Progress | None) -> tuple[Draws, dict[str, Any], dict[str, Tensor]]:
+        """Draws, metrics (means over runs with their standard errors) and traces for the figure."""
+        if self.n_steps < self.thin:
+            raise ConfigError(f"n_steps={self.n_steps} keeps no draw at thin={self.thin}; raise n_steps or lower thin")
+        mixture = self.mixture()
+        draws = sample(
+            Noisy(mixture, self.noise.model()),
+            temperatures=self.temperatures,
+            lr=self.lr,
+            correction_factor=self.correction_factor,
+            noise=RunningMean(RepeatedDraws(self.measure_draws, self.measure_every), initial=self.initial_variance),
+            n_steps=self.n_steps,
+            n_runs=self.n_runs,
+            thin=self.thin,
+            seed=seed,
+            initial=self.start,
+            device="cpu" if device == "auto" else device,
+            progress=progress,
+        )
+        with few_threads(0):
+            return (draws, *self.measure(draws, mixture))
+
+    def measure(self, draws: Draws, mixture: GaussianMixture) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Metrics and traces of finished or interrupted draws."""
+        metrics: dict[str, Any] = {"n_steps": draws.n_steps, "n_runs": draws.n_chains}
+
+        def add(name: str, per_run: Tensor) -> None:
+            metrics[name], metrics[f"{name}_se"] = mean_and_error(per_run)
+
+        values = draws.values[:, :, 0]
+        boundary = sum(self.means) / len(self.means)
+        add("left_weight", (values < boundary).double().mean(1))
+        metrics["left_weight_true"] = float(mixture.cdf(torch.tensor(boundary)))
+        at = log_spaced(10 * self.thin, draws.n_steps)  # fewer than ten draws say nothing
+        curve = distance_curve(values, draws.steps, mixture, at)
+        add("w1", curve["w1"][-1])
+        add("w2", curve["w2"][-1])
+        for pair in range(len(draws.accepted)):
+            suffix = "" if len(draws.accepted) == 1 else f"_{pair}"
+            add(f"acceptance_rate{suffix}", draws.accepted[pair] / draws.proposed[pair])
+            add(f"noise_variance{suffix}", draws.noise_variance[-1, pair])
+        low, high = min(self.means) - 4 * max(self.stds), max(self.means) + 4 * max(self.stds)
+        edges = torch.linspace(low, high, 201)
+        counts = torch.stack([torch.histogram(row.float(), edges).hist for row in values])
+        density = counts / (values.shape[1] * (edges[1] - edges[0]))
+        return metrics, {"curve_steps": torch.tensor(at), **curve, "edges": edges, "density": density}
+
+
+def log_spaced(first: int, last: int, n: int = 25) -> list[int]:
+    """About `n` whole numbers from `first` to `last`, evenly spaced in the logarithm; `last` alone if it comes first."""
+    if last <= first:
+        return [last]
+    return sorted({round(first * (last / first) ** (k / (n - 1))) for k in range(n)})
+
+
+CASES = {
+    "case1": MixtureConfig("", means=(-3.0, 2.0), noise=EnergyNoise("gaussian", 2.0)),
+    "case2": MixtureConfig("", means=(-4.0, 3.0), noise=EnergyNoise("student", 1.0, 5.0)),
+    "case3": MixtureConfig("", means=(-6.0, 4.0), noise=EnergyNoise("student", 7.0, 10.0)),
+}
+# The paper's acceptance rates. It states that F = 1 makes no swaps in case 3, and gives none for the first two cases.
+CASE3_ACCEPTANCE = {1.0: 0.0, 2.0: 0.004, 4.0: 0.071, math.inf: 0.46}
+
+
+def figure1_recipes() -> dict[str, MixtureConfig]:
+    """Every curve of figure 1: SGLD, naive and corrected reSGLD on each case, and all F on the third."""
+    recipes = {}
+    for case, config in CASES.items():
+        methods = {"sgld": replace(config, temperatures=(1.0,)), "naive": replace(config, correction_factor=math.inf)}
+        if case == "case3":
+            for factor in (1.0, 2.0, 4.0):
+                methods[f"resgld-F{factor:g}"] = replace(config, correction_factor=factor)
+        else:
+            methods["resgld"] = config
+        for method, chosen in methods.items():
+            paper = {}
+            if case == "case3" and method != "sgld":
+                paper = {"acceptance_rate": CASE3_ACCEPTANCE[chosen.correction_factor]}
+            recipes[f"figure1/{case}-{method}"] = replace(chosen, recipe=f"figure1/{case}-{method}", paper=paper)
+    return recipes

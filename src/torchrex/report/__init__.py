@@ -1,0 +1,1 @@
+"""Tables and figures from run folders. Numbers are read from there, never typed."""

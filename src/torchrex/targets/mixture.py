@@ -1,0 +1,122 @@
+"""Gaussian mixtures in any dimension: density, exact draws and, in one dimension, cdf and quantiles."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchrex.errors import TargetError
+from torchrex.targets.base import Energy, Noise, Target
+
+Numbers = Sequence[float] | Sequence[Sequence[float]] | Tensor
+
+
+class GaussianMixture(Target):
+    """`sum_k w_k N(mean_k, cov_k)`.
+
+    `means` has shape (k,) in one dimension or (k, dim); `stds` (k,) or (k, dim). For full covariances pass
+    `covariances` of shape (k, dim, dim) instead of `stds`. Weights are normalised.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[float] | Tensor,
+        means: Numbers,
+        stds: Numbers | None = None,
+        *,
+        covariances: Tensor | None = None,
+    ) -> None:
+        w = torch.as_tensor(weights, dtype=torch.float64)
+        mean = torch.as_tensor(means, dtype=torch.float64)
+        mean = mean[:, None] if mean.ndim == 1 else mean
+        if w.ndim != 1 or mean.ndim != 2 or len(w) != len(mean) or not bool((w > 0).all()):
+            raise TargetError(
+                f"a mixture needs one positive weight and one mean per component, got {tuple(w.shape)} weights and means of "
+                f"shape {tuple(mean.shape)}"
+            )
+        if (stds is None) == (covariances is None):
+            raise TargetError("a mixture needs either stds or covariances, not both and not neither")
+        k, self.dim = mean.shape
+        if covariances is not None:
+            if tuple(covariances.shape) != (k, self.dim, self.dim):
+                raise TargetError(f"covariances must have shape {(k, self.dim, self.dim)}, got {tuple(covariances.shape)}")
+            factor, failed = torch.linalg.cholesky_ex(covariances.double())
+            if bool(failed.any()):
+                raise TargetError("every covariance must be symmetric and positive definite")
+        else:
+            std = torch.as_tensor(stds, dtype=torch.float64)
+            std = (std[:, None] if std.ndim == 1 else std).expand(k, self.dim)
+            if not bool((std > 0).all()):
+                raise TargetError(f"stds must be positive, got {std.tolist()}")
+            factor = torch.diag_embed(std)
+        self.weights = w / w.sum()
+        self.means = mean
+        self.factor = factor  # Cholesky factor of each covariance
+        self._diagonal = covariances is None
+        self._prepare(torch.device("cpu"), torch.float64)
+
+    def _prepare(self, device: torch.device | str, dtype: torch.dtype) -> None:
+        """Tensors of the density, shaped to broadcast against positions with components in front."""
+        log_det = self.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        constant = self.weights.log() - log_det - 0.5 * self.dim * math.log(2 * math.pi)
+        whiten = torch.linalg.inv(self.factor)
+        if self._diagonal:
+            whiten = whiten.diagonal(dim1=-2, dim2=-1)
+        self._constant = constant[:, None].to(device, dtype)  # two axes: not burnt into compiled code, which all mixtures share
+        self._mean = self.means.to(device, dtype)
+        self._whiten = whiten.to(device, dtype)
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> GaussianMixture:
+        moved = copy.copy(self)
+        moved._prepare(device, dtype)
+        return moved
+
+    def log_density(self, x: Tensor) -> Tensor:
+        """Exact log density of points (..., dim), as a tensor (...)."""
+        lead = (1,) * (x.ndim - 1)
+        centred = x - self._mean.view(-1, *lead, self.dim)
+        if self._diagonal:
+            white = centred * self._whiten.view(-1, *lead, self.dim)
+        else:  # multiply and sum rather than matmul: small, and it fuses into the compiled loop
+            white = (centred.unsqueeze(-2) * self._whiten.view(-1, *lead, self.dim, self.dim)).sum(-1)
+        return torch.logsumexp(self._constant.view(-1, *lead) - 0.5 * white.square().sum(-1), dim=0)
+
+    def energy(self, position: Tensor, noise: Noise) -> Energy:
+        return Energy(-self.log_density(position))
+
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """`n` exact independent draws, shape (n, dim), float64."""
+        component = torch.multinomial(self.weights, n, replacement=True, generator=generator)
+        z = torch.randn(n, self.dim, 1, dtype=torch.float64, generator=generator)
+        away: Tensor = (self.factor[component] @ z).squeeze(-1)
+        return self.means[component] + away
+
+    def cdf(self, x: Tensor) -> Tensor:
+        """Exact distribution function (one dimension only)."""
+        self._require_one_dimension("cdf")
+        z = (x.double()[..., None] - self.means[:, 0]) / self.factor[:, 0, 0]
+        below: Tensor = torch.special.ndtr(z)
+        return (below * self.weights).sum(-1)
+
+    def quantile(self, p: Tensor, *, iterations: int = 80) -> Tensor:
+        """Inverse of the cdf by bisection, to machine precision (one dimension only)."""
+        self._require_one_dimension("quantile")
+        reach = 40.0 * self.factor[:, 0, 0].max()
+        low = torch.full_like(p, float(self.means.min() - reach), dtype=torch.float64)
+        high = torch.full_like(p, float(self.means.max() + reach), dtype=torch.float64)
+        for _ in range(iterations):
+            middle = 0.5 * (low + high)
+            below = self.cdf(middle) < p
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        return 0.5 * (low + high)
+
+    def _require_one_dimension(self, what: str) -> None:
+        if self.dim != 1:
+            raise TargetError(f"{what} is defined in one dimension, this mixture has dim={self.dim}")
+
+    def __repr__(self) -> str:
+        return f"GaussianMixture({len(self.weights)} components, dim={self.dim})"

@@ -1,0 +1,75 @@
+"""Posterior of tall data: a sum of per-example log likelihoods, estimated from minibatches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from torchrex.errors import InvalidArgumentError, TargetError
+from torchrex.targets.base import Energy, Noise, Target
+
+
+class TallPosterior(Target):
+    """`-log prior(x) - N/n sum_i log_likelihood(x, d_i)` over a minibatch of n of N examples, drawn with replacement (Eq. 6).
+
+    `log_likelihood(x, *batch)` gets positions of shape (..., 1, dim) and, for each data tensor of shape (N, ...), examples of
+    shape (..., n, ...) that broadcast against them; it returns (..., n). `log_prior(x)` maps (..., dim) to (...).
+
+    With `shared=True` the replicas of a run see the same minibatch, so that their energies are strongly correlated and the paired
+    estimator needs a far smaller correction. Different runs never share one.
+    """
+
+    has_noise = True
+
+    def __init__(
+        self,
+        log_likelihood: Callable[..., Tensor],
+        log_prior: Callable[[Tensor], Tensor],
+        data: tuple[Tensor, ...],
+        dim: int,
+        *,
+        batch_size: int,
+        shared: bool = True,
+    ) -> None:
+        if not data or any(len(t) != len(data[0]) for t in data):
+            raise TargetError(f"the data tensors must have the same first size, got {[tuple(t.shape) for t in data]}")
+        if not 1 <= batch_size <= len(data[0]):
+            raise InvalidArgumentError(f"batch_size must lie between 1 and the {len(data[0])} examples, got {batch_size}")
+        self.log_likelihood, self.log_prior, self.data = log_likelihood, log_prior, data
+        self.dim, self.batch_size, self.shares_minibatch = dim, batch_size, shared
+        self.n_data = len(data[0])
+
+    def draw_noise(self, generator: torch.Generator, n: int, shape: tuple[int, ...], dtype: torch.dtype) -> Noise:
+        *lead, rungs, runs = shape
+        index_shape = (n, *lead, 1 if self.shares_minibatch else rungs, runs, self.batch_size)
+        return {"index": torch.randint(len(self.data[0]), index_shape, generator=generator, device=generator.device)}
+
+    def energy(self, position: Tensor, noise: Noise) -> Energy:
+        index = noise["index"]
+        batch = [tensor[index] for tensor in self.data]
+        per_example = -self.log_likelihood(position.unsqueeze(-2), *batch)
+        expected = (*torch.broadcast_shapes(position.shape[:-1], index.shape[:-1]), self.batch_size)  # type: ignore[no-untyped-call]
+        if tuple(per_example.shape) != expected:
+            raise TargetError(
+                f"log_likelihood must return one value per position and example, shape {expected}, got {tuple(per_example.shape)}"
+            )
+        scale = len(self.data[0]) / self.batch_size
+        return Energy(scale * per_example.sum(-1) - self.log_prior(position), per_example)
+
+    def full_energy(self, position: Tensor) -> Tensor:
+        """Energy over the whole data set, without noise: for references, not for sampling."""
+        lead = (1,) * (position.ndim - 1)
+        rows = [tensor.view(*lead, *tensor.shape) for tensor in self.data]
+        return -self.log_likelihood(position.unsqueeze(-2), *rows).sum(-1) - self.log_prior(position)
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> TallPosterior:
+        moved = copy.copy(self)
+        moved.data = tuple(t.to(device, dtype if t.is_floating_point() else t.dtype) for t in self.data)
+        return moved
+
+    def __repr__(self) -> str:
+        shared = "shared" if self.shares_minibatch else "independent"
+        return f"TallPosterior(n_data={self.n_data}, dim={self.dim}, batch_size={self.batch_size}, {shared} minibatches)"

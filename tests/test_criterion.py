@@ -1,0 +1,95 @@
+"""The swap test: unbiased ratio, closed-form acceptance, right direction."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from assertions import assert_mean_is, assert_mean_is_not
+from torchrex.exchange.correction import ProportionalToGap, TargetAcceptance, as_rule
+from torchrex.exchange.criterion import acceptance_probability, expected_acceptance, log_swap_ratio
+
+N, GAP, SIGMA2 = 1_000_000, 0.9, 0.6  # s^2 = 2 gap^2 sigma2 = 0.97
+
+
+def noisy_log_ratios(cold, hot, *, correction_factor=1.0, slip=1.0, noise_std=SIGMA2**0.5):
+    noise = torch.randn(2, N, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * noise_std
+    return log_swap_ratio(
+        cold + noise[0], hot + noise[1], inverse_gap=GAP, noise_variance=slip * noise_std**2, correction_factor=correction_factor
+    )
+
+
+@pytest.mark.parametrize("difference", [-1.0, 0.0, 2.0])
+def test_corrected_ratio_is_unbiased(difference):
+    exact = math.exp(GAP * difference)
+    assert_mean_is(noisy_log_ratios(difference, 0.0).exp(), exact)
+    assert_mean_is_not(noisy_log_ratios(difference, 0.0, correction_factor=math.inf).exp(), exact)
+    assert_mean_is_not(noisy_log_ratios(difference, 0.0, slip=2.0).exp(), exact)  # sigma2 taken for that of the difference
+    assert_mean_is_not(noisy_log_ratios(difference, 0.0, slip=0.5).exp(), exact)
+
+
+@pytest.mark.parametrize("difference", [-3.0, 0.0, 1.5])
+@pytest.mark.parametrize("noise_std", [0.5, 2.0])
+def test_mean_acceptance_has_its_closed_form(difference, noise_std):
+    s = torch.tensor(math.sqrt(2) * GAP * noise_std)
+    exact = float(expected_acceptance(torch.tensor(GAP * difference), s))
+    assert_mean_is(acceptance_probability(noisy_log_ratios(difference, 0.0, noise_std=noise_std)), exact)
+    naive = noisy_log_ratios(difference, 0.0, noise_std=noise_std, correction_factor=math.inf)
+    assert_mean_is_not(acceptance_probability(naive), exact)
+
+
+@pytest.mark.parametrize(("s", "percent"), [(1.0, 61.7), (2.0, 31.7), (4.0, 4.55), (8.0, 0.00633)])
+def test_acceptance_at_zero_gap(s, percent):
+    assert 100 * float(expected_acceptance(torch.tensor(0.0), torch.tensor(s))) == pytest.approx(percent, rel=2e-3)
+
+
+def test_expected_acceptance_does_not_overflow():
+    d = torch.tensor([-2000.0, 2000.0])
+    assert torch.equal(expected_acceptance(d, torch.tensor(1.0)).round(decimals=6), torch.tensor([0.0, 1.0], dtype=torch.float64))
+
+
+def test_detailed_balance_of_the_closed_form():
+    """a(D) = exp(D) a(-D): the mean acceptance satisfies detailed balance exactly."""
+    d, s = torch.linspace(-5, 5, 41, dtype=torch.float64), torch.tensor(1.3)
+    assert torch.allclose(expected_acceptance(d, s), d.exp() * expected_acceptance(-d, s), rtol=1e-9)
+
+
+def test_swap_direction():
+    """A cold replica with the higher energy swaps for sure; with the lower one it swaps with probability exp(gap * difference)."""
+    cold_is_worse = log_swap_ratio(torch.tensor(5.0), torch.tensor(0.0), inverse_gap=GAP, noise_variance=0.0)
+    cold_is_better = log_swap_ratio(torch.tensor(0.0), torch.tensor(5.0), inverse_gap=GAP, noise_variance=0.0)
+    assert acceptance_probability(cold_is_worse) == 1.0
+    assert float(acceptance_probability(cold_is_better)) == pytest.approx(math.exp(-5 * GAP))
+
+
+def test_factor_and_intensity():
+    ratio = log_swap_ratio(torch.tensor(1.0), torch.tensor(0.0), inverse_gap=2.0, noise_variance=3.0, correction_factor=4.0)
+    assert float(ratio) == pytest.approx(2.0 * (1.0 - 2.0 * 3.0 / 4.0))
+    assert float(acceptance_probability(torch.tensor(0.7), swap_rate=0.3)) == pytest.approx(0.3)
+
+
+def test_factor_rules():
+    first, now = torch.tensor([[2.0]]), torch.tensor([[6.0]])
+    rule = ProportionalToGap(5.0)
+    factor = rule.factor(torch.full((1, 3), 5.0), now, first)
+    assert torch.allclose(factor, torch.full((1, 3), 15.0))  # so that the correction gap * sigma2 / F stays the same
+    rule = TargetAcceptance(0.2, gain=0.5)
+    learnt = torch.full((1, 2), 2.0)
+    adapted = rule.adapt(learnt, torch.tensor([[0.0, 1.0]]), torch.tensor([[True, True]]))
+    assert adapted[0, 0] == pytest.approx(2.0 * math.exp(0.1))  # too few swaps: a larger F, a smaller correction
+    assert adapted[0, 1] == pytest.approx(2.0 * math.exp(-0.4))
+    assert torch.equal(rule.adapt(learnt, torch.zeros(1, 2), torch.tensor([[False, False]])), learnt)
+    assert rule.adapt(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool)) == 1.0  # never below unbiased
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan")])
+def test_bad_factor(factor):
+    with pytest.raises(ValueError, match=r"F must be positive.*1 is unbiased"):
+        as_rule(factor)
+
+
+def test_bad_target_rate():
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        TargetAcceptance(1.2)

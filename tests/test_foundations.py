@@ -1,0 +1,75 @@
+"""rng, schedules, errors."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from torchrex import errors, schedules
+from torchrex.rng import Streams, derive_seed
+
+
+def test_streams_are_reproducible_and_independent():
+    a, b = Streams(3), Streams(3)
+    x = torch.randn(1000, generator=a["move"])
+    torch.randn(10, generator=b["swap"])  # another stream in between changes nothing
+    assert torch.equal(x, torch.randn(1000, generator=b["move"]))
+    y = torch.randn(1000, generator=a["swap"])
+    assert abs(torch.corrcoef(torch.stack([x, y]))[0, 1]) < 0.17  # 5 standard errors
+    assert not torch.equal(x, torch.randn(1000, generator=Streams(4)["move"]))
+
+
+def test_neighbouring_seeds_and_names_do_not_collide():
+    assert len({derive_seed(seed, name) for seed in range(200) for name in ("move", "swap", "target")}) == 600
+
+
+def test_streams_save_and_restore():
+    streams = Streams(0)
+    torch.rand(17, generator=streams["move"])
+    saved = streams.state_dict()
+    expected = torch.rand(5, generator=streams["move"]), torch.rand(5, generator=streams["new"])
+    other = Streams(0)
+    torch.rand(3, generator=other["new"])
+    other.load_state_dict(saved)
+    assert torch.equal(torch.rand(5, generator=other["move"]), expected[0])
+    assert torch.equal(torch.rand(5, generator=other["new"]), expected[1])  # a stream not in use then starts afresh
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, True, "0"])
+def test_bad_seed(seed):
+    with pytest.raises(errors.InvalidArgumentError, match="seed"):
+        Streams(seed)
+
+
+def test_schedules():
+    assert schedules.constant(2.0)(99) == 2.0
+    anneal = schedules.geometric(1 / 1.02, every=10)
+    assert anneal(9) == 1.0
+    assert anneal(20) == pytest.approx(1.02**-2)
+    decay = schedules.hold_then_decay(200, 0.984)
+    assert decay(200) == 1.0
+    assert decay(203) == pytest.approx(0.984**3)
+    gain = schedules.inverse()
+    assert [gain(m) for m in range(3)] == [1.0, 0.5, pytest.approx(1 / 3)]
+    cosine = schedules.cyclical(10)
+    assert cosine(0) == cosine(10) == 1.0
+    assert cosine(5) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: schedules.geometric(0.0), lambda: schedules.cyclical(0), lambda: schedules.inverse(start=0)]
+)
+def test_bad_schedules(make):
+    with pytest.raises(ValueError, match="must be"):
+        make()
+
+
+def test_every_error_is_ours_and_a_builtin():
+    tree = [e for _, e in inspect.getmembers(errors, inspect.isclass) if issubclass(e, errors.TorchrexError)]
+    assert len(tree) >= 9
+    for error in tree:
+        if error is not errors.TorchrexError:
+            builtins = [base for base in error.__mro__ if base.__module__ == "builtins"]
+            assert builtins[0] is not Exception, f"{error.__name__} is no builtin besides"

@@ -1,0 +1,166 @@
+"""Targets have the density, the sampler and the noise they claim."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import scipy.stats
+import torch
+
+import torchrex as tr
+from assertions import assert_mean_is, assert_mean_is_not
+from torchrex.errors import TargetError
+from torchrex.targets import laplace, logistic_regression, simulate_logistic
+
+
+def full_covariance_mixture():
+    root = torch.tensor([[[1.0, 0.0], [0.8, 0.5]], [[0.5, 0.0], [-0.2, 0.4]]], dtype=torch.float64)
+    return tr.GaussianMixture([1.0, 3.0], [[0.0, 1.0], [3.0, -2.0]], covariances=root @ root.mT), root @ root.mT
+
+
+def test_mixture_density_is_scipys():
+    mixture, covariances = full_covariance_mixture()
+    x = torch.randn(50, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = sum(
+        w * scipy.stats.multivariate_normal(m, c).pdf(x.numpy())
+        for w, m, c in zip((0.25, 0.75), ([0.0, 1.0], [3.0, -2.0]), covariances.numpy(), strict=True)
+    )
+    assert torch.allclose(mixture.log_density(x).exp(), torch.as_tensor(expected), rtol=1e-12)
+
+
+def test_diagonal_and_full_covariances_agree():
+    stds = torch.tensor([[0.5, 2.0], [1.0, 0.3]], dtype=torch.float64)
+    diagonal = tr.GaussianMixture([0.3, 0.7], [[0.0, 1.0], [1.0, 2.0]], stds)
+    full = tr.GaussianMixture([0.3, 0.7], [[0.0, 1.0], [1.0, 2.0]], covariances=torch.diag_embed(stds**2))
+    x = torch.randn(3, 4, 2, dtype=torch.float64)
+    assert torch.allclose(diagonal.log_density(x), full.log_density(x), rtol=1e-12)
+
+
+def test_mixture_sampler_has_the_mixtures_moments():
+    mixture, covariances = full_covariance_mixture()
+    x = mixture.sample(200_000, generator=torch.Generator().manual_seed(1))
+    assert_mean_is(x[:, 0], 0.75 * 3.0)
+    second = 0.25 * (covariances[0, 0, 1] + 0.0) + 0.75 * (covariances[1, 0, 1] - 6.0)
+    assert_mean_is(x[:, 0] * x[:, 1], float(second))
+
+
+def test_mixture_cdf_and_quantile_are_inverse_and_exact():
+    mixture = tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5])
+    x = torch.linspace(-6, 5, 23, dtype=torch.float64)
+    exact = 0.4 * scipy.stats.norm(-3, 0.7).cdf(x.numpy()) + 0.6 * scipy.stats.norm(2, 0.5).cdf(x.numpy())
+    assert torch.allclose(mixture.cdf(x), torch.as_tensor(exact), atol=1e-14)
+    p = torch.tensor([0.001, 0.2, 0.4, 0.5, 0.999], dtype=torch.float64)
+    assert torch.allclose(mixture.cdf(mixture.quantile(p)), p, atol=1e-12)
+
+
+@pytest.mark.parametrize("target", [tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5]), full_covariance_mixture()[0]])
+def test_gradient_is_that_of_the_energy(target):
+    x = torch.randn(3, 5, target.dim, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    energy, gradient = target.energy_and_gradient(x, {})
+    h = 1e-6
+    for k in range(target.dim):
+        step = h * torch.eye(target.dim, dtype=torch.float64)[k]
+        slope = (target.energy(x + step, {}).total - target.energy(x - step, {}).total) / (2 * h)
+        assert torch.allclose(gradient[..., k], slope, atol=1e-6)
+    assert torch.equal(energy.total, target.energy(x, {}).total)
+
+
+def test_given_gradient_is_used_and_single_point_density_is_mapped():
+    x = torch.randn(2, 4, 3, dtype=torch.float64)
+    given = tr.LogDensity(lambda p: -0.5 * p.square().sum(-1), 3, gradient=lambda p: -2.0 * p)  # wrong on purpose
+    assert torch.allclose(given.energy_and_gradient(x, {})[1], 2.0 * x)
+    single = tr.LogDensity(lambda p: -0.5 * p @ p, 3, batched=False)
+    energy, gradient = single.energy_and_gradient(x, {})
+    assert torch.allclose(energy.total, 0.5 * x.square().sum(-1))
+    assert torch.allclose(gradient, x)
+
+
+@pytest.mark.parametrize(
+    ("model", "variance", "cdf"),
+    [
+        (tr.Gaussian(2.0), 4.0, scipy.stats.norm(0, 2).cdf),
+        (tr.StudentT(5.0), 5 / 3, scipy.stats.t(5).cdf),
+        (tr.StudentT(10.0, 7.0), 61.25, lambda x: scipy.stats.t(10).cdf(x / 7)),
+    ],
+)
+def test_noise_models_have_their_law(model, variance, cdf):
+    draws = model.draw(torch.Generator().manual_seed(3), (100_000,), torch.float64)
+    assert model.variance == pytest.approx(variance)
+    assert scipy.stats.kstest(draws.numpy(), cdf).pvalue > 5.7e-7
+    assert scipy.stats.kstest(1.06 * draws.numpy(), cdf).pvalue < 1e-7  # the mutant: a slightly wrong law
+
+
+def test_noisy_adds_noise_to_energy_and_gradient():
+    exact = tr.LogDensity(lambda x: -0.5 * x.square().sum(-1), 2)
+    noisy = tr.Noisy(exact, tr.Gaussian(2.0), gradient=tr.Gaussian(0.5))
+    x = torch.ones(2, 50_000, 2, dtype=torch.float64)
+    noise = {k: v[0] for k, v in noisy.draw_noise(torch.Generator().manual_seed(4), 1, (2, 50_000), torch.float64).items()}
+    energy, gradient = noisy.energy_and_gradient(x, noise)
+    assert_mean_is((energy.total - 1.0).square(), 4.0)
+    assert_mean_is((gradient - 1.0).square(), 0.25)
+    assert_mean_is(((energy.total[0] - 1.0) * (energy.total[1] - 1.0)), 0.0)  # replicas are independent
+
+
+def test_tall_energy_is_unbiased_and_gradient_too():
+    features, labels, _ = simulate_logistic(500, 3, seed=1)
+    target = logistic_regression(features, labels, batch_size=16)
+    x = torch.randn(1, 1, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    noise = target.draw_noise(torch.Generator().manual_seed(6), 1, (1, 20_000), torch.float64)
+    energy, gradient = target.energy_and_gradient(x.expand(1, 20_000, 3).contiguous(), {"index": noise["index"][0]})
+    assert_mean_is(energy.total, float(target.full_energy(x)))
+    exact = torch.func.grad(lambda p: target.full_energy(p).sum())(x)
+    for k in range(3):
+        assert_mean_is(gradient[..., k], float(exact[..., k]))
+    assert_mean_is_not(energy.total * 16 / 500, float(target.full_energy(x)))  # the mutant: forgets the factor N / n
+
+
+def test_replicas_share_a_minibatch_but_runs_do_not():
+    features, labels, _ = simulate_logistic(500, 3)
+    shared = logistic_regression(features, labels, batch_size=8)
+    index = shared.draw_noise(torch.Generator().manual_seed(0), 2, (4, 5), torch.float32)["index"]
+    assert index.shape == (2, 1, 5, 8)
+    assert not torch.equal(index[:, :, 0], index[:, :, 1])
+    alone = logistic_regression(features, labels, batch_size=8, shared=False)
+    assert alone.draw_noise(torch.Generator(), 2, (4, 5), torch.float32)["index"].shape == (2, 4, 5, 8)
+
+
+def test_laplace_finds_the_mode():
+    features, labels, truth = simulate_logistic(20_000, 3)
+    target = logistic_regression(features, labels)
+    mode, covariance = laplace(target)
+    assert torch.func.grad(target.full_energy)(mode).abs().max() < 1e-6
+    assert (((mode - truth) / covariance.diagonal().sqrt()).abs() < 5).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda: tr.GaussianMixture([0.5, -0.5], [0.0, 1.0], [1.0, 1.0]), "positive weight"),
+        (lambda: tr.GaussianMixture([0.5, 0.5], [0.0, 1.0], [1.0, 0.0]), "stds must be positive"),
+        (lambda: tr.GaussianMixture([0.5, 0.5], [0.0, 1.0]), "either stds or covariances"),
+        (lambda: tr.GaussianMixture([1.0], [[0.0, 0.0]], covariances=-torch.eye(2)[None]), "positive definite"),
+        (lambda: tr.GaussianMixture([1.0], [[0.0, 0.0]], [1.0]).cdf(torch.zeros(1)), "one dimension"),
+        (lambda: tr.LogDensity(lambda x: x, dim=0), "dim"),
+        (lambda: tr.Gaussian(-1.0), "positive"),
+        (lambda: tr.StudentT(degrees=math.nan), "positive"),
+        (lambda: logistic_regression(torch.zeros(5, 2), torch.zeros(5), batch_size=6), "batch_size"),
+        (
+            lambda: tr.TallPosterior(lambda x, d: d, lambda x: x, (torch.zeros(3), torch.zeros(4)), 1, batch_size=1),
+            "same first size",
+        ),
+    ],
+)
+def test_bad_targets(make, word):
+    with pytest.raises(ValueError, match=word):
+        make()
+
+
+def test_wrong_shapes_are_named():
+    with pytest.raises(TargetError, match=r"shape \(6,\).*got shape \(6, 2\).*batched=False"):
+        tr.LogDensity(lambda x: x, dim=2).energy(torch.zeros(2, 3, 2), {})
+    with pytest.raises(TargetError, match="got float"):
+        tr.LogDensity(lambda x: 1.0, dim=2).energy(torch.zeros(2, 3, 2), {})
+    bad = tr.TallPosterior(lambda x, d: (x * d).sum(), lambda x: x.sum(-1), (torch.zeros(9, 2),), 2, batch_size=3)
+    with pytest.raises(TargetError, match="one value per position and example"):
+        bad.energy(torch.zeros(2, 3, 2), {"index": torch.zeros(1, 3, 3, dtype=torch.long)})
