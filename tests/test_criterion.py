@@ -57,7 +57,7 @@ def test_detailed_balance_of_the_closed_form():
 
 
 def test_swap_direction():
-    """A cold replica with the higher energy swaps for sure; with the lower one it swaps with probability exp(gap * difference)."""
+    """A cold replica with the higher energy swaps for sure; with the lower one, with probability exp(gap * difference)."""
     cold_is_worse = log_swap_ratio(torch.tensor(5.0), torch.tensor(0.0), inverse_gap=GAP, noise_variance=0.0)
     cold_is_better = log_swap_ratio(torch.tensor(0.0), torch.tensor(5.0), inverse_gap=GAP, noise_variance=0.0)
     assert acceptance_probability(cold_is_worse) == 1.0

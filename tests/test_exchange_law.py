@@ -1,4 +1,4 @@
-"""Exactness of the whole step: swaps keep the joint law of a ladder, runs tend to the law of rung 0, momenta are carried right."""
+"""Exactness of the whole step: swaps keep the joint law of a ladder, runs tend to that of rung 0, momenta are carried right."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def rung0_phase_space(lr, policy, swap_interval, *, n_runs=8192, n_steps=1000):
     ],
 )
 def test_momentum_policy(policy, swap_interval, x_exact, v_exact):
-    """With unequal lrs, rescaled momenta keep the law of (x, v) as lr -> 0; refreshed ones if swaps are rare; kept ones do not."""
+    """With unequal lrs, rescaled momenta keep the law of (x, v) as lr -> 0; refreshed ones if swaps are rare; kept ones never."""
     lrs = [0.002, 0.004, 0.008]
     results = [rung0_phase_space(lr, policy, swap_interval) for lr in lrs]
     x_zero, x_error = intercept(lrs, [x2 for x2, _ in results])

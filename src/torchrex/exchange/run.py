@@ -157,6 +157,7 @@ class ReplicaExchange:
         """Everything the next step needs; with `load_state_dict` a run goes on exactly as if it had not stopped."""
         velocity = {} if self._ensemble.velocity is None else {"velocity": self._ensemble.velocity.clone()}
         return {
+            "seed": self.streams.seed,
             "n_steps": self.n_steps,
             "block_length": self._block_length,
             "position": self._ensemble.position.clone(),
@@ -177,6 +178,7 @@ class ReplicaExchange:
             self._ensemble = replace(self._ensemble, velocity=state["velocity"].clone())
         self._state = ExchangeState(*(state[name].clone() for name in ExchangeState._fields))
         self.n_steps, self._block_length = state["n_steps"], state["block_length"]
+        self.streams = Streams(state["seed"], self._ensemble.position.device)
         self.streams.load_state_dict(state["streams"])
         start = self.n_steps - self.n_steps % self._block_length
         self._streams_at_block, self._block = state["streams"], None

@@ -60,7 +60,7 @@ class RunFolder:
         path = self.path / name
         try:
             return dict(json.loads(path.read_text()))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
             raise RunFolderError(f"cannot read {path} ({error}); remove it or run again with --overwrite") from None

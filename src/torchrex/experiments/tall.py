@@ -13,7 +13,7 @@ from torchrex.diagnostics import mean_and_error
 from torchrex.exchange import PairedVariance
 from torchrex.posterior import Draws, sample
 from torchrex.posterior.sampling import Progress
-from torchrex.targets import laplace, logistic_regression, simulate_logistic
+from torchrex.targets import TallPosterior, laplace, logistic_regression, simulate_logistic
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class LogisticConfig:
     batch_size: int = 256
     prior_precision: float = 1.0
     temperatures: tuple[float, ...] = (1.0, 1.02)
-    lr: float = 0.003  # times 1 / n_data
+    lr: float = 0.004  # times 1 / n_data
     correction_factor: float = 1.0
     smoothing: float = 0.05
     n_steps: int = 40_000
@@ -39,9 +39,12 @@ class LogisticConfig:
     thin: int = 20
     data_seed: int = 0
 
-    def run(self, seed: int, *, device: str, progress: Progress | None) -> tuple[Draws, dict[str, Any], dict[str, Tensor]]:
+    def target(self) -> TallPosterior:
         features, labels, _ = simulate_logistic(self.n_data, self.dim, seed=self.data_seed)
-        target = logistic_regression(features, labels, prior_precision=self.prior_precision, batch_size=self.batch_size)
+        return logistic_regression(features, labels, prior_precision=self.prior_precision, batch_size=self.batch_size)
+
+    def run(self, seed: int, *, device: str, progress: Progress | None) -> tuple[Draws, dict[str, Any], dict[str, Tensor]]:
+        target = self.target()
         mode, covariance = laplace(target)
         # Runs start from draws of the Laplace approximation, so that no burn-in is needed.
         generator = torch.Generator().manual_seed(seed)

@@ -72,7 +72,8 @@ class Draws:
 
     def standard_error(self) -> Tensor:
         """Standard error of the mean from the spread between chains, (dim,); NaN for one chain."""
-        return self.values.double().mean(1).std(0) / math.sqrt(self.n_chains)
+        means = self.values.double().mean(1)
+        return means.std(0) / math.sqrt(self.n_chains) if self.n_chains > 1 else torch.full_like(means[0], math.nan)
 
     def summary(self, *, most: int = 10) -> str:
         """A small table: coordinates with mean, sd and standard error, then the swaps of every pair."""

@@ -1,0 +1,194 @@
+"""The command line, as a person meets it: files, words, exit codes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from torchrex.cli.main import main
+from torchrex.experiments import recipes
+
+SMALL = ["--set", "n_steps=400", "--set", "n_runs=4"]
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    """Runs the command in this process: (exit code, stdout, stderr)."""
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["torchrex", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        printed = capsys.readouterr()
+        return end.value.code or 0, printed.out, printed.err
+
+    return call
+
+
+def test_list_and_help(cli):
+    code, out, _ = cli("list")
+    assert code == 0
+    assert all(name in out for name in recipes())
+    code, out, _ = cli("--help")
+    assert code == 0
+    assert all(command in out for command in ("list", "run", "reproduce"))
+    assert cli("--version")[1].startswith("torchrex ")
+
+
+def test_run_writes_a_complete_folder(cli, tmp_path):
+    code, out, err = cli("run", "figure1/case1-resgld", *SMALL, "--out", tmp_path, "--seeds", 2)
+    assert code == 0, err
+    assert err == ""  # silent when not a terminal
+    for seed in (0, 1):
+        folder = tmp_path / "figure1" / "case1-resgld" / f"seed={seed}"
+        assert str(folder) in out
+        assert sorted(p.name for p in folder.iterdir()) == [
+            "config.json",
+            "draws.safetensors",
+            "result.json",
+            "trace.safetensors",
+        ]
+        result = json.loads((folder / "result.json").read_text())
+        assert set(result) >= {"recipe", "seed", "status", "metrics", "swaps", "wall_seconds", "device", "versions"}
+        assert (result["recipe"], result["seed"], result["status"]) == ("figure1/case1-resgld", seed, "finished")
+        assert result["swaps"][0]["proposed"] == 1600
+        assert all(v is None or isinstance(v, int | float) for v in result["metrics"].values())
+        config = json.loads((folder / "config.json").read_text())
+        assert (config["n_steps"], config["temperatures"]) == (400, [1.0, 10.0])
+
+
+def test_a_finished_run_is_not_replaced_by_accident(cli, tmp_path):
+    arguments = ["run", "figure1/case1-sgld", *SMALL, "--out", tmp_path]
+    assert cli(*arguments)[0] == 0
+    file = tmp_path / "figure1/case1-sgld/seed=0/result.json"
+    before = file.read_bytes()
+    code, _, err = cli(*arguments)
+    assert code == 2
+    assert "already holds a finished run" in err
+    assert "--overwrite" in err
+    assert file.read_bytes() == before
+    assert cli(*arguments, "--overwrite", "--set", "n_steps=300")[0] == 0
+    assert json.loads(file.read_text())["metrics"]["n_steps"] == 300
+
+
+def test_other_recipes_run(cli, tmp_path):
+    code, out, err = cli(
+        "run", "tall/logistic", "--set", "n_data=2000", "--set", "n_steps=100", "--set", "n_runs=2", "--out", tmp_path
+    )
+    assert code == 0, err
+    assert "largest_sd_ratio" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["run", "figure1/case1-regsld"], "did you mean figure1/case1-resgld"),
+        (["run", "figure1/case1-sgld", "--set", "n_stepz=3"], "did you mean n_steps"),
+        (["run", "figure1/case1-sgld", "--set", "n_steps=three"], "'n_steps' must be a whole number, got 'three'"),
+        (["run", "figure1/case1-sgld", "--set", "n_steps=0"], "n_steps"),
+        (["run", "figure1/case1-sgld", "--set", "thin=1000", "--set", "n_steps=10"], "keeps no draw"),
+        (["run", "figure1/case1-sgld", "--set", "temperatures=3,1"], "rise from cold to hot"),
+        (["run", "figure1/case1-sgld", "--set", "lr=0"], "lrs must be positive"),
+        (["run", "figure1/case1-resgld", "--set", "correction_factor=-1"], "F must be positive"),
+        (["run", "figure1/case1-sgld", "--device", "tpu7"], "device must be auto, cpu or cuda"),
+        (["reproduce", "figure7"], "only figure1"),
+        (["reproduce", "figure1", "--only", "case9"], "no recipe of figure1 has 'case9'"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_exit_2(cli, tmp_path, words, expected):
+    code, out, err = cli(*words, "--out", tmp_path)
+    assert code == 2
+    assert expected in err
+    assert len(err.strip().splitlines()) == 1
+    assert err.startswith("torchrex: ")
+    assert out == ""
+    assert not list(tmp_path.rglob("result.json"))
+
+
+def test_out_that_is_a_file(cli, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, err = cli("run", "figure1/case1-sgld", *SMALL, "--out", tmp_path / "file")
+    assert code == 2
+    assert "choose another --out" in err
+
+
+def test_damaged_result_is_named(cli, tmp_path):
+    arguments = ["run", "figure1/case1-sgld", *SMALL, "--out", tmp_path]
+    cli(*arguments)
+    (tmp_path / "figure1/case1-sgld/seed=0/result.json").write_text("{")
+    code, _, err = cli(*arguments)
+    assert code == 2
+    assert "result.json" in err
+
+
+def test_divergence_keeps_the_draws(cli, tmp_path):
+    code, _, err = cli("run", "figure1/case1-sgld", *SMALL, "--set", "lr=3", "--set", "thin=1", "--out", tmp_path)
+    assert code == 2
+    assert "became" in err
+    assert "at step" in err
+    result = json.loads((tmp_path / "figure1/case1-sgld/seed=0/result.json").read_text())
+    assert result["status"] == "failed"
+    assert "at step" in result["error"]
+    assert (tmp_path / "figure1/case1-sgld/seed=0/draws.safetensors").exists()
+
+
+def test_reproduce_runs_what_is_missing_and_draws(cli, tmp_path):
+    arguments = ["reproduce", "figure1", *SMALL, "--out", tmp_path]
+    code, out, err = cli(*arguments, "--only", "case3")
+    assert code == 0, err
+    assert (tmp_path / "figure1.png").read_bytes().startswith(b"\x89PNG")
+    first = tmp_path / "figure1/case3-naive/seed=0/result.json"
+    stamp = first.stat().st_mtime_ns
+    code, out, err = cli(*arguments)
+    assert code == 0, err
+    assert first.stat().st_mtime_ns == stamp, "a finished run was run again"
+    assert "case3-naive, seed" not in out
+    assert "case1-naive, seed 0" in out
+    rows = json.loads((tmp_path / "figure1.json").read_text())["rows"]
+    assert len(rows) == 11
+    naive = next(row for row in rows if row["recipe"] == "figure1/case3-naive")
+    assert naive["paper_acceptance_rate"] == 0.46
+    result = json.loads(first.read_text())
+    assert naive["acceptance_rate"] == pytest.approx(result["metrics"]["acceptance_rate"])
+    assert f"{100 * naive['acceptance_rate']:.0f}"[:1] in out
+    assert all(len(line) <= 80 for line in out.splitlines() if "figure1" not in line), "the table does not fit a terminal"
+    code, _, err = cli(*arguments, "--set", "n_steps=500")
+    assert code == 2
+    assert "other settings" in err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is present")
+def test_cuda_absent(cli, tmp_path):
+    code, _, err = cli("run", "figure1/case1-sgld", *SMALL, "--device", "cuda", "--out", tmp_path)
+    assert code == 2
+    assert "no CUDA device" in err
+
+
+def test_ctrl_c_writes_what_is_done_and_exits_130(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "torchrex",
+        "run",
+        "figure1/case1-resgld",
+        "--set",
+        "n_steps=100000000",
+        "--out",
+        str(tmp_path),
+    ]
+    process = subprocess.Popen([*command, "--set", "thin=1000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(20)  # imports and compilation; the run itself would take minutes
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    result = json.loads((tmp_path / "figure1/case1-resgld/seed=0/result.json").read_text())
+    assert result["status"] == "interrupted"
+    assert result["metrics"]["n_steps"] > 0
+    assert "interrupted" in out

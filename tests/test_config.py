@@ -1,0 +1,103 @@
+"""Configs, overrides, recipes."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import FrozenInstanceError, dataclass
+from typing import Literal
+
+import pytest
+
+from torchrex.errors import ConfigError, RecipeError
+from torchrex.experiments.config import dumps, override
+from torchrex.experiments.recipes import get_recipe, recipes
+
+
+@dataclass(frozen=True)
+class Inner:
+    law: Literal["a", "b"] = "a"
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Outer:
+    n: int = 1
+    rate: float = 0.5
+    on: bool = False
+    name: str = "x"
+    many: tuple[float, ...] = (1.0,)
+    maybe: float | None = None
+    inner: Inner = Inner()
+
+
+@pytest.mark.parametrize(
+    ("assignment", "field", "value"),
+    [
+        ("n=3", "n", 3),
+        ("n=1e5", "n", 100_000),
+        ("n=100_000", "n", 100_000),
+        ("rate=2", "rate", 2.0),
+        ("rate=inf", "rate", math.inf),
+        ("on=true", "on", True),
+        ("many=1,2.5", "many", (1.0, 2.5)),
+        ("many=(3,)", "many", (3.0,)),
+        ("maybe=4", "maybe", 4.0),
+        ("maybe=none", "maybe", None),
+        ("name=a=b", "name", "a=b"),
+        ("inner.scale=7", "inner", Inner(scale=7.0)),
+        ("inner.law=b", "inner", Inner(law="b")),
+    ],
+)
+def test_overrides(assignment, field, value):
+    assert getattr(override(Outer(), [assignment]), field) == value
+
+
+@pytest.mark.parametrize(
+    ("assignment", "word"),
+    [
+        ("n", "form key=value"),
+        ("=3", "form key=value"),
+        ("n=1.5", "'n' must be a whole number, got '1.5'"),
+        ("n=many", "whole number"),
+        ("rate=fast", "'rate' must be a number"),
+        ("rate=nan", "must be a number"),
+        ("on=1", "true or false"),
+        ("many=1,x", "'many' must be a number"),
+        ("rat=1", "did you mean rate"),
+        ("zzz=1", "it has n, rate"),
+        ("inner=1", "inner.law, inner.scale"),
+        ("inner.law=c", "one of a, b"),
+        ("inner.scal=1", "did you mean scale"),
+        ("n.x=1", "no parts"),
+    ],
+)
+def test_bad_overrides(assignment, word):
+    with pytest.raises(ConfigError, match=word):
+        override(Outer(), [assignment])
+
+
+def test_json_is_plain():
+    assert json.loads(dumps(Outer(rate=math.inf, maybe=math.nan))) == {
+        "n": 1, "rate": "inf", "on": False, "name": "x", "many": [1.0], "maybe": None, "inner": {"law": "a", "scale": 1.0},
+    }  # fmt: skip
+
+
+def test_recipes_are_complete_and_frozen():
+    known = recipes()
+    assert len([name for name in known if name.startswith("figure1/")]) == 11
+    for name, config in known.items():
+        assert config.recipe == name
+        with pytest.raises(FrozenInstanceError):
+            config.n_steps = 1
+    factors = [config.correction_factor for name, config in known.items() if "case3-" in name and name[-4:] != "sgld"]
+    assert set(factors) >= {1.0, 2.0, 4.0, math.inf}
+    with pytest.raises(ConfigError, match="unknown setting 'recipe'"):
+        override(known["figure1/case1-resgld"], ["recipe=x"])
+
+
+def test_unknown_recipe_suggests_the_nearest():
+    with pytest.raises(RecipeError, match="did you mean figure1/case1-resgld"):
+        get_recipe("figure1/case1-regsld")
+    with pytest.raises(LookupError, match="torchrex list"):
+        get_recipe("qqq")

@@ -1,0 +1,182 @@
+"""The compiled loop: the numbers of the eager one, a fallback with a reason, exact continuation."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import torchrex as tr
+from torchrex.exchange.loop import CompiledLoop, EagerLoop
+from torchrex.targets import logistic_regression, simulate_logistic
+
+MIXTURE = tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5])
+
+
+def tall():
+    return logistic_regression(*simulate_logistic(500, 3)[:2], batch_size=32)
+
+
+SETUPS = {
+    "the paper's": {
+        "target": lambda: tr.Noisy(MIXTURE, tr.Gaussian(2.0)),
+        "ladder": tr.Ladder((1.0, 10.0), 0.03),
+        "noise": tr.RunningMean(tr.RepeatedDraws(10, 37), initial=100.0),
+    },
+    "one rung": {"target": lambda: MIXTURE, "ladder": tr.Ladder((1.0,), 0.03)},
+    "sghmc, refreshed, random pairs": {
+        "target": lambda: tr.Noisy(MIXTURE, tr.StudentT(5.0), gradient=tr.Gaussian(0.3)),
+        "sampler": tr.SGHMC(0.2),
+        "ladder": tr.Ladder.geometric(1.0, 10.0, 4, lrs=(0.01, 0.01, 0.02, 0.03)),
+        "momentum": "refresh",
+        "pairing": tr.RandomPair(),
+        "swap_interval": 2,
+    },
+    "all in turn, adaptive factor": {
+        "target": lambda: tr.Noisy(MIXTURE, tr.Gaussian(1.0)),
+        "ladder": tr.Ladder((1.0, 3.0, 9.0), 0.03),
+        "pairing": tr.AllInTurn(),
+        "correction_factor": tr.TargetAcceptance(0.4),
+        "swap_intensity": 20.0,
+    },
+    "tall data, paired, annealed": {
+        "target": tall,
+        "sampler": tr.SGHMC(0.1),
+        "ladder": tr.Ladder(
+            (1.0, 1.2), (1e-4, 2e-4), anneal=tr.schedules.geometric(0.999), decay=tr.schedules.cyclical(50, end=0.1)
+        ),
+        "correction_factor": tr.ProportionalToGap(2.0),
+        "noise": tr.PairedVariance(0.3),
+    },
+}
+
+
+def make_run(name, compiled, dtype=torch.float64, n_runs=5, seed=3):
+    setup = dict(SETUPS[name])
+    target, sampler, ladder = setup.pop("target")(), setup.pop("sampler", None), setup.pop("ladder")
+    ensemble = tr.TensorEnsemble.start(target, sampler, n_rungs=ladder.n_rungs, n_runs=n_runs, initial=0.1, dtype=dtype)
+    return tr.ReplicaExchange(ensemble, ladder, **setup, seed=seed, compiled=compiled)
+
+
+def trace(run, n_steps):
+    infos = [tuple(values.clone() for values in info) for info in run.advance(n_steps)]
+    return [torch.cat(values) for values in zip(*infos, strict=True)]
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_compiled_and_eager_give_the_same_numbers(name):
+    """float64, 300 steps: the same swaps, and everything else within 1e-9 of its size."""
+    compiled, eager = make_run(name, True), make_run(name, False)
+    got, expected = trace(compiled, 300), trace(eager, 300)
+    assert isinstance(compiled._loop, CompiledLoop), "the compiled loop was not used"
+    assert isinstance(eager._loop, EagerLoop)
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == b.dtype
+        if a.is_floating_point():
+            assert torch.allclose(a, b, rtol=1e-9, atol=1e-9)
+        else:
+            assert torch.equal(a, b)
+    for a, b in zip(compiled.state, eager.state, strict=True):
+        assert torch.allclose(a.double(), b.double(), rtol=1e-9, atol=1e-12)
+    if compiled.rules.ladder.n_pairs:
+        assert got[2].any(), "no swap was made, so nothing was compared"
+
+
+def test_float32_agrees_over_a_short_run():
+    got, expected = (trace(make_run("the paper's", compiled, torch.float32), 60) for compiled in (True, False))
+    assert torch.equal(got[2], expected[2])
+    assert torch.allclose(got[0], expected[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("first", [1, 50, 130])
+def test_stopped_and_continued_equals_never_stopped(compiled, first):
+    """A run restored from state_dict, in the middle of a block or at its end, goes on bit for bit."""
+    name, n = "the paper's", 200
+    whole = trace(make_run(name, compiled), n)
+    stopped = make_run(name, compiled)
+    beginning = trace(stopped, first)
+    continued = make_run(name, compiled, seed=99)
+    continued.load_state_dict(stopped.state_dict())
+    rest = trace(continued, n - first)
+    for a, b, c in zip(whole, beginning, rest, strict=True):
+        assert torch.equal(a, torch.cat([b, c]))
+
+
+def test_a_long_run_begins_with_the_short_one():
+    short, long = trace(make_run("the paper's", False), 40), trace(make_run("the paper's", False), 90)
+    assert torch.equal(short[0], long[0][:40])
+
+
+def test_one_step_at_a_time_is_the_same():
+    run, block = make_run("the paper's", False), make_run("the paper's", False)
+    one_by_one = torch.stack([run.step().position for _ in range(30)])
+    assert torch.equal(one_by_one, trace(block, 30)[0])
+
+
+def branches_on_values(x):
+    return -0.5 * x.square().sum(-1) if x.sum() > 0 else -0.4 * x.square().sum(-1)
+
+
+def draws_its_own(x):
+    return -0.5 * x.square().sum(-1) + 0.0 * torch.randn(len(x))
+
+
+def needs_a_library(x):
+    return -0.5 * torch.linalg.solve(torch.eye(2) * 2.0, x.T).square().sum(0)
+
+
+@pytest.mark.parametrize(
+    ("density", "reason"),
+    [
+        (branches_on_values, "branches on the values"),
+        (draws_its_own, "random numbers of its own"),
+        (needs_a_library, "not one of its own kernels"),
+    ],
+)
+def test_what_cannot_be_compiled_runs_eagerly_with_one_reason(density, reason, caplog):
+    with caplog.at_level(logging.WARNING, logger="torchrex"):
+        draws = tr.sample(density, dim=2, temperatures=(1.0, 2.0), lr=0.1, n_steps=50, compiled=True)
+    assert draws.n_draws == 50
+    messages = [record.getMessage() for record in caplog.records if record.name == "torchrex"]
+    assert len(messages) == 1
+    assert reason in messages[0]
+
+
+def test_matrix_products_are_compiled(caplog):
+    precision = torch.tensor([[2.0, 0.5], [0.5, 1.0]])
+    with caplog.at_level(logging.WARNING, logger="torchrex"):
+        draws = tr.sample(
+            lambda x: -0.5 * ((x @ precision) * x).sum(-1),
+            dim=2,
+            temperatures=(1.0, 2.0),
+            lr=0.02,
+            n_steps=5000,
+            n_runs=32,
+            compiled=True,
+        )
+    assert not [record for record in caplog.records if record.name == "torchrex"]
+    covariance = torch.cov(draws.values.flatten(0, 1).T)
+    assert torch.allclose(covariance, torch.linalg.inv(precision), atol=0.1)
+
+
+def test_without_a_compiler_it_runs_eagerly_with_one_warning(tmp_path):
+    code = (
+        "import torchrex as tr, logging; logging.basicConfig(format='%(name)s %(message)s');"
+        "print(tr.sample(lambda x: -0.5 * x.square().sum(-1), dim=1, temperatures=(1.0, 2.0), lr=0.1, n_steps=20, compiled=True))"
+    )
+    environment = {**os.environ, "CXX": "/no/such/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert "20 draws" in done.stdout
+    assert done.stderr.count("torchrex running eagerly") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_nothing_is_left_of_the_threads_setting():
+    before = torch.get_num_threads()
+    tr.sample(lambda x: -0.5 * x.square().sum(-1), dim=1, temperatures=(1.0,), lr=0.1, n_steps=5)
+    assert torch.get_num_threads() == before
