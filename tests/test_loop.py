@@ -28,6 +28,7 @@ SETUPS = {
         "noise": tr.RunningMean(tr.RepeatedDraws(10, 37), initial=100.0),
     },
     "one rung": {"target": lambda: MIXTURE, "ladder": tr.Ladder((1.0,), 0.03)},
+    "one rung, tall data": {"target": tall, "ladder": tr.Ladder((1.0,), 1e-4)},
     "sghmc, refreshed, random pairs": {
         "target": lambda: tr.Noisy(MIXTURE, tr.StudentT(5.0), gradient=tr.Gaussian(0.3)),
         "sampler": tr.SGHMC(0.2),

@@ -39,8 +39,8 @@ def block_length(rules: Rules, ensemble: TensorEnsemble) -> int:
 
 
 def measures(rules: Rules) -> RepeatedDraws | None:
-    """The feed by repeated draws, where there is one and a pair to use it."""
-    return rules.noise.feed if isinstance(rules.noise.feed, RepeatedDraws) and rules.ladder.n_pairs else None
+    """The feed by repeated draws, if the estimator has one."""
+    return rules.noise.feed if isinstance(rules.noise.feed, RepeatedDraws) else None
 
 
 def measured_steps(rules: Rules, start: int, stop: int) -> range:

@@ -143,11 +143,12 @@ class Replay:
         measure_inputs: Sequence[Tensor] = (),
     ) -> None:
         """`inputs` and `measure_inputs` are examples for one step, without the stacking axis."""
-        self.carry = [tensor.clone().contiguous() for tensor in carry]
-        self._examples = [example.contiguous() for example in inputs]
+        # Clones: tensors are told apart by their storage, so no two may share one.
+        self.carry = [_own(tensor) for tensor in carry]
+        self._examples = [_own(example) for example in inputs]
         self._step = record(step, [*self.carry, *self._examples])
         self._measure = None
-        self._measure_examples = [example.contiguous() for example in measure_inputs]
+        self._measure_examples = [_own(example) for example in measure_inputs]
         if measure is not None:
             self._measure = record(measure, [*self.carry, *self._measure_examples])
         self._output_like = self._step.outputs[len(self.carry) :]
@@ -189,15 +190,19 @@ class Replay:
         kind = "input" if index == "t" else "measure"
         for which, tensor in enumerate(examples):
             role[_storage(tensor)] = (kind, self._slot(kind, which))
+        # An output that a kernel writes for itself alone goes straight to its place; any other is copied there.
+        written = {_storage(tensor) for _, tensors in recording.kernels for tensor in tensors}
+        shared = {_storage(tensor) for tensor in recording.outputs[: len(self.carry)]}
         copies = []
         for which, tensor in enumerate(outputs):
             if not tensor.is_contiguous():
                 raise CannotReplayError("an output is not contiguous")
+            slot, address = self._slot("output", which), _storage(tensor)
             whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-            if whole and _storage(tensor) not in role and not self._is_carry_output(recording, tensor):
-                role[_storage(tensor)] = ("output", self._slot("output", which))
+            if whole and address in written and address not in role and address not in shared:
+                role[address] = ("output", slot)
             else:
-                copies.append((("output", self._slot("output", which)), tensor))
+                copies.append((slot, tensor))
 
         def pointer(tensor: Tensor) -> str:
             what, slot = role.get(_storage(tensor), ("", -1))
@@ -211,7 +216,7 @@ class Replay:
             slot = self._slot("address", address)
             types, values = ", ".join(["char*"] * len(tensors)), ", ".join(pointer(tensor) for tensor in tensors)
             lines.append(f"((void (*)({types}))p[{slot}])({values});")
-        for (_, slot), tensor in copies:
+        for slot, tensor in copies:
             size = tensor.numel() * tensor.element_size()
             lines.append(f"memcpy(p[{slot}] + {index} * (long)p[{slot + 1}], {pointer(tensor)}, {size});")
         for old, new in zip(self.carry, recording.outputs, strict=False):
@@ -221,9 +226,6 @@ class Replay:
                 raise CannotReplayError("the step permutes its own state")
             lines.append(f"memcpy({pointer(old)}, {pointer(new)}, {old.numel() * old.element_size()});")
         return ["      " + line for line in lines]
-
-    def _is_carry_output(self, recording: Recording, tensor: Tensor) -> bool:
-        return any(_storage(tensor) == _storage(output) for output in recording.outputs[: len(self.carry)])
 
     def _slot(self, kind: str, which: int) -> int:
         """A row of the pointer table; stacked tensors take a second row for their stride in bytes."""
@@ -260,3 +262,7 @@ class Replay:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -16,7 +16,7 @@ from torchrex.exchange.correction import FactorRule, as_rule
 from torchrex.exchange.ladder import Ladder
 from torchrex.exchange.loop import STEPS_WORTH_COMPILING, Loop, make_loop
 from torchrex.exchange.momentum import POLICIES, MomentumPolicy
-from torchrex.exchange.noise import NoiseEstimator, default_estimator
+from torchrex.exchange.noise import KnownVariance, NoiseEstimator, default_estimator
 from torchrex.exchange.pairing import EvenOdd, Pairing
 from torchrex.exchange.tensor_ensemble import TensorEnsemble
 from torchrex.exchange.threads import few_threads
@@ -61,9 +61,11 @@ class ReplicaExchange:
                 f"swap_intensity r must be positive with r * lr <= 1, which is a probability; got r={swap_intensity} with "
                 f"lrs={ladder.lrs}"
             )
-        noise = default_estimator(ensemble.target) if noise is None else noise
-        if ladder.n_pairs:
-            noise.check(ensemble.target)
+        if not ladder.n_pairs:
+            noise = KnownVariance()  # nothing to swap, nothing to estimate
+        elif noise is None:
+            noise = default_estimator(ensemble.target)
+        noise.check(ensemble.target)
         self.rules = Rules(
             ladder=ladder,
             noise=noise,
