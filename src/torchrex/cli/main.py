@@ -88,7 +88,7 @@ def run(
         result = folder.result or {}
         metrics = Table("metric", "value", box=None, header_style="bold")
         for name, value in result["metrics"].items():
-            metrics.add_row(name, "-" if value is None else f"{value:.6g}")
+            metrics.add_row(name, "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.6g}")
         stdout.print(f"{recipe}, seed {s}: {result['status']} in {result['wall_seconds']:.1f} s")
         stdout.print(metrics)
         stdout.print(f"run folder: {folder.path}", soft_wrap=True)

@@ -12,7 +12,7 @@ from torchrex.errors import RecipeError, RunFolderError
 from torchrex.experiments.config import dumps, override
 from torchrex.experiments.mixtures import figure1_recipes
 from torchrex.experiments.recipes import Config
-from torchrex.experiments.runner import RunFolder, same_config, versions
+from torchrex.experiments.runner import RunFolder, same_config
 from torchrex.report import figure1
 
 FIGURES = ("figure1",)
@@ -56,7 +56,9 @@ def reproduce_figure1(
     rows = figure1.rows(runs)
     table = figure1.as_table(rows)
     figure1.draw(runs, out / "figure1.png")
-    (out / "figure1.json").write_text(dumps({"rows": rows, "seeds": seeds, "versions": versions()}))
+    last = next(folder.result or {} for _, folders in reversed(runs.values()) for folder in folders)
+    numbers = {"rows": rows, "seeds": seeds, **{key: last[key] for key in ("date", "device", "versions")}}
+    (out / "figure1.json").write_text(dumps(numbers))
     console.print(table)
     console.print(f"picture: {out / 'figure1.png'}", soft_wrap=True)
     console.print(f"numbers: {out / 'figure1.json'}", soft_wrap=True)

@@ -18,7 +18,7 @@ from torchrex.rng import Streams
 from torchrex.targets import Noise
 
 BYTES_PER_BLOCK = 2**22  # little enough to stay near the core, long enough that many steps share one Python call
-SHORTEST, LONGEST = 32, 4096
+SHORTEST, LONGEST = 32, 16384
 
 
 class Block(NamedTuple):

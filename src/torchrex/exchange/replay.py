@@ -27,6 +27,7 @@ from torch import Tensor
 ALLOWED_CALLS = {"empty_strided_cpu", "assert_size_stride", "assert_alignment", "reinterpret_tensor", "clear"}
 
 
+LARGEST_SCALAR = 8  # numbers in a tensor; up to here plain scalar code is faster than masked vectors (0.07 against 0.13 us)
 LARGEST_PRODUCT = 2**20  # multiplications of a matrix product that is unrolled into the kernels
 
 
@@ -64,6 +65,9 @@ def record(function: Callable[..., Sequence[Tensor]], args: Sequence[Tensor]) ->
             raise CannotReplayError(f"the target draws random numbers of its own ({node.target})")
     # One thread: a step is too short to share out, and a parallel region in each of them would cost more than it saves.
     settings = {"cpp_wrapper": False, "compile_threads": 1, "graph_partition": False, "cpp.threads": 1}
+    values = [node.meta["val"] for node in graph.graph.nodes if isinstance(node.meta.get("val"), Tensor)]
+    if max(value.numel() for value in values) <= LARGEST_SCALAR:
+        settings["cpp.simdlen"] = 1
     with torch.no_grad(), config.patch(settings):
         compiled: Any = compile_fx_inner(graph, list(args))
     call = compiled.current_callable

@@ -138,6 +138,7 @@ class ReplicaExchange:
         if self._block is None or self.n_steps >= self._block.start + self._block.length:
             start = self.n_steps - self.n_steps % self._block_length
             self._streams_at_block = self.streams.state_dict()
+            self._block = None  # freed first, so that its memory serves again
             self._block = draw_block(self.streams, self.rules, self._ensemble, start, self._block_length)
         return self._block
 

@@ -8,6 +8,7 @@ import platform
 import shutil
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,7 @@ def _write(
             }
             for pair, (a, p) in enumerate(zip(draws.accepted, draws.proposed, strict=True))
         ],
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "wall_seconds": seconds,
         "device": describe_device(device),
         "versions": versions(),

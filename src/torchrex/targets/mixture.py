@@ -75,18 +75,36 @@ class GaussianMixture(Target):
         moved._prepare(device, dtype)
         return moved
 
-    def log_density(self, x: Tensor) -> Tensor:
-        """Exact log density of points (..., dim), as a tensor (...)."""
+    def _components(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """For points (..., dim): log weighted density of each component (k, ...) and its whitened points (k, ..., dim)."""
         lead = (1,) * (x.ndim - 1)
         centred = x - self._mean.view(-1, *lead, self.dim)
         if self._diagonal:
             white = centred * self._whiten.view(-1, *lead, self.dim)
         else:  # multiply and sum rather than matmul: small, and it fuses into the compiled loop
             white = (centred.unsqueeze(-2) * self._whiten.view(-1, *lead, self.dim, self.dim)).sum(-1)
-        return torch.logsumexp(self._constant.view(-1, *lead) - 0.5 * white.square().sum(-1), dim=0)
+        return self._constant.view(-1, *lead) - 0.5 * white.square().sum(-1), white
+
+    def log_density(self, x: Tensor) -> Tensor:
+        """Exact log density of points (..., dim), as a tensor (...)."""
+        return torch.logsumexp(self._components(x)[0], dim=0)
 
     def energy(self, position: Tensor, noise: Noise) -> Energy:
         return Energy(-self.log_density(position))
+
+    def energy_and_gradient(self, position: Tensor, noise: Noise) -> tuple[Energy, Tensor]:
+        """By hand, because autograd computes the exponentials a second time, and they are most of the work."""
+        log_terms, white = self._components(position)
+        largest = log_terms.amax(0)
+        terms = (log_terms - largest).exp()
+        total = terms.sum(0)
+        lead = (1,) * (position.ndim - 1)
+        if self._diagonal:
+            pull = white * self._whiten.view(-1, *lead, self.dim)
+        else:
+            pull = (white.unsqueeze(-1) * self._whiten.view(-1, *lead, self.dim, self.dim)).sum(-2)
+        gradient = (terms.unsqueeze(-1) * pull).sum(0) / total.unsqueeze(-1)
+        return Energy(-(largest + total.log())), gradient
 
     def sample(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """`n` exact independent draws, shape (n, dim), float64."""
