@@ -181,15 +181,18 @@ def test_ctrl_c_writes_what_is_done_and_exits_130(tmp_path):
     settings = ["--set", "n_steps=100000000", "--set", "thin=1000"]  # would take minutes
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
     process = subprocess.Popen([*command, *settings], stdout=subprocess.PIPE, stderr=terminal, text=True, env=environment)
-    seen, deadline = "", time.monotonic() + 120
-    while not re.search(r"[1-9]\d*/100000000 steps", seen):
-        assert time.monotonic() < deadline, f"no progress was shown: {seen[-500:]!r}"
-        if select.select([controller], [], [], 1.0)[0]:
-            seen += os.read(controller, 4096).decode(errors="replace")
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
-    os.close(terminal)
-    os.close(controller)
+    try:
+        seen, deadline = "", time.monotonic() + 120
+        while not re.search(r"[1-9]\d*/100000000 +steps", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen)):
+            assert time.monotonic() < deadline, f"no progress was shown: {seen[-500:]!r}"
+            if select.select([controller], [], [], 1.0)[0]:
+                seen += os.read(controller, 4096).decode(errors="replace")
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        os.close(terminal)
+        os.close(controller)
     assert process.returncode == 130
     result = json.loads((tmp_path / "figure1/case1-resgld/seed=0/result.json").read_text())
     assert result["status"] == "interrupted"

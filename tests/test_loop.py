@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import torchrex as tr
-from torchrex.exchange.loop import CompiledLoop, EagerLoop
+from torchrex.exchange import block
+from torchrex.exchange.loop import STEPS_WORTH_COMPILING, CompiledLoop, EagerLoop
 from torchrex.targets import logistic_regression, simulate_logistic
 
 MIXTURE = tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5])
@@ -94,12 +95,14 @@ def test_float32_agrees_over_a_short_run():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("first", [1, 50, 130])
-def test_stopped_and_continued_equals_never_stopped(compiled, first):
-    """A run restored from state_dict, in the middle of a block or at its end, goes on bit for bit."""
+@pytest.mark.parametrize("first", [1, 63, 64, 65, 128, 130])
+def test_stopped_and_continued_equals_never_stopped(compiled, first, monkeypatch):
+    """A run restored from state_dict, in the middle of a block of 64 or at its very end, goes on bit for bit."""
+    monkeypatch.setattr(block, "LONGEST", 64)
     name, n = "the paper's", 200
     whole = trace(make_run(name, compiled), n)
     stopped = make_run(name, compiled)
+    assert stopped._block_length == 64
     beginning = trace(stopped, first)
     continued = make_run(name, compiled, seed=99)
     continued.load_state_dict(stopped.state_dict())
@@ -113,10 +116,26 @@ def test_a_long_run_begins_with_the_short_one():
     assert torch.equal(short[0], long[0][:40])
 
 
+def test_a_run_that_began_with_one_step_is_compiled_when_it_pays():
+    run = make_run("one rung", None, torch.float32)
+    run.step()
+    assert isinstance(run._loop, EagerLoop)
+    for _ in run.advance(STEPS_WORTH_COMPILING):
+        pass
+    assert isinstance(run._loop, CompiledLoop)
+
+
+def test_many_measurements_do_not_make_large_blocks():
+    target = tr.Noisy(MIXTURE, tr.Gaussian(2.0))
+    ensemble = tr.TensorEnsemble.start(target, n_rungs=2, n_runs=64)
+    rules = tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1), noise=tr.RunningMean(tr.RepeatedDraws(200, every=1))).rules
+    assert block.block_length(rules, ensemble) == block.SHORTEST
+
+
 def test_one_step_at_a_time_is_the_same():
-    run, block = make_run("the paper's", False), make_run("the paper's", False)
+    run, whole = make_run("the paper's", False), make_run("the paper's", False)
     one_by_one = torch.stack([run.step().position for _ in range(30)])
-    assert torch.equal(one_by_one, trace(block, 30)[0])
+    assert torch.equal(one_by_one, trace(whole, 30)[0])
 
 
 def branches_on_values(x):

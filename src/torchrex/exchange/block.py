@@ -6,7 +6,7 @@ of a run of 100,000, and a resumed run draws the block it was stopped in again.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -18,7 +18,7 @@ from torchrex.rng import Streams
 from torchrex.targets import Noise
 
 BYTES_PER_BLOCK = 2**22  # little enough to stay near the core, long enough that many steps share one Python call
-SHORTEST, LONGEST = 32, 16384
+SHORTEST, LONGEST = 32, 65536
 
 
 class Block(NamedTuple):
@@ -32,10 +32,17 @@ class Block(NamedTuple):
 
 def block_length(rules: Rules, ensemble: TensorEnsemble) -> int:
     """A power of two between SHORTEST and LONGEST, smaller for larger problems."""
-    one = draw_block(Streams(0, ensemble.position.device), rules, ensemble, 0, 1)
-    size = sum(tensor.numel() * tensor.element_size() for tensor in pytree.tree_leaves(one.inputs))
-    fitting = max(1, int(BYTES_PER_BLOCK // size))
+    feed = measures(rules)
+    every = feed.every if feed else 1
+    one = draw_block(
+        Streams(0, ensemble.position.device), rules, ensemble, every, 1
+    )  # with a measurement, if there are any
+    fitting = max(1, int(BYTES_PER_BLOCK // (_bytes(one.inputs) + _bytes(one.measure_noise) / every)))
     return min(LONGEST, max(SHORTEST, 1 << (fitting.bit_length() - 1)))
+
+
+def _bytes(tree: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in pytree.tree_leaves(tree) if tensor is not None)
 
 
 def measures(rules: Rules) -> RepeatedDraws | None:

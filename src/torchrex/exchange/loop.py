@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo, measure, step
-from torchrex.exchange.block import Block, measured_steps, measures
+from torchrex.exchange.block import Block, block_length, draw_block, measured_steps, measures
 from torchrex.exchange.replay import CannotReplayError, Replay
 from torchrex.exchange.tensor_ensemble import TensorEnsemble
+from torchrex.rng import Streams
 
 logger = logging.getLogger("torchrex")
 
@@ -27,7 +28,9 @@ STEPS_WORTH_COMPILING = 10_000
 
 
 class Loop(Protocol):
-    """Runs steps [first, first + n) of a block."""
+    """Runs steps [first, first + n) of a block; n is at most `stretch`, so that progress shows and Ctrl-C loses little."""
+
+    stretch: int
 
     def run(
         self, ensemble: TensorEnsemble, state: ExchangeState, block: Block, first: int, n: int
@@ -36,6 +39,8 @@ class Loop(Protocol):
 
 class EagerLoop:
     """One step after the other, from Python."""
+
+    stretch = 128
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
@@ -57,16 +62,16 @@ class EagerLoop:
 class CompiledLoop:
     """The whole block in one call of a recorded C loop."""
 
-    def __init__(self, rules: Rules, ensemble: TensorEnsemble, state: ExchangeState, block: Block) -> None:
+    def __init__(self, rules: Rules, ensemble: TensorEnsemble, state: ExchangeState) -> None:
         self.rules = rules
+        self.stretch = block_length(rules, ensemble)
         self._template = ensemble
+        block = trial_block(rules, ensemble)
         inputs, self._input_form = pytree.tree_flatten(_row(block.inputs, 0))
         feed = measures(rules)
         measure_inputs: list[Tensor] = []
         if feed is not None:
-            shape = (feed.n_draws, *state.replica_at.shape)
-            example = ensemble.target.draw_noise(torch.Generator(), 1, shape, ensemble.position.dtype)
-            measure_inputs, self._measure_form = pytree.tree_flatten(_row(example, 0))
+            measure_inputs, self._measure_form = pytree.tree_flatten(_row(block.measure_noise, 0))
         self._replay = Replay(
             self._flat_step,
             self._flatten(ensemble, state),
@@ -74,7 +79,7 @@ class CompiledLoop:
             self._flat_measure if feed is not None else None,
             measure_inputs,
         )
-        self._buffers = self._replay.outputs(block.length)
+        self._buffers = self._replay.outputs(self.stretch)
 
     def run(
         self, ensemble: TensorEnsemble, state: ExchangeState, block: Block, first: int, n: int
@@ -123,14 +128,14 @@ class CompiledLoop:
         return replace(self._template, position=position, velocity=velocity), ExchangeState(*rest)
 
 
-def make_loop(rules: Rules, ensemble: TensorEnsemble, state: ExchangeState, block: Block, *, compiled: bool) -> Loop:
+def make_loop(rules: Rules, ensemble: TensorEnsemble, state: ExchangeState, *, compiled: bool) -> Loop:
     """The compiled loop if asked for and possible; else the eager one, with the reason in the log."""
     eager = EagerLoop(rules)
     if not compiled:
         return eager
     try:
-        loop = CompiledLoop(rules, ensemble, state, block)
-        _require_same_numbers(eager, loop, ensemble, state, block)
+        loop = CompiledLoop(rules, ensemble, state)
+        _require_same_numbers(eager, loop, ensemble, state)
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         logger.warning("running eagerly, with the same numbers but slower, because the loop cannot be compiled: %s", reason[:300])
@@ -138,13 +143,17 @@ def make_loop(rules: Rules, ensemble: TensorEnsemble, state: ExchangeState, bloc
     return loop
 
 
-def _require_same_numbers(
-    eager: EagerLoop, loop: CompiledLoop, ensemble: TensorEnsemble, state: ExchangeState, block: Block, n: int = 3
-) -> None:
-    """Compare the first steps of the two loops before the compiled one is trusted with the rest."""
-    n = min(n, block.length)
-    _, _, expected = eager.run(ensemble, state, block, 0, n)
-    _, _, got = loop.run(ensemble, state, block, 0, n)
+def trial_block(rules: Rules, ensemble: TensorEnsemble, length: int = 3) -> Block:
+    """A few steps with random numbers of their own, of which the first begins with a measurement if there are any."""
+    feed = measures(rules)
+    return draw_block(Streams(0, ensemble.position.device), rules, ensemble, feed.every if feed else 0, length)
+
+
+def _require_same_numbers(eager: EagerLoop, loop: CompiledLoop, ensemble: TensorEnsemble, state: ExchangeState) -> None:
+    """Compare a few steps of the two loops before the compiled one is trusted with the run."""
+    block = trial_block(eager.rules, ensemble)
+    _, _, expected = eager.run(ensemble, state, block, 0, block.length)
+    _, _, got = loop.run(ensemble, state, block, 0, block.length)
     tolerance = 1e-3 if ensemble.position.dtype == torch.float32 else 1e-8
     for name, a, b in zip(StepInfo._fields, expected, got, strict=True):
         if not torch.allclose(a.double(), b.double(), rtol=tolerance, atol=tolerance, equal_nan=True):

@@ -82,6 +82,7 @@ class ReplicaExchange:
         self.n_steps = 0
         self._compiled = compiled
         self._loop: Loop | None = None
+        self._compiling_tried = False
         self._block_length = block_length(self.rules, ensemble)
         self._block: Block | None = None
         self._streams_at_block = self.streams.state_dict()
@@ -115,12 +116,10 @@ class ReplicaExchange:
             with few_threads(self._ensemble.position.numel()):
                 block = self._current_block()
                 first = self.n_steps - block.start
-                n = min(remaining, block.length - first)
-                if self._loop is None:
-                    compiled = self._wants_compiling(remaining)
-                    self._loop = make_loop(self.rules, self._ensemble, self._state, block, compiled=compiled)
+                loop = self._choose_loop(remaining)
+                n = min(remaining, block.length - first, loop.stretch)
                 stood = self._state.replica_at.clone()
-                self._ensemble, self._state, info = self._loop.run(self._ensemble, self._state, block, first, n)
+                self._ensemble, self._state, info = loop.run(self._ensemble, self._state, block, first, n)
                 # The sum is one cheap pass; only if it is not finite are the energies looked at one by one.
                 healthy = bool(info.energy.sum().isfinite()) or bool(info.energy.isfinite().all())
             self.n_steps += n
@@ -129,10 +128,15 @@ class ReplicaExchange:
                 yield from self._up_to_failure(info, stood)
             yield info
 
-    def _wants_compiling(self, n_steps: int) -> bool:
-        if self._compiled is not None:
-            return self._compiled
-        return n_steps >= STEPS_WORTH_COMPILING and self._ensemble.position.device.type == "cpu"
+    def _choose_loop(self, n_steps: int) -> Loop:
+        """The loop so far, or a compiled one if that is asked for or the steps ahead are worth it; it is tried once."""
+        compiled = self._compiled
+        if compiled is None:
+            compiled = n_steps >= STEPS_WORTH_COMPILING and self._ensemble.position.device.type == "cpu"
+        if self._loop is None or (compiled and not self._compiling_tried):
+            self._loop = make_loop(self.rules, self._ensemble, self._state, compiled=compiled)
+            self._compiling_tried = compiled
+        return self._loop
 
     def _current_block(self) -> Block:
         if self._block is None or self.n_steps >= self._block.start + self._block.length:
@@ -166,7 +170,8 @@ class ReplicaExchange:
             "position": self._ensemble.position.clone(),
             **velocity,
             **{name: tensor.clone() for name, tensor in self._state._asdict().items()},
-            "streams": self._streams_at_block,  # as they were before the current block was drawn
+            # As they were before the current block was drawn, or as they are if it is used up.
+            "streams": self._streams_at_block if self.n_steps % self._block_length else self.streams.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
