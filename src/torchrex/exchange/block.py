@@ -34,9 +34,7 @@ def block_length(rules: Rules, ensemble: TensorEnsemble) -> int:
     """A power of two between SHORTEST and LONGEST, smaller for larger problems."""
     feed = measures(rules)
     every = feed.every if feed else 1
-    one = draw_block(
-        Streams(0, ensemble.position.device), rules, ensemble, every, 1
-    )  # with a measurement, if there are any
+    one = draw_block(Streams(0, ensemble.position.device), rules, ensemble, every, 1)  # with a measurement, if there are any
     fitting = max(1, int(BYTES_PER_BLOCK // (_bytes(one.inputs) + _bytes(one.measure_noise) / every)))
     return min(LONGEST, max(SHORTEST, 1 << (fitting.bit_length() - 1)))
 

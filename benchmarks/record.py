@@ -1,0 +1,103 @@
+"""What a benchmark writes beside its numbers (machine, versions, date, command), and the tables made from them.
+
+`python benchmarks/record.py` puts the tables of the stored results into benchmarks/README.md and README.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+def surroundings(script: str, *packages: str) -> dict[str, Any]:
+    """Hardware, versions, date and command of this process."""
+    with open("/proc/cpuinfo") as file:
+        models = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": shlex.join(["python", f"benchmarks/{Path(script).name}", *sys.argv[1:]]),
+        "hardware": {"cpu": models[0], "cores": os.cpu_count(), "cores_used": len(os.sched_getaffinity(0))},
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+    }
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def number(value: float) -> str:
+    """Three digits, without exponents."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
+
+
+def density_loop_table(record: dict[str, Any]) -> str:
+    """Microseconds a step of each contestant, and the ratio to torchrex compiled with as many rungs and runs."""
+    results = record["results"]
+    ours = {(r["rungs"], r["runs"]): r["us_per_step"] for r in results if r["name"] == "torchrex, compiled"}
+    lines = [
+        "| rungs | runs | sampler | microseconds a step (min to max) | times torchrex compiled | compilation, s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in sorted(results, key=lambda r: (-r["rungs"], r["runs"])):
+        us = r["us_per_step"]
+        ratio = us["median"] / ours[r["rungs"], r["runs"]]["median"]
+        spread = f"**{number(us['median'])}** ({number(us['min'])} to {number(us['max'])})"
+        compilation = f"{r['compile_seconds']:.1f}"
+        lines.append(f"| {r['rungs']} | {r['runs']:,} | {r['name']} | {spread} | {number(ratio)} | {compilation} |")
+    return "\n".join(lines)
+
+
+def speed_table(record: dict[str, Any]) -> str:
+    """The short form for the front page: two rungs, one row a contestant, one column a number of runs."""
+    results = [r for r in record["results"] if r["rungs"] == 2]
+    runs = sorted({r["runs"] for r in results})
+    time = {(r["name"], r["runs"]): r["us_per_step"]["median"] for r in results}
+    lines = ["| microseconds a step | " + " | ".join(f"{n:,} runs" if n > 1 else "1 run" for n in runs) + " |"]
+    lines.append("|---" * (len(runs) + 1) + "|")
+    for name in dict.fromkeys(r["name"] for r in results):
+        lines.append(f"| {name} | " + " | ".join(number(time[name, n]) for n in runs) + " |")
+    return "\n".join(lines)
+
+
+def memory_table(record: dict[str, Any]) -> str:
+    """Peak resident memory at three moments of the run."""
+    lines = ["| peak resident memory | MiB |", "|---|---|"]
+    lines += [f"| {moment.replace('_', ' ')} | {mib:.0f} |" for moment, mib in record["peak_mib"].items()]
+    return "\n".join([*lines, f"| for comparison: the draws that are returned | {record['draws_mib']:.1f} |"])
+
+
+def setting(record: dict[str, Any]) -> str:
+    """One line on where and when."""
+    hardware = record["hardware"]
+    versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    cores = f"{hardware['cores_used']} of {hardware['cores']} cores"
+    return f"{record['date']}, {hardware['cpu']}, {cores}; {versions}. `{record['command']}`"
+
+
+def main() -> None:
+    """Put the table of results/NAME.json between `<!-- NAME -->` and `<!-- end -->` in the pages."""
+    tables = {"density_loop": density_loop_table, "memory": memory_table, "speed": speed_table}
+    for page in (HERE / "README.md", HERE.parent / "README.md"):
+        text = page.read_text()
+        for name, table in tables.items():
+            before, mark, rest = text.partition(f"<!-- {name} -->\n")
+            if mark:
+                source = "density_loop" if name == "speed" else name
+                record = json.loads((HERE / "results" / f"{source}.json").read_text())
+                _, _, after = rest.partition("<!-- end -->")
+                text = f"{before}{mark}{table(record)}\n\n{setting(record)}\n<!-- end -->{after}"
+        page.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
