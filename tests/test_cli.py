@@ -156,6 +156,7 @@ def test_reproduce_runs_what_is_missing_and_draws(cli, tmp_path):
     assert "case1-naive, seed 0" in out
     rows = json.loads((tmp_path / "figure1.json").read_text())["rows"]
     assert len(rows) == 11
+    assert len((tmp_path / "figure1.md").read_text().splitlines()) == 13
     naive = next(row for row in rows if row["recipe"] == "figure1/case3-naive")
     assert naive["paper_acceptance_rate"] == 0.46
     result = json.loads(first.read_text())

@@ -59,6 +59,7 @@ def reproduce_figure1(
     last = next(folder.result or {} for _, folders in reversed(runs.values()) for folder in folders)
     numbers = {"rows": rows, "seeds": seeds, **{key: last[key] for key in ("date", "device", "versions")}}
     (out / "figure1.json").write_text(dumps(numbers))
+    (out / "figure1.md").write_text(figure1.as_markdown(rows))
     console.print(table)
     console.print(f"picture: {out / 'figure1.png'}", soft_wrap=True)
     console.print(f"numbers: {out / 'figure1.json'}", soft_wrap=True)

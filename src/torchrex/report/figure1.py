@@ -56,6 +56,24 @@ def rows(runs: Runs) -> list[dict[str, Any]]:
     return table
 
 
+COLUMNS = ("case", "method", "paper acc. %", "ours acc. %", "sigma2", "left weight", "W1", "W2")
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """One row as text, for the columns above."""
+    paper = row["paper_acceptance_rate"]
+    return [
+        row["case"].removeprefix("case"),
+        row["method"].replace(", ", " "),
+        "" if paper is None else ("none" if paper == 0 else f"{100 * paper:g}"),
+        value_and_error(row, "acceptance_rate", scale=100),
+        value_and_error(row, "noise_variance"),
+        value_and_error(row, "left_weight"),
+        value_and_error(row, "w1"),
+        value_and_error(row, "w2"),
+    ]
+
+
 def as_table(table_rows: list[dict[str, Any]]) -> Table:
     """The table a person reads: acceptance in percent beside the paper's, then how close the draws are to the truth."""
     table = Table(
@@ -64,26 +82,23 @@ def as_table(table_rows: list[dict[str, Any]]) -> Table:
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    for column in ("", "method", "paper\nacc. %", "ours\nacc. %", "sigma2", "left\nweight", "W1", "W2"):
-        table.add_column(column, justify="left" if column in ("", "method") else "right", no_wrap=True)
+    for column in COLUMNS:
+        head = "" if column == "case" else column.replace(" ", "\n", 1)
+        table.add_column(head, justify="left" if column in ("case", "method") else "right", no_wrap=True)
     previous = None
     for row in table_rows:
         if previous not in (None, row["case"]):
             table.add_section()
         previous = row["case"]
-        paper = row["paper_acceptance_rate"]
-        paper_text = "" if paper is None else ("none" if paper == 0 else f"{100 * paper:g}")
-        table.add_row(
-            row["case"].removeprefix("case"),
-            row["method"].replace(", ", " "),
-            paper_text,
-            value_and_error(row, "acceptance_rate", scale=100),
-            value_and_error(row, "noise_variance"),
-            value_and_error(row, "left_weight"),
-            value_and_error(row, "w1"),
-            value_and_error(row, "w2"),
-        )
+        table.add_row(*cells(row))
     return table
+
+
+def as_markdown(table_rows: list[dict[str, Any]]) -> str:
+    """The same table for a page."""
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+    lines += ["| " + " | ".join(cells(row)) + " |" for row in table_rows]
+    return "\n".join(lines) + "\n"
 
 
 def draw(runs: Runs, path: Path) -> None:
