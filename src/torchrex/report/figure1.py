@@ -136,7 +136,10 @@ def draw(runs: Runs, path: Path) -> None:
 
 
 def plot_densities(runs: Runs, axis: Any) -> None:
-    """Histogram density of rung 0, averaged over runs, against the exact density; SGLD is stuck and left out of case 3."""
+    """Histogram density of rung 0, averaged over runs, against the exact density; SGLD is stuck and left out of case 3.
+
+    An average over runs that are each stuck in one mode can look right, so the legend says how far a single run is (W1).
+    """
     config = next(iter(runs.values()))[0]
     for config, folders in runs.values():
         if "case3" in config.recipe and label_of(config) == "SGLD":
@@ -145,13 +148,14 @@ def plot_densities(runs: Runs, axis: Any) -> None:
         edges, density = traces[0]["edges"], torch.cat([trace["density"] for trace in traces])
         middle = 0.5 * (edges[1:] + edges[:-1])
         colour, style = STYLES[label_of(config)]
-        axis.plot(middle, density.mean(0), style, color=colour, label=label_of(config), linewidth=1.6)
+        w1 = pool_seeds([folder.result or {} for folder in folders])["w1"]
+        axis.plot(middle, density.mean(0), style, color=colour, label=f"{label_of(config)}  (W1 {w1:.2f})", linewidth=1.6)
     x = torch.linspace(float(edges[0]), float(edges[-1]), 801, dtype=torch.float64)
     truth = config.mixture().log_density(x[:, None]).exp()
     axis.fill_between(x, truth, color="0.88", label="truth", zorder=0)
     axis.set_xlabel("x")
     axis.set_ylabel("density")
-    axis.set_ylim(0, 1.25 * float(truth.max()))
+    axis.set_ylim(0, 1.45 * float(truth.max()))
     axis.legend(fontsize=8, frameon=False)
 
 
