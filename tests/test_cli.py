@@ -74,7 +74,7 @@ def test_a_finished_run_is_not_replaced_by_accident(cli, tmp_path):
     before = file.read_bytes()
     code, _, err = cli(*arguments)
     assert code == 2
-    assert "already holds a finished run" in err
+    assert "already holds a run that is finished" in err
     assert "--overwrite" in err
     assert file.read_bytes() == before
     assert cli(*arguments, "--overwrite", "--set", "n_steps=300")[0] == 0
@@ -146,7 +146,7 @@ def test_reproduce_runs_what_is_missing_and_draws(cli, tmp_path):
     arguments = ["reproduce", "figure1", *SMALL, "--out", tmp_path]
     code, out, err = cli(*arguments, "--only", "case3")
     assert code == 0, err
-    assert (tmp_path / "figure1.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "figure1-case3.png").read_bytes().startswith(b"\x89PNG")
     first = tmp_path / "figure1/case3-naive/seed=0/result.json"
     stamp = first.stat().st_mtime_ns
     code, out, err = cli(*arguments)
@@ -155,6 +155,8 @@ def test_reproduce_runs_what_is_missing_and_draws(cli, tmp_path):
     assert "case3-naive, seed" not in out
     assert "case1-naive, seed 0" in out
     rows = json.loads((tmp_path / "figure1.json").read_text())["rows"]
+    assert (tmp_path / "figure1.png").read_bytes().startswith(b"\x89PNG")
+    assert "…" not in out, "numbers are cut off"
     assert len(rows) == 11
     assert len((tmp_path / "figure1.md").read_text().splitlines()) == 13
     naive = next(row for row in rows if row["recipe"] == "figure1/case3-naive")
@@ -184,7 +186,7 @@ def test_ctrl_c_writes_what_is_done_and_exits_130(tmp_path):
     process = subprocess.Popen([*command, *settings], stdout=subprocess.PIPE, stderr=terminal, text=True, env=environment)
     try:
         seen, deadline = "", time.monotonic() + 120
-        while not re.search(r"[1-9]\d*/100000000 +steps", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen)):
+        while not re.search(r"[1-9][\d,]* steps", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen)):
             assert time.monotonic() < deadline, f"no progress was shown: {seen[-500:]!r}"
             if select.select([controller], [], [], 1.0)[0]:
                 seen += os.read(controller, 4096).decode(errors="replace")

@@ -17,7 +17,7 @@ def stationary_covariance(config, mode, covariance):
     features, signs = config.target().data
     pull = torch.sigmoid(-signs * (features @ mode)) * signs
     noise = config.n_data**2 / config.batch_size * torch.cov((pull[:, None] * features).T)
-    lr, eye = config.lr / config.n_data, np.eye(config.dim)
+    lr, eye = config.lr_of_mean / config.n_data, np.eye(config.dim)
     transition = eye - lr * np.linalg.inv(covariance.numpy())
     return scipy.linalg.solve_discrete_lyapunov(transition, 2 * lr * eye + lr**2 * noise.numpy())
 
@@ -28,7 +28,8 @@ def test_posterior_of_tall_data():
     A run long enough for errors of 1 % of a sd is in results/tall_logistic.json.
     """
     config = override(get_recipe("tall/logistic"), ["n_steps=8000", "n_runs=64"])
-    draws, metrics, trace = config.run(seed=1, device="cpu", progress=None)
+    draws = config.draw(seed=1)
+    metrics, trace = config.measure(draws)
     mode, covariance = trace["mode"], trace["covariance"]
     expected = stationary_covariance(config, mode, covariance)
     away = draws.values.double() - mode

@@ -50,7 +50,11 @@ class NonFiniteEnergyError(TorchrexError, FloatingPointError):
     def __init__(self, *, replica: int, rung: int, run: int, step: int, value: float, draws: Any = None) -> None:
         self.replica, self.rung, self.run, self.step, self.value, self.draws = replica, rung, run, step, value, draws
         kept = "" if draws is None else f" The {draws.n_draws} draws before it are in the error's `draws`."
+        advice = (
+            "Lower the learning rate of that rung, or check the density there."
+            if step > 0
+            else "The starting point lies outside the support: choose another with initial=..."
+        )
         super().__init__(
-            f"the energy of replica {replica} on rung {rung} became {value} at step {step} (run {run}). Lower the learning "
-            f"rate of that rung, or check the density there.{kept}"
+            f"the energy of replica {replica} on rung {rung} became {value} at step {step} (run {run}). {advice}{kept}"
         )

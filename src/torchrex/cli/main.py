@@ -55,19 +55,12 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 @app.command("list")
 def list_recipes() -> None:
     """Show all recipes."""
-    table = Table("recipe", "rungs", "F", "steps", "runs", "what", box=None, header_style="bold")
+    table = Table("recipe", "rungs", "F", "steps", "runs", box=None, header_style="bold")
+    table.columns[0].no_wrap, table.columns[0].min_width = True, max(map(len, recipes()))
     for name, config in recipes().items():
-        first_line = (type(config).__doc__ or "").split(";")[0].split("\n")[0].rstrip(".")
-        factor = getattr(config, "correction_factor", 1.0)
         rungs = len(getattr(config, "temperatures", ()))
-        table.add_row(
-            name,
-            str(rungs),
-            f"{factor:g}" if rungs > 1 else "-",
-            f"{config.n_steps:,}",
-            str(getattr(config, "n_runs", 1)),
-            first_line,
-        )
+        factor = f"{getattr(config, 'correction_factor', 1.0):g}" if rungs > 1 else "-"
+        table.add_row(name, str(rungs), factor, f"{config.n_steps:,}", str(getattr(config, "n_runs", 1)))
     stdout.print(table)
 
 
@@ -117,7 +110,7 @@ def reproduce(
 
 
 def run_one(config: Config, seed: int, out: Path, *, device: str, overwrite: bool) -> RunFolder:
-    with progress_bar(f"{config.recipe} seed {seed}", stderr) as progress:
+    with progress_bar(f"{config.recipe} seed {seed}", config.n_steps, stderr) as progress:
         return run_recipe(config, seed, out, device=device, overwrite=overwrite, progress=progress)
 
 

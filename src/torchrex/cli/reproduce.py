@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from torchrex.errors import RecipeError, RunFolderError
+from torchrex.errors import MissingDependencyError, RecipeError, RunFolderError
 from torchrex.experiments.config import dumps, override
 from torchrex.experiments.mixtures import figure1_recipes
 from torchrex.experiments.recipes import Config
@@ -53,13 +53,18 @@ def reproduce_figure1(
         folder = run_one(config, seed)
         seconds = (folder.result or {})["wall_seconds"]
         console.print(f"{config.recipe}, seed {seed}: {seconds:.1f} s", soft_wrap=True, highlight=False)
+    if not todo:
+        console.print(f"all {len(runs) * len(seeds)} runs are there already; nothing was run again", highlight=False)
     rows = figure1.rows(runs)
-    table = figure1.as_table(rows)
-    figure1.draw(runs, out / "figure1.png")
     last = next(folder.result or {} for _, folders in reversed(runs.values()) for folder in folders)
     numbers = {"rows": rows, "seeds": seeds, **{key: last[key] for key in ("date", "device", "versions")}}
-    (out / "figure1.json").write_text(dumps(numbers))
-    (out / "figure1.md").write_text(figure1.as_markdown(rows))
-    console.print(table)
-    console.print(f"picture: {out / 'figure1.png'}", soft_wrap=True)
-    console.print(f"numbers: {out / 'figure1.json'}", soft_wrap=True)
+    name = f"figure1-{only.replace('/', '-')}" if only else "figure1"  # a part does not replace the whole
+    (out / f"{name}.json").write_text(dumps(numbers))
+    (out / f"{name}.md").write_text(figure1.as_markdown(rows))
+    console.print(figure1.as_table(rows))
+    try:
+        figure1.draw(runs, out / f"{name}.png")
+        console.print(f"picture: {out / name}.png", soft_wrap=True)
+    except MissingDependencyError as missing:
+        console.print(f"no picture: {missing}", soft_wrap=True, markup=False)
+    console.print(f"numbers: {out / name}.json", soft_wrap=True)

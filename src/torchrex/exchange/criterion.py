@@ -34,7 +34,7 @@ def acceptance_probability(log_ratio: Tensor, swap_rate: Tensor | float = 1.0) -
     return swap_rate * log_ratio.clamp(max=0.0).exp()
 
 
-def expected_acceptance(difference: Tensor, noise_std: Tensor) -> Tensor:
+def expected_acceptance(difference: Tensor | float, noise_std: Tensor | float) -> Tensor:
     """Mean acceptance of the corrected test (F = 1) under Gaussian noise (Ceperley and Dewing 1999).
 
         E[min(1, S)] = Phi(D/s - s/2) + exp(D) Phi(-D/s - s/2)
@@ -42,7 +42,7 @@ def expected_acceptance(difference: Tensor, noise_std: Tensor) -> Tensor:
     `difference` D is gap * (cold_energy - hot_energy) without noise, `noise_std` s the standard deviation of its noise,
     s^2 = 2 gap^2 noise_variance. At D = 0 it is 2 Phi(-s/2).
     """
-    d, s = difference.double(), noise_std.double()
+    d, s = (torch.as_tensor(value, dtype=torch.float64) for value in (difference, noise_std))
     # exp(D) overflows where its partner vanishes, so the product is formed from logarithms.
     upper = (d + torch.special.log_ndtr(-d / s - s / 2)).exp()
     lower: Tensor = torch.special.ndtr(d / s - s / 2)

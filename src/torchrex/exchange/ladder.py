@@ -35,6 +35,11 @@ class Ladder:
         anneal: Schedule | None = None,
         decay: Schedule | None = None,
     ) -> None:
+        if isinstance(temperatures, int | float):
+            raise LadderError(f"temperatures must be a sequence, one per rung, got {temperatures}; one rung is ({temperatures},)")
+        for name, schedule in (("anneal", anneal), ("decay", decay)):
+            if schedule is not None and not callable(schedule):
+                raise LadderError(f"{name} must be a function of the step, such as schedules.geometric(0.99), got {schedule!r}")
         temperatures = tuple(float(t) for t in temperatures)
         if not temperatures:
             raise LadderError("a ladder needs at least one temperature, got none")

@@ -50,12 +50,13 @@ class EagerLoop:
     ) -> tuple[TensorEnsemble, ExchangeState, StepInfo]:
         measured = measured_steps(self.rules, block.start, block.start + block.length)
         infos = []
-        for k in range(first, first + n):
-            if block.start + k in measured:
-                noise = _row(block.measure_noise, measured.index(block.start + k))
-                state = measure(ensemble, state, noise, self.rules)
-            ensemble, state, info = step(ensemble, state, _row(block.inputs, k), self.rules)
-            infos.append(info)
+        with torch.no_grad():  # the gradients of the target are taken by themselves; its parameters need none
+            for k in range(first, first + n):
+                if block.start + k in measured:
+                    noise = _row(block.measure_noise, measured.index(block.start + k))
+                    state = measure(ensemble, state, noise, self.rules)
+                ensemble, state, info = step(ensemble, state, _row(block.inputs, k), self.rules)
+                infos.append(info)
         return ensemble, state, StepInfo(*(torch.stack(values) for values in zip(*infos, strict=True)))
 
 

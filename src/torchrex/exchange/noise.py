@@ -67,6 +67,11 @@ class PerExample:
 Feed = RepeatedDraws | PerExample
 
 
+def _require_feed(feed: object) -> None:
+    if not isinstance(feed, RepeatedDraws | PerExample):
+        raise NoiseError(f"feed must be RepeatedDraws(...) or PerExample(...), got {feed!r}")
+
+
 class NoiseEstimator(ABC):
     """An update rule for sigma2: sigma2 <- sigma2 + gain(m) * (sample - sigma2) at the m-th SA step, m = 1, 2, ..."""
 
@@ -118,6 +123,7 @@ class RunningMean(NoiseEstimator):
 
     def __post_init__(self) -> None:
         _require_variance(self.initial)
+        _require_feed(self.feed)
 
     def gain(self, m: Tensor) -> Tensor | float:
         return 1.0 / m
@@ -133,6 +139,7 @@ class Smoothing(NoiseEstimator):
 
     def __post_init__(self) -> None:
         _require_variance(self.initial)
+        _require_feed(self.feed)
         if not 0 < self.gamma <= 1:
             raise NoiseError(f"the smoothing factor must lie in (0, 1], got {self.gamma}")
 

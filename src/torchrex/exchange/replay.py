@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrex.errors import TargetError
+
 ALLOWED_CALLS = {"empty_strided_cpu", "assert_size_stride", "assert_alignment", "reinterpret_tensor", "clear"}
 
 
@@ -55,11 +57,16 @@ def record(function: Callable[..., Sequence[Tensor]], args: Sequence[Tensor]) ->
         raise CannotReplayError("the recorded loop runs on the CPU")
     # Fake tensors: a branch on a value raises instead of being burnt in.
     table = {**select_decomp_table(), **_small_products()}
-    trace = make_fx(function, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)
+    # Functionalised: Inductor would miss what the target writes in place.
+    pure = torch.func.functionalize(function, remove="mutations")
+    trace = make_fx(pure, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)
     try:
-        graph = trace(*args)
+        with torch.no_grad():
+            graph = trace(*args)
     except GuardOnDataDependentSymNode:
-        raise CannotReplayError("the target branches on the values of its tensors") from None
+        raise CannotReplayError(
+            "the target branches on the values of its tensors (torch.distributions do, unless made with validate_args=False)"
+        ) from None
     for node in graph.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
             raise CannotReplayError(f"the target draws random numbers of its own ({node.target})")
@@ -164,7 +171,9 @@ class Replay:
         source = "\n".join(
             [
                 "#include <string.h>",
-                'extern "C" void replay(long n, long next, long every, char** p) {',
+                "#include <exception>",
+                'extern "C" int replay(long n, long next, long every, char** p, char* error, long size) {',
+                "  try {",
                 "  for (long t = 0, j = 0; t < n; t++) {",
                 "    if (t == next) {" if self._measure else "    if (0) {",
                 *(self._program(self._measure, self._measure_examples, "j", []) if self._measure else []),
@@ -172,6 +181,8 @@ class Replay:
                 "    }",
                 *self._program(self._step, self._examples, "t", self._output_like),
                 "  }",
+                "  } catch (const std::exception& e) { strncpy(error, e.what(), size - 1); return 1; }",
+                "  return 0;",
                 "}",
             ]
         )
@@ -228,6 +239,8 @@ class Replay:
                 continue
             if _storage(new) in {_storage(tensor) for tensor in self.carry} or not new.is_contiguous():
                 raise CannotReplayError("the step permutes its own state")
+            if (new.shape, new.dtype) != (old.shape, old.dtype):
+                raise CannotReplayError(f"the step changes its state from {old.dtype} to {new.dtype}")
             lines.append(f"memcpy({pointer(old)}, {pointer(new)}, {old.numel() * old.element_size()});")
         return ["      " + line for line in lines]
 
@@ -261,7 +274,13 @@ class Replay:
             elif stacked[kind.removesuffix(" stride")]:
                 tensor = stacked[kind.removesuffix(" stride")][which]
                 table[row] = tensor.stride(0) * tensor.element_size() if kind.endswith("stride") else tensor.data_ptr()
-        self._function(ctypes.c_long(n), ctypes.c_long(measure_at), ctypes.c_long(every), table)
+        error = ctypes.create_string_buffer(500)
+        failed = self._function(
+            ctypes.c_long(n), ctypes.c_long(measure_at), ctypes.c_long(every), table, error, ctypes.c_long(len(error))
+        )
+        if failed:  # a kernel checks the bounds of an index, say
+            reason = error.value.decode(errors="replace").splitlines()[0].split(", ")[-1]
+            raise TargetError(f"the target failed inside the compiled loop: {reason}")
 
 
 def _storage(tensor: Tensor) -> int:

@@ -49,6 +49,14 @@ class ReplicaExchange:
         compiled: bool | None = None,
     ) -> None:
         """`noise=None` fits the target (see `default_estimator`); `compiled=None` compiles on a CPU where it pays."""
+        for name, value, kind, example in (
+            ("ensemble", ensemble, TensorEnsemble, "TensorEnsemble.start(target, n_rungs=2)"),
+            ("ladder", ladder, Ladder, "Ladder((1.0, 10.0), 0.03)"),
+            ("noise", noise, NoiseEstimator, "RunningMean(RepeatedDraws(10))"),
+            ("pairing", pairing, Pairing, "EvenOdd()"),
+        ):
+            if value is not None and not isinstance(value, kind):
+                raise InvalidArgumentError(f"{name} must be of the kind of {example}, got {value!r}")
         replicas, runs, _ = ensemble.position.shape
         if replicas != ladder.n_rungs:
             raise LadderError(f"the ladder has {ladder.n_rungs} rungs but the ensemble {replicas} replicas; they must be as many")
@@ -113,19 +121,23 @@ class ReplicaExchange:
             raise InvalidArgumentError(f"n_steps must be at least 0, got {n_steps}")
         remaining = n_steps
         while remaining > 0:
-            with few_threads(self._ensemble.position.numel()):
-                block = self._current_block()
-                first = self.n_steps - block.start
-                loop = self._choose_loop(remaining)
-                n = min(remaining, block.length - first, loop.stretch)
-                stood = self._state.replica_at.clone()
-                self._ensemble, self._state, info = loop.run(self._ensemble, self._state, block, first, n)
-                # The sum is one cheap pass; only if it is not finite are the energies looked at one by one.
-                healthy = bool(info.energy.sum().isfinite()) or bool(info.energy.isfinite().all())
-            self.n_steps += n
+            before = (self.n_steps, self.ensemble, self.state)
+            try:
+                with few_threads(self._ensemble.position.numel()):
+                    block = self._current_block()
+                    first = self.n_steps - block.start
+                    loop = self._choose_loop(remaining)
+                    n = min(remaining, block.length - first, loop.stretch)
+                    self._ensemble, self._state, info = loop.run(self._ensemble, self._state, block, first, n)
+                    # The sum is one cheap pass; only if it is not finite are the energies looked at one by one.
+                    healthy = bool(info.energy.sum().isfinite()) or bool(info.energy.isfinite().all())
+                self.n_steps += n
+            except BaseException:  # Ctrl-C or a failing target in the middle: as if this stretch had not begun
+                self.n_steps, self._ensemble, self._state = before
+                raise
             remaining -= n
             if not healthy:
-                yield from self._up_to_failure(info, stood)
+                yield from self._up_to_failure(info, before[2].replica_at)
             yield info
 
     def _choose_loop(self, n_steps: int) -> Loop:
@@ -164,6 +176,7 @@ class ReplicaExchange:
         """Everything the next step needs; with `load_state_dict` a run goes on exactly as if it had not stopped."""
         velocity = {} if self._ensemble.velocity is None else {"velocity": self._ensemble.velocity.clone()}
         return {
+            "setting": self._setting(),
             "seed": self.streams.seed,
             "n_steps": self.n_steps,
             "block_length": self._block_length,
@@ -176,6 +189,10 @@ class ReplicaExchange:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict()` of a run with the same target, ladder and rules."""
+        if state.get("setting") != self._setting():
+            raise InvalidArgumentError(
+                f"the state is that of another run: it has {state.get('setting')}, this run has {self._setting()}"
+            )
         if tuple(state["position"].shape) != tuple(self._ensemble.position.shape):
             raise InvalidArgumentError(
                 f"the state is of (rungs, runs, dim) = {tuple(state['position'].shape)}, this run has "
@@ -192,6 +209,12 @@ class ReplicaExchange:
         self._streams_at_block, self._block = state["streams"], None
         if self.n_steps > start:
             self._block = draw_block(self.streams, self.rules, self._ensemble, start, self._block_length)
+
+    def _setting(self) -> str:
+        """What must agree between a state and the run that loads it, in words."""
+        rules = self.rules
+        parts = (self._ensemble.target, self._ensemble.sampler, rules.ladder, rules.noise, rules.factor, rules.pairing)
+        return ", ".join(map(repr, parts)) + f", swaps every {rules.swap_interval}, momentum {rules.momentum}"
 
     def __repr__(self) -> str:
         return f"ReplicaExchange({self._ensemble!r}, {self.rules.ladder!r}, step {self.n_steps})"

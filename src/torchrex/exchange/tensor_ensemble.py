@@ -35,7 +35,11 @@ class TensorEnsemble:
         dtype: torch.dtype = torch.float32,
     ) -> TensorEnsemble:
         """Replicas at `initial`: a number, or a tensor that broadcasts to (rungs, runs, dim). Momenta start at 0."""
+        if not isinstance(target, Target):
+            raise InvalidArgumentError(f"target must be a Target, such as LogDensity(log_density, dim), got {target!r}")
         sampler = SGLD() if sampler is None else sampler
+        if not isinstance(sampler, Sampler):
+            raise InvalidArgumentError(f"sampler must be a sampler such as SGLD() or SGHMC(0.1), got {sampler!r}")
         shape = (n_rungs, n_runs, target.dim)
         start = torch.as_tensor(initial, dtype=dtype, device=device)
         try:
@@ -47,19 +51,23 @@ class TensorEnsemble:
         if not bool(position.isfinite().all()):
             raise InvalidArgumentError("initial must be finite")
         velocity = torch.zeros_like(position) if sampler.has_momentum else None
-        return TensorEnsemble(target.to(device, dtype), sampler, position, velocity)
+        target = target.to(device, dtype)
+        target.check(position)
+        return TensorEnsemble(target, sampler, position, velocity)
 
     @property
     def n_data(self) -> int | None:
         return self.target.n_data
 
     def evaluate(self, noise: Noise) -> tuple[Energy, Tensor]:
-        """Energies and gradients at the current positions."""
-        return self.target.energy_and_gradient(self.position, noise)
+        """Energies and gradients at the current positions, in the ensemble's own precision whatever the target computes in."""
+        energy, gradient = self.target.energy_and_gradient(self.position, noise)
+        return energy._replace(total=energy.total.to(self.position.dtype)), gradient.to(self.position.dtype)
 
     def energies(self, noise: Noise) -> Energy:
         """Energies alone; noise with a leading axis gives repeated draws along that axis."""
-        return self.target.energy(self.position, noise)
+        energy = self.target.energy(self.position, noise)
+        return energy._replace(total=energy.total.to(self.position.dtype))
 
     def draw_of(self, replica: Tensor) -> Tensor:
         """Position of one replica per run: replica (runs,) to (runs, dim)."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from torchrex.diagnostics import distance_curve, mean_and_error
-from torchrex.errors import ConfigError
 from torchrex.exchange import RepeatedDraws, RunningMean
 from torchrex.exchange.threads import few_threads
 from torchrex.posterior import Draws, sample
@@ -54,13 +53,9 @@ class MixtureConfig:
     def mixture(self) -> GaussianMixture:
         return GaussianMixture(self.weights, self.means, self.stds)
 
-    def run(self, seed: int, *, device: str, progress: Progress | None) -> tuple[Draws, dict[str, Any], dict[str, Tensor]]:
-        """Draws, metrics (means over runs with their standard errors) and traces for the figure."""
-        if self.n_steps < self.thin:
-            raise ConfigError(f"n_steps={self.n_steps} keeps no draw at thin={self.thin}; raise n_steps or lower thin")
-        mixture = self.mixture()
-        draws = sample(
-            Noisy(mixture, self.noise.model()),
+    def draw(self, seed: int, *, device: str = "auto", progress: Progress | None = None) -> Draws:
+        return sample(
+            Noisy(self.mixture(), self.noise.model()),
             temperatures=self.temperatures,
             lr=self.lr,
             correction_factor=self.correction_factor,
@@ -73,11 +68,13 @@ class MixtureConfig:
             device="cpu" if device == "auto" else device,
             progress=progress,
         )
-        with few_threads(0):
-            return (draws, *self.measure(draws, mixture))
 
-    def measure(self, draws: Draws, mixture: GaussianMixture) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Metrics and traces of finished or interrupted draws."""
+    def measure(self, draws: Draws) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Metrics (means over runs with their standard errors) and traces for the figure, from finished or interrupted draws."""
+        with few_threads(0):
+            return self._measure(draws, self.mixture())
+
+    def _measure(self, draws: Draws, mixture: GaussianMixture) -> tuple[dict[str, Any], dict[str, Tensor]]:
         metrics: dict[str, Any] = {"n_steps": draws.n_steps, "n_runs": draws.n_chains}
 
         def add(name: str, per_run: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -74,45 +75,73 @@ class RunFolder:
 
 
 def run_recipe(
-    config: Config,
-    seed: int,
-    out: Path,
-    *,
-    device: str = "auto",
-    overwrite: bool = False,
-    progress: Progress | None = None,
+    config: Config, seed: int, out: Path, *, device: str = "auto", overwrite: bool = False, progress: Progress | None = None
 ) -> RunFolder:
-    """Run one config with one seed into its folder. A finished run is never replaced unless `overwrite` says so."""
+    """Run one config with one seed into its folder, which holds a run already only if `overwrite` says so.
+
+    A finished run is replaced by a finished one alone: an attempt that is interrupted or fails goes into a folder beside it.
+    """
     folder = RunFolder.of(out, config.recipe, seed)
-    if not overwrite and folder.finished:
-        raise RunFolderError(f"{folder.path} already holds a finished run; choose another --out or --seed, or add --overwrite")
+    there = None if overwrite else folder.result
+    if there is not None:
+        raise RunFolderError(
+            f"{folder.path} already holds a run that {'is' if there['status'] == 'finished' else 'was'} {there['status']}; "
+            f"choose another --out or --seed, or add --overwrite"
+        )
     try:
         folder.path.mkdir(parents=True, exist_ok=True)  # before the work, not after it
     except OSError as failure:
         raise RunFolderError(f"cannot make {folder.path} ({failure.strerror}); choose another --out") from None
     began = time.perf_counter()
+    error = None
     try:
-        draws, metrics, trace = config.run(seed, device=device, progress=progress)
-    except NonFiniteEnergyError as error:
-        if error.draws is not None:
-            _write(folder, config, seed, error.draws, {}, {}, time.perf_counter() - began, device, error=str(error))
+        draws = config.draw(seed, device=device, progress=progress)
+    except NonFiniteEnergyError as failure:
+        if failure.draws is None:
+            _remove_if_empty(folder)
+            raise
+        draws, error = failure.draws, failure
+    except BaseException:
+        _remove_if_empty(folder)
         raise
-    _write(folder, config, seed, draws, metrics, trace, time.perf_counter() - began, device)
+    seconds = time.perf_counter() - began
+    if draws.status != "finished" and _is_finished(folder):
+        folder = RunFolder(folder.path.with_name(f"{folder.path.name}.{draws.status}"))
+    try:
+        shutil.rmtree(folder.path, ignore_errors=True)
+        folder.path.mkdir()
+        folder.write_text("config.json", dumps(config))
+        draws.save(folder.path / "draws.safetensors")  # safe before anything is computed from them
+        metrics: dict[str, Any] = {}
+        if error is None:
+            try:
+                metrics, trace = config.measure(draws)
+                save_file({name: tensor.contiguous() for name, tensor in trace.items()}, folder.path / "trace.safetensors")
+            except KeyboardInterrupt:
+                draws.status = "interrupted"
+        result = _result(config, seed, draws, metrics, seconds, device)
+        folder.write_text("result.json", dumps(result if error is None else {**result, "error": str(error)}))
+    except OSError as failure:
+        raise RunFolderError(f"cannot write {folder.path} ({failure}); choose another --out") from None
+    if error is not None:
+        raise error
     return folder
 
 
-def _write(
-    folder: RunFolder,
-    config: Config,
-    seed: int,
-    draws: Draws,
-    metrics: dict[str, Any],
-    trace: dict[str, Tensor],
-    seconds: float,
-    device: str,
-    error: str | None = None,
-) -> None:
-    result = {
+def _is_finished(folder: RunFolder) -> bool:
+    try:
+        return folder.finished
+    except RunFolderError:  # damaged, and about to be replaced
+        return False
+
+
+def _remove_if_empty(folder: RunFolder) -> None:
+    with contextlib.suppress(OSError):
+        folder.path.rmdir()
+
+
+def _result(config: Config, seed: int, draws: Draws, metrics: dict[str, Any], seconds: float, device: str) -> dict[str, Any]:
+    return {
         "recipe": config.recipe,
         "seed": seed,
         "status": draws.status,
@@ -120,28 +149,17 @@ def _write(
         "swaps": [
             {
                 "pair": [pair, pair + 1],
-                "proposed": int(p.sum()),
-                "accepted": int(a.sum()),
-                "acceptance_rate": float(a.sum() / p.sum()),
+                "proposed": int(proposed.sum()),
+                "accepted": int(accepted.sum()),
+                "acceptance_rate": float(accepted.sum() / proposed.sum()),
             }
-            for pair, (a, p) in enumerate(zip(draws.accepted, draws.proposed, strict=True))
+            for pair, (accepted, proposed) in enumerate(zip(draws.accepted, draws.proposed, strict=True))
         ],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "wall_seconds": seconds,
         "device": describe_device(device),
         "versions": versions(),
     }
-    if error is not None:
-        result["error"] = error
-    try:
-        shutil.rmtree(folder.path)
-        folder.path.mkdir()
-        folder.write_text("config.json", dumps(config))
-        draws.save(folder.path / "draws.safetensors")
-        save_file({name: tensor.contiguous() for name, tensor in trace.items()}, folder.path / "trace.safetensors")
-        folder.write_text("result.json", dumps(result))
-    except OSError as failure:
-        raise RunFolderError(f"cannot write {folder.path} ({failure}); choose another --out") from None
 
 
 def same_config(folder: RunFolder, config: Config) -> bool:

@@ -18,7 +18,7 @@ from torchrex.targets import TallPosterior, laplace, logistic_regression, simula
 
 @dataclass(frozen=True)
 class LogisticConfig:
-    """Simulated data, so that it runs anywhere; the learning rate is in units of 1 / n_data, as for a mean loss.
+    """Simulated data, so that it runs anywhere; the learning rate is that of a mean loss.
 
     The gap between the temperatures is small because the noise demands it: with minibatches of n out of N the paired noise of
     the energy difference is about sqrt(2 dim N / n), and an unbiased test (F = 1) accepts only at inverse gaps of the order of
@@ -31,7 +31,7 @@ class LogisticConfig:
     batch_size: int = 256
     prior_precision: float = 1.0
     temperatures: tuple[float, ...] = (1.0, 1.02)
-    lr: float = 0.004  # times 1 / n_data
+    lr_of_mean: float = 0.004  # learning rate on the mean loss; on the summed energy it is this over n_data
     correction_factor: float = 1.0
     smoothing: float = 0.05
     n_steps: int = 40_000
@@ -43,16 +43,16 @@ class LogisticConfig:
         features, labels, _ = simulate_logistic(self.n_data, self.dim, seed=self.data_seed)
         return logistic_regression(features, labels, prior_precision=self.prior_precision, batch_size=self.batch_size)
 
-    def run(self, seed: int, *, device: str, progress: Progress | None) -> tuple[Draws, dict[str, Any], dict[str, Tensor]]:
+    def draw(self, seed: int, *, device: str = "auto", progress: Progress | None = None) -> Draws:
         target = self.target()
         mode, covariance = laplace(target)
         # Runs start from draws of the Laplace approximation, so that no burn-in is needed.
         generator = torch.Generator().manual_seed(seed)
         z = torch.randn(self.n_runs, self.dim, generator=generator, dtype=torch.float64)
-        draws = sample(
+        return sample(
             target,
             temperatures=self.temperatures,
-            lr=self.lr / self.n_data,
+            lr=self.lr_of_mean / self.n_data,
             correction_factor=self.correction_factor,
             noise=PairedVariance(self.smoothing),
             n_steps=self.n_steps,
@@ -63,10 +63,11 @@ class LogisticConfig:
             device="cpu" if device == "auto" else device,
             progress=progress,
         )
-        return draws, self.measure(draws, mode, covariance.diagonal().sqrt()), {"mode": mode, "covariance": covariance}
 
-    def measure(self, draws: Draws, mode: Tensor, sd: Tensor) -> dict[str, Any]:
+    def measure(self, draws: Draws) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Errors of the posterior means, in posterior sds, and ratios of the sds to the reference."""
+        mode, covariance = laplace(self.target())
+        sd = covariance.diagonal().sqrt()
         metrics: dict[str, Any] = {"n_steps": draws.n_steps, "n_runs": draws.n_chains}
         error = (draws.mean() - mode) / sd
         ratio = draws.std() / sd
@@ -77,7 +78,7 @@ class LogisticConfig:
             rate, rate_error = mean_and_error(draws.accepted[0] / draws.proposed[0])
             metrics |= {"acceptance_rate": rate, "acceptance_rate_se": rate_error}
             metrics["paired_noise_std"] = math.sqrt(2.0 * float(draws.noise_variance[:, 0].mean()))
-        return metrics
+        return metrics, {"mode": mode, "covariance": covariance}
 
 
 def tall_recipes() -> dict[str, LogisticConfig]:

@@ -79,7 +79,7 @@ class Draws:
         """A small table: coordinates with mean, sd and standard error, then the swaps of every pair."""
         if self.n_draws == 0:
             return f"no draws: {self.status} after {self.n_steps} steps"
-        table = Table(title=f"{self.n_chains} chains x {self.n_draws} draws, {self.n_steps:,} steps, {self.status}")
+        table = Table()
         for column in ("coordinate", "mean", "sd", "se of mean"):
             table.add_column(column, justify="right")
         mean, std, error = self.mean().tolist(), self.std().tolist(), self.standard_error().tolist()
@@ -100,6 +100,7 @@ class Draws:
             )
         console = Console(width=80, color_system=None)
         with console.capture() as captured:
+            console.print(f"{self.n_chains:,} chains x {self.n_draws:,} draws, {self.n_steps:,} steps, {self.status}")
             console.print(table)
             if len(self.accepted):
                 console.print(swaps)
@@ -124,6 +125,8 @@ class Draws:
             return Draws(**tensors, **meta)
         except FileNotFoundError:
             raise RunFolderError(f"there is no file {path}") from None
+        except OSError as error:
+            raise RunFolderError(f"cannot read {path} ({error}); give the draws.safetensors file itself") from None
         except (SafetensorError, KeyError, ValueError, TypeError) as error:
             raise RunFolderError(f"{path} does not hold torchrex draws ({error}); was it written by Draws.save?") from None
 

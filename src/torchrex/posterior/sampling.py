@@ -73,6 +73,10 @@ def sample(
         if dim is None:
             raise InvalidArgumentError("a log density needs its dimension: sample(log_density, dim=...)")
         target = LogDensity(target, dim)
+    elif dim not in (None, target.dim):
+        raise InvalidArgumentError(f"dim={dim} was given, but {target!r} has dim={target.dim}; leave dim out")
+    if n_steps - burn_in < thin:
+        raise InvalidArgumentError(f"n_steps={n_steps} keeps no draw with burn_in={burn_in} and thin={thin}; raise n_steps")
     if ladder is None:
         if temperatures is None or lr is None:
             raise InvalidArgumentError("give temperatures=... and lr=..., or ladder=Ladder(...)")
@@ -125,6 +129,8 @@ def collect(
                 progress(recorder.n_seen, n_steps)
     except KeyboardInterrupt:
         status = "interrupted"
+        if recorder.n_seen == 0:
+            raise  # there is nothing to keep
         logger.warning("interrupted after %s of %s steps; the draws so far are kept", f"{recorder.n_seen:,}", f"{n_steps:,}")
     except NonFiniteEnergyError as error:
         raise NonFiniteEnergyError(
@@ -136,6 +142,5 @@ def collect(
             draws=recorder.draws("failed", settings),
         ) from None
     draws = recorder.draws(status, settings)
-    if draws is None:
-        raise KeyboardInterrupt  # before the first block: there is nothing to keep
+    assert draws is not None
     return draws

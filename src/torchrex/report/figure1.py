@@ -77,7 +77,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 def as_table(table_rows: list[dict[str, Any]]) -> Table:
     """The table a person reads: acceptance in percent beside the paper's, then how close the draws are to the truth."""
     table = Table(
-        title="Figure 1: mean over independent runs (standard error of the last digits)",
+        title="Figure 1: mean over independent runs (standard error of the last digit)",
         caption="acc.: accepted swaps; the true left weight is 0.400; W1, W2: distance to the truth",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -111,26 +111,18 @@ def draw(runs: Runs, path: Path) -> None:
     except ImportError:
         raise MissingDependencyError("drawing needs matplotlib: pip install 'torchrex[plots]'") from None
 
-    figure, axes = plt.subplots(1, 4, figsize=(16, 3.8), constrained_layout=True)
-    panels = {"case1": axes[0], "case2": axes[2], "case3": axes[3]}
-    titles = {
-        "case1": "(a) case 1: noise N(0, 2²)",
-        "case2": "(c) case 2: noise t(5)",
-        "case3": "(d) case 3: noise 7·t(10)",
-    }
-    for case, axis in panels.items():
-        chosen = {name: run for name, run in runs.items() if f"/{case}-" in name}
-        if not chosen:
-            axis.set_visible(False)
-            continue
-        plot_densities(chosen, axis)
-        axis.set_title(titles[case], fontsize=11)
-    first_case = {name: run for name, run in runs.items() if "/case1-" in name}
-    if first_case:
-        plot_distances(first_case, axes[1])
-        axes[1].set_title("(b) case 1: distance to the truth", fontsize=11)
-    else:
-        axes[1].set_visible(False)
+    panels = [
+        ("case1", plot_densities, "(a) case 1: noise N(0, 2²)"),
+        ("case1", plot_distances, "(b) case 1: distance to the truth"),
+        ("case2", plot_densities, "(c) case 2: noise t(5)"),
+        ("case3", plot_densities, "(d) case 3: noise 7·t(10)"),
+    ]
+    chosen = {case: {name: run for name, run in runs.items() if f"/{case}-" in name} for case, _, _ in panels}
+    panels = [panel for panel in panels if chosen[panel[0]]]
+    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.8), constrained_layout=True, squeeze=False)
+    for axis, (case, plot, title) in zip(axes[0], panels, strict=True):
+        plot(chosen[case], axis)
+        axis.set_title(title, fontsize=11)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -164,7 +156,8 @@ def plot_distances(runs: Runs, axis: Any) -> None:
     for config, folders in runs.values():
         traces = [folder.trace() for folder in folders]
         w2 = torch.cat([trace["w2"] for trace in traces], dim=1)
-        steps, mean, error = traces[0]["curve_steps"], w2.mean(1), w2.std(1) / w2.shape[1] ** 0.5
+        steps, mean = traces[0]["curve_steps"], w2.mean(1)
+        error = w2.std(1) / w2.shape[1] ** 0.5 if w2.shape[1] > 1 else torch.zeros_like(mean)
         colour, style = STYLES[label_of(config)]
         axis.plot(steps, mean, style, color=colour, label=label_of(config), linewidth=1.6)
         axis.fill_between(steps, mean - 2 * error, mean + 2 * error, color=colour, alpha=0.2, linewidth=0)

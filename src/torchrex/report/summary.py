@@ -23,7 +23,7 @@ def pool_seeds(results: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def value_and_error(row: dict[str, Any], name: str, *, scale: float = 1.0) -> str:
-    """`0.410(2)`: the error applies to the last digits shown, and has two of them if it starts with a 1."""
+    """`0.410(2)`: the error applies to the last digit shown."""
     value, error = row.get(name), row.get(f"{name}_se")
     if value is None:
         return ""
@@ -31,6 +31,5 @@ def value_and_error(row: dict[str, Any], name: str, *, scale: float = 1.0) -> st
     if not error or not math.isfinite(error):
         return f"{value:.4g}"
     error *= scale
-    leading = error / 10 ** math.floor(math.log10(error))
-    decimals = max(0, (1 if leading < 2 else 0) - math.floor(math.log10(error)))
-    return f"{value:.{decimals}f}({round(error * 10**decimals)})"
+    decimals = max(0, -math.floor(math.log10(error)))
+    return f"{value:.{decimals}f}({math.ceil(error * 10**decimals - 0.5)})"

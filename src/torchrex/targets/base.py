@@ -50,6 +50,9 @@ class Target(ABC):
         """Randomness of `n` evaluations at positions of batch shape `shape`, stacked along a first axis."""
         return {}
 
+    def check(self, position: Tensor) -> None:  # noqa: B027 - most targets need none
+        """Raise a TargetError if this target cannot work at such positions (rungs, runs, dim); called once before a run."""
+
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Target:
         """This target with its tensors on `device`; floating tensors become `dtype`."""
         return self

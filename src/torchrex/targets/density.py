@@ -46,6 +46,26 @@ class LogDensity(Target):
         self._check("gradient", value, tuple(points.shape), points)
         return self.energy(position, noise), -value.reshape(position.shape)
 
+    def check(self, position: Tensor) -> None:
+        """Try the density on dim + 1 points: a function of one point at a time gives itself away."""
+        points = position.reshape(-1, self.dim)[:1].expand(self.dim + 1, -1).clone()
+        hint = f"If it takes one point of shape ({self.dim},) at a time, use LogDensity(..., batched=False)."
+        try:
+            with torch.enable_grad():
+                values = [self.log_density(points.requires_grad_()) for _ in range(2)]
+        except Exception as error:
+            raise TargetError(
+                f"the log density failed on points of shape {tuple(points.shape)}: {type(error).__name__}: {error}. {hint}"
+            ) from error
+        self._check("log density", values[0], (len(points),), points)
+        if self.gradient is None and not values[0].requires_grad:
+            raise TargetError("the log density does not depend on its points through autograd; give its gradient: gradient=...")
+        if not torch.equal(values[0].nan_to_num(), values[1].nan_to_num()):
+            raise TargetError(
+                "the log density gives different values at the same point, so it draws random numbers that the swap test cannot "
+                "know of; put a module into eval mode, use Noisy for noise of a known law, TallPosterior for minibatches"
+            )
+
     def _check(self, what: str, value: object, expected: tuple[int, ...], points: Tensor) -> None:
         if not isinstance(value, Tensor) or tuple(value.shape) != expected:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -74,6 +74,9 @@ class Noisy(Target):
     has_noise = True
 
     def __init__(self, target: Target, energy: NoiseModel, gradient: NoiseModel | None = None) -> None:
+        for name, model in (("energy", energy), ("gradient", gradient)):
+            if not isinstance(model, NoiseModel) and not (name == "gradient" and model is None):
+                raise InvalidArgumentError(f"{name} noise must be a law such as Gaussian(2.0) or StudentT(5.0), got {model!r}")
         self.target, self.energy_noise, self.gradient_noise = target, energy, gradient
         self.dim, self.shares_minibatch = target.dim, target.shares_minibatch
         self.n_data = None  # the per-example terms do not see the added noise, so they cannot tell the variance
@@ -94,6 +97,9 @@ class Noisy(Target):
         if self.gradient_noise is not None:
             gradient = gradient + noise["gradient"]
         return energy._replace(total=energy.total + noise["energy"]), gradient
+
+    def check(self, position: Tensor) -> None:
+        self.target.check(position)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Noisy:
         moved = copy.copy(self)

@@ -34,6 +34,9 @@ class TallPosterior(Target):
         batch_size: int,
         shared: bool = True,
     ) -> None:
+        if not isinstance(data, tuple | list) or not all(isinstance(t, Tensor) for t in data):
+            raise TargetError(f"data must be a tuple of tensors, such as (features, labels), got {type(data).__name__}")
+        data = tuple(data)
         if not data or any(len(t) != len(data[0]) for t in data):
             raise TargetError(f"the data tensors must have the same first size, got {[tuple(t.shape) for t in data]}")
         if not 1 <= batch_size <= len(data[0]):
@@ -56,8 +59,26 @@ class TallPosterior(Target):
             raise TargetError(
                 f"log_likelihood must return one value per position and example, shape {expected}, got {tuple(per_example.shape)}"
             )
+        prior = self.log_prior(position)
+        if not isinstance(prior, Tensor) or prior.shape != position.shape[:-1]:
+            got = f"shape {tuple(prior.shape)}" if isinstance(prior, Tensor) else type(prior).__name__
+            raise TargetError(f"log_prior must return one value per position, shape {tuple(position.shape[:-1])}, got {got}")
         scale = len(self.data[0]) / self.batch_size
-        return Energy(scale * per_example.sum(-1) - self.log_prior(position), per_example)
+        return Energy(scale * per_example.sum(-1) - prior, per_example)
+
+    def check(self, position: Tensor) -> None:
+        """Try the likelihood and the prior once, so that a wrong shape is told with all shapes involved."""
+        noise = self.draw_noise(torch.Generator(position.device), 1, tuple(position.shape[:-1]), position.dtype)
+        try:
+            self.energy(position, {name: values[0] for name, values in noise.items()})
+        except TargetError:
+            raise
+        except Exception as error:
+            shapes = [(*noise["index"].shape[1:], *tensor.shape[1:]) for tensor in self.data]
+            raise TargetError(
+                f"log_likelihood got positions of shape {(*position.shape[:-1], 1, self.dim)} and data of shapes {shapes}, "
+                f"must return {(*position.shape[:-1], self.batch_size)}, and failed with {type(error).__name__}: {error}"
+            ) from error
 
     def full_energy(self, position: Tensor) -> Tensor:
         """Energy over the whole data set, without noise: for references, not for sampling."""
