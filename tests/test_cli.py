@@ -15,8 +15,10 @@ import time
 import pytest
 import torch
 
+from torchrex import Draws
 from torchrex.cli.main import main
 from torchrex.experiments import recipes
+from torchrex.experiments.mixtures import MixtureConfig
 
 SMALL = ["--set", "n_steps=400", "--set", "n_runs=4"]
 
@@ -140,6 +142,26 @@ def test_divergence_keeps_the_draws(cli, tmp_path):
     assert result["status"] == "failed"
     assert "at step" in result["error"]
     assert (tmp_path / "figure1/case1-sgld/seed=0/draws.safetensors").exists()
+
+
+def test_a_failed_attempt_does_not_replace_a_finished_run(cli, tmp_path):
+    arguments = ["run", "figure1/case1-sgld", *SMALL, "--out", tmp_path]
+    assert cli(*arguments)[0] == 0
+    assert cli(*arguments, "--overwrite", "--set", "lr=3", "--set", "thin=1")[0] == 2
+    folder = tmp_path / "figure1/case1-sgld"
+    assert json.loads((folder / "seed=0/result.json").read_text())["status"] == "finished"
+    assert json.loads((folder / "seed=0.failed/result.json").read_text())["status"] == "failed"
+
+
+def test_ctrl_c_while_measuring_keeps_the_draws(cli, tmp_path, monkeypatch):
+    def interrupted(self, draws):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MixtureConfig, "measure", interrupted)
+    assert cli("run", "figure1/case1-sgld", *SMALL, "--out", tmp_path)[0] == 130
+    folder = tmp_path / "figure1/case1-sgld/seed=0"
+    assert Draws.load(folder / "draws.safetensors").n_draws == 40
+    assert json.loads((folder / "result.json").read_text())["status"] == "interrupted"
 
 
 def test_reproduce_runs_what_is_missing_and_draws(cli, tmp_path):

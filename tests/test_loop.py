@@ -94,12 +94,7 @@ def test_float32_agrees_over_a_short_run():
     assert torch.allclose(got[0], expected[0], atol=1e-4)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("first", [1, 63, 64, 65, 128, 130])
-def test_stopped_and_continued_equals_never_stopped(compiled, first, monkeypatch):
-    """A run restored from state_dict, in the middle of a block of 64 or at its very end, goes on bit for bit."""
-    monkeypatch.setattr(block, "LONGEST", 64)
-    name, n = "the paper's", 200
+def assert_resumes(name, compiled, first, n=200):
     whole = trace(make_run(name, compiled), n)
     stopped = make_run(name, compiled)
     assert stopped._block_length == 64
@@ -109,6 +104,26 @@ def test_stopped_and_continued_equals_never_stopped(compiled, first, monkeypatch
     rest = trace(continued, n - first)
     for a, b, c in zip(whole, beginning, rest, strict=True):
         assert torch.equal(a, torch.cat([b, c]))
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_stopped_and_continued_equals_never_stopped(name, monkeypatch):
+    """A run restored from state_dict goes on bit for bit: every sampler, pairing, estimator and rule."""
+    monkeypatch.setattr(block, "LONGEST", 64)
+    assert_resumes(name, False, 100)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("first", [1, 63, 64, 65, 128])
+def test_continuing_at_and_around_the_end_of_a_block(compiled, first, monkeypatch):
+    monkeypatch.setattr(block, "LONGEST", 64)
+    assert_resumes("sghmc, refreshed, random pairs", compiled, first)
+
+
+def test_the_state_of_another_run_is_refused():
+    state = make_run("the paper's", False).state_dict()
+    with pytest.raises(ValueError, match="another run"):
+        make_run("all in turn, adaptive factor", False).load_state_dict(state)
 
 
 def test_a_long_run_begins_with_the_short_one():

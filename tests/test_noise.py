@@ -113,6 +113,7 @@ def test_defaults_fit_the_target():
         (lambda: tr.RunningMean(initial=float("nan")), "finite and >= 0"),
         (lambda: tr.Smoothing(0.0), "smoothing factor"),
         (lambda: tr.RepeatedDraws(n_draws=1), "n_draws >= 2"),
+        (lambda: tr.Smoothing(0.3, ...), "feed must be"),
         (lambda: tr.RepeatedDraws(every=0), "every >= 1"),
     ],
 )

@@ -164,3 +164,42 @@ def test_wrong_shapes_are_named():
     bad = tr.TallPosterior(lambda x, d: (x * d).sum(), lambda x: x.sum(-1), (torch.zeros(9, 2),), 2, batch_size=3)
     with pytest.raises(TargetError, match="one value per position and example"):
         bad.energy(torch.zeros(2, 3, 2), {"index": torch.zeros(1, 3, 3, dtype=torch.long)})
+
+
+def banana_of_one_point(x):
+    return -0.5 * (x[0] ** 2 / 4 + (x[1] + 0.25 * x[0] ** 2 - 1) ** 2 / 0.25)
+
+
+@pytest.mark.parametrize(
+    ("density", "word"),
+    [
+        (banana_of_one_point, r"shape \(3,\).*batched=False"),
+        (lambda x: -0.5 * x[5].square().sum(), r"failed on points of shape \(3, 2\): IndexError.*batched=False"),
+        (lambda x: -0.5 * x.detach().square().sum(-1), "does not depend on its points through autograd"),
+        (lambda x: -0.5 * x.square().sum(-1) + torch.randn(len(x)), "different values at the same point"),
+        (lambda x: None, "got NoneType"),
+    ],
+)
+def test_a_density_is_tried_before_the_run(density, word):
+    """Two rungs, one run and two dimensions: a function of one point would slip through the shape check alone."""
+    with pytest.raises(TargetError, match=word):
+        tr.sample(density, dim=2, temperatures=(1.0, 5.0), lr=0.01, n_steps=100)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "prior", "word"),
+    [
+        (
+            lambda b, x: -((x * b).sum(-1)),
+            lambda b: -b.square().sum(),
+            r"log_prior must return one value per position.*got shape \(\)",
+        ),
+        (lambda b, x: -((x * b).sum(-1)), lambda b: -b.square(), "log_prior"),
+        (lambda b, x: -((x * b).sum(-1)), lambda b: None, "got NoneType"),
+        (lambda b, x: (b @ x).sum(-1), lambda b: -b.square().sum(-1), r"log_likelihood got positions of shape \(2, 1, 1, 3\)"),
+    ],
+)
+def test_a_tall_posterior_is_tried_before_the_run(likelihood, prior, word):
+    target = tr.TallPosterior(likelihood, prior, (torch.randn(50, 3),), 3, batch_size=5)
+    with pytest.raises(TargetError, match=word):
+        tr.sample(target, temperatures=(1.0, 2.0), lr=1e-3, n_steps=10)

@@ -24,7 +24,7 @@ from torchrex.exchange import (
     expected_acceptance,
     log_swap_ratio,
 )
-from torchrex.posterior import Draws, sample
+from torchrex.posterior import Draws, collect, sample
 from torchrex.samplers import SGHMC, SGLD
 from torchrex.targets import (
     Gaussian,
@@ -66,6 +66,7 @@ __all__ = [
     "TargetAcceptance",
     "TensorEnsemble",
     "TorchrexError",
+    "collect",
     "expected_acceptance",
     "log_swap_ratio",
     "logistic_regression",

@@ -13,13 +13,13 @@ from rich.logging import RichHandler
 from rich.table import Table
 
 import torchrex
-from torchrex.cli.progress import progress_bar
 from torchrex.cli.reproduce import FIGURES, reproduce_figure1
 from torchrex.errors import TorchrexError
 from torchrex.experiments import recipes
 from torchrex.experiments.config import override
 from torchrex.experiments.recipes import Config, get_recipe
 from torchrex.experiments.runner import RunFolder, run_recipe
+from torchrex.posterior.progress import progress_bar
 
 app = typer.Typer(
     help="Adaptive replica exchange stochastic gradient MCMC: run recipes, reproduce the paper.",

@@ -15,12 +15,13 @@ from torchrex.exchange.momentum import MomentumPolicy
 from torchrex.exchange.run import steps_on
 from torchrex.exchange.threads import few_threads
 from torchrex.posterior.draws import DrawRecorder, Draws
+from torchrex.posterior.progress import Callback, progress_bar
 from torchrex.samplers import Sampler
 from torchrex.targets import LogDensity, Target
 
 logger = logging.getLogger("torchrex")
 
-Progress = Callable[[int, int], None]
+Progress = Callback | bool
 
 
 def sample(
@@ -55,7 +56,8 @@ def sample(
     test. `n_runs` independent runs proceed side by side; every `thin`-th draw after `burn_in` steps is kept.
 
     Ctrl-C returns what was drawn so far, with status "interrupted". A NaN or infinite energy raises NonFiniteEnergyError with the
-    draws so far in `draws`. `progress(done, total)` is called after every block of steps.
+    draws so far in `draws`. `progress=True` shows a bar; a function is called as `progress(done, total)` after every block.
+    `initial` broadcasts to (rungs, runs, dim). The other arguments are those of `ReplicaExchange`; docs/choosing.md explains them.
 
     >>> draws = sample(lambda x: -0.5 * x.square().sum(-1), dim=2, temperatures=(1.0, 4.0), lr=0.05, n_steps=200, n_runs=4)
     >>> draws.values.shape
@@ -118,6 +120,9 @@ def collect(
     settings: dict[str, Any] | None = None,
 ) -> Draws:
     """Advance a run by `n_steps` and keep its draws; memory is bounded by what is kept."""
+    if progress is True:
+        with progress_bar("sampling", n_steps) as bar:
+            return collect(run, n_steps, thin=thin, burn_in=burn_in, progress=bar, settings=settings)
     recorder = DrawRecorder(n_steps, thin=thin, burn_in=burn_in)
     settings = {"run": repr(run), **(settings or {})}
     status = "finished"
@@ -125,7 +130,7 @@ def collect(
         for info in run.advance(n_steps):
             with few_threads(info.energy[0].numel()):
                 recorder.record(info)
-            if progress is not None:
+            if callable(progress):
                 progress(recorder.n_seen, n_steps)
     except KeyboardInterrupt:
         status = "interrupted"

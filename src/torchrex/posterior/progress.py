@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from torchrex.posterior.sampling import Progress as Callback
+Callback = Callable[[int, int], None]
 
 
 @contextmanager
-def progress_bar(title: str, n_steps: int, console: Console) -> Iterator[Callback | None]:
+def progress_bar(title: str, n_steps: int, console: Console | None = None) -> Iterator[Callback | None]:
     """A callback (done, total) that draws one line, or None where stderr is not a terminal."""
+    console = Console(stderr=True) if console is None else console
     if not console.is_terminal:
         yield None
         return

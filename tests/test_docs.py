@@ -1,0 +1,28 @@
+"""Every Python snippet of the README and the docs runs, in the order of the page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import torchrex
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/choosing.md"])
+def test_snippets_run(page, capsys):
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert len(snippets) >= 2
+    names = {"torchrex": torchrex}
+    for snippet in snippets:
+        exec(compile(snippet, page, "exec"), names)
+    assert names["draws"].values.isfinite().all()
+
+
+def test_links_lead_somewhere():
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"]:
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert link.startswith("http") or (page.parent / link).exists(), f"{page.name} links to {link}"

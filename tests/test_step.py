@@ -1,0 +1,187 @@
+"""One step, looked at closely, on four rungs, so that a permutation is not its own inverse: moves, records, measurements."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import torchrex as tr
+from torchrex.exchange.algorithm import ExchangeState, Rules, measure
+from torchrex.exchange.standing import take
+from torchrex.targets import Energy
+
+TINY = (1e-24, 2e-24, 3e-24, 4e-24)  # temperatures at which nothing random is left
+LRS = (0.1, 0.2, 0.4, 0.8)
+
+
+def slope():
+    """A density with gradient 1 everywhere and energy 0: every test accepts, and a move shows the lr of the rung."""
+    return tr.LogDensity(lambda x: 0.0 * x.sum(-1), 1, gradient=torch.ones_like)
+
+
+def rungs_of(replica_at):
+    """Where each replica stands, found the slow way: (replicas, runs)."""
+    rung_of = torch.empty_like(replica_at)
+    for run in range(replica_at.shape[1]):
+        for rung, replica in enumerate(replica_at[:, run].tolist()):
+            rung_of[replica, run] = rung
+    return rung_of.long()
+
+
+@pytest.mark.parametrize("pairing", [tr.EvenOdd(), tr.RandomPair(), tr.AllInTurn()])
+def test_every_replica_moves_with_the_lr_of_its_rung(pairing):
+    run = tr.ReplicaExchange(tr.TensorEnsemble.start(slope(), n_rungs=4, n_runs=3), tr.Ladder(TINY, LRS), pairing=pairing)
+    orders = set()
+    for _ in range(12):
+        before = run.ensemble.position
+        info = run.step()
+        moved = (run.ensemble.position - before)[..., 0]
+        assert torch.allclose(moved, torch.tensor(LRS)[rungs_of(info.replica_at)])
+        orders.add(tuple(info.replica_at[:, 0].tolist()))
+    assert any(rungs_of(torch.tensor(order)[:, None])[:, 0].tolist() != list(order) for order in orders), "no proper permutation"
+
+
+def test_rescaled_momenta_follow_the_rungs():
+    """Without force and kick, v' = (1 - friction) v sqrt(lr tau of the new rung / lr tau of the old one)."""
+    ensemble = tr.TensorEnsemble.start(
+        tr.LogDensity(lambda x: 0.0 * x.sum(-1), 1, gradient=torch.zeros_like), tr.SGHMC(0.5), n_rungs=4, n_runs=2
+    )
+    ensemble = replace(ensemble, velocity=torch.ones_like(ensemble.position))
+    run = tr.ReplicaExchange(ensemble, tr.Ladder(TINY, LRS))
+    scale = (torch.tensor(TINY, dtype=torch.float64) * torch.tensor(LRS)).sqrt()
+    for _ in range(8):
+        stood, velocity = rungs_of(run.state.replica_at), run.ensemble.velocity[..., 0].double()
+        stands = rungs_of(run.step().replica_at)
+        expected = 0.5 * velocity * scale[stands] / scale[stood]
+        assert torch.allclose(run.ensemble.velocity[..., 0].double(), expected, rtol=1e-5)
+
+
+def test_what_is_recorded():
+    """Energies are those of the rungs before the swaps; the position is that of rung 0 after the move."""
+    target = tr.LogDensity(lambda x: -0.5 * x.square().sum(-1), 2)
+    start = torch.randn(4, 5, 2, generator=torch.Generator().manual_seed(0))
+    run = tr.ReplicaExchange(
+        tr.TensorEnsemble.start(target, n_rungs=4, n_runs=5, initial=start), tr.Ladder((1.0, 1.5, 2.0, 3.0), 0.1)
+    )
+    n_swaps = 0
+    for _ in range(30):
+        stood, position = run.state.replica_at, run.ensemble.position
+        info = run.step()
+        at_rung = torch.stack([position[stood[:, b].long(), b] for b in range(5)], dim=1)
+        assert torch.allclose(info.energy, 0.5 * at_rung.square().sum(-1))
+        coldest = torch.stack([run.ensemble.position[info.replica_at[0, b].long(), b] for b in range(5)])
+        assert torch.equal(info.position, coldest)
+        assert torch.equal(info.replica_at, run.state.replica_at)
+        for pair in range(3):  # a swap was made where the records say so, and nowhere else
+            exchanged = (info.replica_at[pair] == stood[pair + 1]) & (info.replica_at[pair + 1] == stood[pair])
+            assert torch.equal(info.accepted[pair], exchanged)
+        n_swaps += int(info.accepted.sum())
+    assert n_swaps > 50
+
+
+class LouderOutside(tr.Target):
+    """The noise of its energy is as large as the position."""
+
+    dim, has_noise = 1, True
+
+    def draw_noise(self, generator, n, shape, dtype):
+        return {"z": torch.randn(n, *shape, generator=generator, dtype=dtype)}
+
+    def energy(self, position, noise):
+        return Energy(position[..., 0] * noise["z"])
+
+
+def test_measurement_looks_at_the_replicas_on_the_rungs():
+    rules = Rules(tr.Ladder((1.0, 2.0, 3.0), 0.1), noise=tr.RunningMean(tr.RepeatedDraws(4000, every=1)))
+    loudness = torch.tensor([1.0, 10.0, 100.0]).view(3, 1, 1)
+    ensemble = tr.TensorEnsemble.start(LouderOutside(), n_rungs=3, initial=loudness)
+    state = ExchangeState.start(rules, 1, device=torch.device("cpu"), dtype=torch.float32)
+    state = state._replace(replica_at=torch.tensor([[1], [2], [0]], dtype=torch.int32))
+    noise = {"z": LouderOutside().draw_noise(torch.Generator().manual_seed(0), 1, (4000, 3, 1), torch.float32)["z"][0]}
+    after = measure(ensemble, state, noise, rules)
+    at_rung = take(loudness[..., 0], state.replica_at)[:, 0].square()
+    expected = 0.5 * (at_rung[:-1] + at_rung[1:])
+    assert torch.allclose(after.noise_variance[:, 0], expected, rtol=0.15)  # 10 standard errors
+    assert float(after.noise_updates) == 1.0
+
+
+def test_energies_of_another_precision_are_taken_in():
+    """A float64 density in a float32 ensemble gives the same numbers, compiled or not."""
+    target = tr.Noisy(tr.LogDensity(lambda x: -0.5 * x.double().square().sum(-1), 1), tr.Gaussian(3.0))
+    factors = []
+    for compiled in (False, True):
+        run = tr.ReplicaExchange(
+            tr.TensorEnsemble.start(target, n_rungs=2, n_runs=4),
+            tr.Ladder((1.0, 4.0), 0.05),
+            noise=tr.KnownVariance(30.0),
+            correction_factor=tr.TargetAcceptance(0.3, gain=0.02),
+            compiled=compiled,
+        )
+        for _ in run.advance(300):
+            pass
+        factors.append(run.state.correction_factor)
+    assert factors[0].dtype == torch.float32
+    assert torch.allclose(*factors, rtol=1e-3)
+
+
+def writes_in_place(x):
+    value = -0.5 * x.square().sum(-1)
+    value.masked_fill_(x[:, 0] > 1.0, -8.0)
+    return value
+
+
+def test_a_density_that_writes_in_place_is_compiled_right():
+    common = {"dim": 2, "temperatures": (1.0, 2.0), "lr": 0.1, "n_steps": 300, "n_runs": 4, "dtype": torch.float64}
+    compiled, eager = (tr.sample(writes_in_place, compiled=c, **common) for c in (True, False))
+    assert torch.allclose(compiled.values, eager.values, atol=1e-9)
+    assert (eager.values[..., 0] > 1.0).any()
+
+
+def test_a_module_in_the_density_leaves_no_graph_behind():
+    module = torch.nn.Linear(2, 1)
+    draws = tr.sample(
+        lambda x: -0.5 * x.square().sum(-1) + 0.01 * module(x)[:, 0], dim=2, temperatures=(1.0, 2.0), lr=0.1, n_steps=20
+    )
+    assert not draws.values.requires_grad
+
+
+def test_an_index_out_of_bounds_in_the_compiled_loop_is_an_error_not_a_crash():
+    table = torch.linspace(-3.0, 3.0, 61).square().neg() * 0.5
+
+    def looked_up(x):
+        return table[((x[:, 0] + 3.0) * 10.0).long()] + 0.0 * x.sum(-1)
+
+    with pytest.raises(tr.TorchrexError, match="index out of bounds"):
+        tr.sample(looked_up, dim=1, temperatures=(1.0, 2.0), lr=0.1, n_steps=20_000, n_runs=4, compiled=True)
+
+
+def test_an_interrupted_run_goes_on_as_if_nothing_had_happened():
+    """Ctrl-C in the middle of a stretch takes that stretch back, so that positions, steps and random numbers belong together."""
+
+    def make():
+        target = tr.Noisy(tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5]), tr.Gaussian(2.0))
+        return tr.ReplicaExchange(
+            tr.TensorEnsemble.start(target, n_rungs=2, n_runs=4), tr.Ladder((1.0, 10.0), 0.03), compiled=True
+        )
+
+    run, undisturbed = make(), make()
+    for _ in run.advance(10):
+        pass
+    inner = run._loop.run
+
+    def interrupted(*arguments):
+        inner(*arguments)
+        raise KeyboardInterrupt
+
+    run._loop.run = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        next(run.advance(100))
+    run._loop.run = inner
+    assert run.n_steps == 10
+    for _ in run.advance(100):
+        pass
+    for _ in undisturbed.advance(110):
+        pass
+    assert torch.equal(run.ensemble.position, undisturbed.ensemble.position)
