@@ -57,7 +57,7 @@ def sample(
 
     Ctrl-C returns what was drawn so far, with status "interrupted". A NaN or infinite energy raises NonFiniteEnergyError with the
     draws so far in `draws`. `progress=True` shows a bar; a function is called as `progress(done, total)` after every block.
-    `initial` broadcasts to (rungs, runs, dim). The other arguments are those of `ReplicaExchange`; docs/choosing.md explains them.
+    `initial` broadcasts to (rungs, runs, dim). The rest are arguments of `ReplicaExchange`; see docs/choosing.md.
 
     >>> draws = sample(lambda x: -0.5 * x.square().sum(-1), dim=2, temperatures=(1.0, 4.0), lr=0.05, n_steps=200, n_runs=4)
     >>> draws.values.shape
