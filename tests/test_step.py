@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 import torchrex as tr
+from assertions import assert_mean_is
 from torchrex.exchange.algorithm import ExchangeState, Rules, measure
+from torchrex.exchange.block import draw_block, measured_steps
 from torchrex.exchange.standing import take
+from torchrex.rng import Streams
 from torchrex.targets import Energy
 
 TINY = (1e-24, 2e-24, 3e-24, 4e-24)  # temperatures at which nothing random is left
@@ -185,3 +189,55 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened():
     for _ in undisturbed.advance(110):
         pass
     assert torch.equal(run.ensemble.position, undisturbed.ensemble.position)
+
+
+def test_sigma2_is_measured_every_so_many_steps_but_not_at_the_start():
+    rules = Rules(tr.Ladder((1.0, 2.0), 0.1), noise=tr.RunningMean(tr.RepeatedDraws(10, every=100)))
+    assert list(measured_steps(rules, 0, 350)) == [100, 200, 300]
+    assert list(measured_steps(rules, 200, 301)) == [200, 300]
+    assert not measured_steps(rules, 101, 200)
+
+
+def first_acceptance(ladder, *, difference=0.0, **rules):
+    """Which runs swap at the very first step, when the hot replica's energy is higher by `difference`."""
+    target = tr.LogDensity(lambda x: -x[:, 0], 1)
+    start = torch.tensor([0.0, difference]).view(2, 1, 1)
+    run = tr.ReplicaExchange(tr.TensorEnsemble.start(target, n_rungs=2, n_runs=200_000, initial=start), ladder, **rules)
+    return run.step().accepted[0]
+
+
+def test_swap_intensity_goes_with_the_lr_of_the_cold_rung():
+    assert_mean_is(first_acceptance(tr.Ladder((1.0, 2.0), (0.1, 0.3)), swap_intensity=2.0), 0.2)
+
+
+def test_the_test_uses_the_annealed_temperatures():
+    """Halved temperatures double the inverse gap: exp(-1) instead of exp(-1/2)."""
+    annealed = tr.Ladder((1.0, 2.0), 0.1, anneal=lambda step: 0.5)
+    assert_mean_is(first_acceptance(annealed, difference=1.0), math.exp(-1.0))
+
+
+def test_the_first_gap_is_that_of_step_0():
+    ladder = tr.Ladder((1.0, 2.0), 0.1, anneal=tr.schedules.geometric(0.9))
+    run = tr.ReplicaExchange(tr.TensorEnsemble.start(slope(), n_rungs=2), ladder)
+    later = draw_block(Streams(0), run.rules, run.ensemble, 64, 3).inputs
+    assert torch.allclose(later.first_gap, torch.full((3, 1), 0.5))
+    assert torch.allclose(later.temperature[0], torch.tensor([1.0, 2.0]) * 0.9**64)
+
+
+def test_a_failure_names_the_replica_and_where_it_stood():
+    def breaks(x):
+        return torch.where(x[:, 0] > 2.0, float("nan"), 0.0 * x[:, 0])
+
+    target = tr.LogDensity(breaks, 1, gradient=torch.ones_like)
+    run = tr.ReplicaExchange(tr.TensorEnsemble.start(target, n_rungs=4), tr.Ladder(TINY, LRS))
+    while True:
+        stood, position = rungs_of(run.state.replica_at)[:, 0], run.ensemble.position[:, 0, 0]
+        try:
+            run.step()
+        except tr.TorchrexError as raised:
+            error = raised
+            break
+    failed = (position > 2.0).nonzero()[:, 0].tolist()
+    coldest = min(failed, key=lambda replica: int(stood[replica]))
+    assert (error.replica, error.rung) == (coldest, int(stood[coldest]))
+    assert error.replica != error.rung, "nothing was told apart"
