@@ -206,16 +206,20 @@ def test_ctrl_c_writes_what_is_done_and_exits_130(tmp_path):
     settings = ["--set", "n_steps=100000000", "--set", "thin=1000"]  # would take minutes
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
     process = subprocess.Popen([*command, *settings], stdout=subprocess.PIPE, stderr=terminal, text=True, env=environment)
+    seen, signalled, deadline = "", False, time.monotonic() + 180
     try:
-        seen, deadline = "", time.monotonic() + 120
-        while not re.search(r"[1-9][\d,]* steps", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen)):
-            assert time.monotonic() < deadline, f"no progress was shown: {seen[-500:]!r}"
-            if select.select([controller], [], [], 1.0)[0]:
+        while process.poll() is None:  # keeps reading to the end: a terminal that nobody reads would block the process
+            assert time.monotonic() < deadline, f"signalled: {signalled}; the terminal shows {seen[-500:]!r}"
+            if select.select([controller], [], [], 0.2)[0]:
                 seen += os.read(controller, 4096).decode(errors="replace")
-        process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=60)
+            if not signalled and re.search(r"[1-9][\d,]* steps", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen)):
+                process.send_signal(signal.SIGINT)
+                signalled = True
+        out = process.stdout.read()
     finally:
         process.kill()
+        process.wait()
+        process.stdout.close()
         os.close(terminal)
         os.close(controller)
     assert process.returncode == 130
