@@ -202,3 +202,11 @@ def test_infinite_factor_is_the_naive_test():
     naive, corrected = tr.sample(target, correction_factor=math.inf, **common), tr.sample(target, **common)
     assert naive.acceptance_rate > 0.4
     assert corrected.acceptance_rate < 0.05
+
+
+def test_mean_sd_and_standard_error():
+    draws = tr.sample(gaussian, dim=2, temperatures=(1.0, 2.0), lr=0.1, n_steps=200, n_runs=6)
+    chains = draws.values.double()
+    assert torch.allclose(draws.mean(), chains.mean((0, 1)))
+    assert torch.allclose(draws.standard_error(), chains.mean(1).std(0) / 6**0.5)
+    assert torch.allclose(draws.std(), chains.reshape(-1, 2).std(0))

@@ -241,3 +241,10 @@ def test_a_failure_names_the_replica_and_where_it_stood():
     coldest = min(failed, key=lambda replica: int(stood[replica]))
     assert (error.replica, error.rung) == (coldest, int(stood[coldest]))
     assert error.replica != error.rung, "nothing was told apart"
+
+
+def test_every_round_of_a_step_is_recorded():
+    run = tr.ReplicaExchange(tr.TensorEnsemble.start(slope(), n_rungs=4, n_runs=3), tr.Ladder(TINY, LRS), pairing=tr.AllInTurn())
+    info = run.step()
+    assert info.accepted.all()  # equal energies: all three pairs swap, one after the other
+    assert info.replica_at[:, 0].tolist() == [1, 2, 3, 0]
