@@ -40,6 +40,10 @@ class RunFolderError(TorchrexError, OSError):
     """A run folder cannot be written or read."""
 
 
+class CheckpointError(RunFolderError):
+    """A checkpoint or a stored draw is missing, damaged, or that of another run."""
+
+
 class MissingDependencyError(TorchrexError, ImportError):
     """An optional dependency is not installed."""
 
@@ -47,10 +51,15 @@ class MissingDependencyError(TorchrexError, ImportError):
 class NonFiniteEnergyError(TorchrexError, FloatingPointError):
     """An energy became NaN or infinite; what was sampled before is in `draws`."""
 
-    def __init__(self, *, replica: int, rung: int, run: int, step: int, value: float, draws: Any = None) -> None:
+    def __init__(
+        self, *, replica: int, rung: int, run: int, step: int, value: float, draws: Any = None, advice: str = ""
+    ) -> None:
         self.replica, self.rung, self.run, self.step, self.value, self.draws = replica, rung, run, step, value, draws
+        self.checkpoint: Any = None
         kept = "" if draws is None else f" The {draws.n_draws} draws before it are in the error's `draws`."
-        advice = (
+        if value == float("-inf"):
+            advice = "An energy of -infinity may be a log density with the wrong sign, or a density without an upper bound."
+        advice = advice or (
             "Lower the learning rate of that rung, or check the density there."
             if step > 0
             else "The starting point lies outside the support: choose another with initial=..."
@@ -58,3 +67,9 @@ class NonFiniteEnergyError(TorchrexError, FloatingPointError):
         super().__init__(
             f"the energy of replica {replica} on rung {rung} became {value} at step {step} (run {run}). {advice}{kept}"
         )
+
+    def with_checkpoint(self, path: Any) -> NonFiniteEnergyError:
+        """The same error, naming the last checkpoint before it."""
+        where = "There is no checkpoint before it." if path is None else f"The last checkpoint before it is {path}."
+        self.checkpoint, self.args = path, (f"{self} {where}",)
+        return self

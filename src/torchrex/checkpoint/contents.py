@@ -1,0 +1,161 @@
+"""What is inside one checkpoint, and every check between the disk and the first use of a value.
+
+    replica=0.safetensors ...   the tensors of state["replicas"][0], ..., where that is a list
+    shared.safetensors          all other tensors
+    manifest.json               schema, version, step, setting, size and sha256 of each file above, the tree with its plain values
+    DONE                        sha256 of manifest.json, written last
+
+File names follow from the shape of the tree alone and are never read from a file, so no content can point outside the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from torchrex.checkpoint.durable import sync_folder, write_synced
+from torchrex.checkpoint.setting import encode_setting, require_same
+from torchrex.checkpoint.tree import TreePath, agrees, decode, encode, place, short, tensor_name
+from torchrex.errors import CheckpointError
+
+SCHEMA, VERSION = "torchrex.checkpoint", 1
+MANIFEST, DONE, SHARED = "manifest.json", "DONE", "shared.safetensors"
+
+
+class DamagedError(Exception):
+    """What is wrong with a checkpoint that cannot be trusted. An older one may serve instead, so this never leaves the room."""
+
+
+class Contents:
+    """A state made ready for the disk. Whatever cannot be saved is found here, before anything is written."""
+
+    def __init__(self, step: int, state: Mapping[str, Any], setting: Mapping[str, Any]) -> None:
+        tree, tensors = encode("state", state)
+        self.head = {"schema": SCHEMA, "version": VERSION, "step": step, "setting": encode_setting(setting)}
+        self.tree = tree
+        self.files: dict[str, dict[TreePath, Tensor]] = {name: {} for name in _file_names(tree)}
+        for path, tensor in tensors.items():
+            self.files[_file_of(path)][path] = tensor
+
+    def write(self, folder: Path) -> bytes:
+        """Write everything but DONE into an empty folder; returns what DONE shall hold."""
+        files = {}
+        for name, tensors in self.files.items():
+            # Plain copies, one file at a time: safetensors takes neither views that share memory nor gaps in it.
+            data = save({tensor_name(path): _on_cpu(tensor) for path, tensor in tensors.items()})
+            write_synced(folder / name, data)
+            files[name] = {"size": len(data), "sha256": _sha256(data)}
+        manifest = json.dumps({**self.head, "files": files, "state": self.tree}, allow_nan=False).encode()
+        write_synced(folder / MANIFEST, manifest)
+        sync_folder(folder)
+        return _seal(manifest)
+
+
+def read(folder: Path, step: int, setting: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The state in a folder, after every check; DamagedError says why there is none."""
+    manifest = _manifest(folder)
+    if (found := (manifest.get("schema"), manifest.get("version"))) != (SCHEMA, VERSION):
+        raise CheckpointError(
+            f"{folder} has schema {short(found[0])} version {short(found[1])}, but this torchrex understands {SCHEMA!r} "
+            f"version {VERSION}; read it with the torchrex that wrote it, or begin again in another folder"
+        )
+    try:
+        if manifest["step"] != step:
+            raise DamagedError(f"is that of step {short(manifest['step'])}, not of step {step}")
+        if setting is not None:
+            require_same(folder, manifest["setting"], setting)
+        tree, listed = manifest["state"], manifest["files"]
+        names = _file_names(tree)
+        if set(listed) != set(names):
+            raise DamagedError(f"lists other files in {MANIFEST} than its tree needs")
+        stored = {name: _tensors(folder / name, **listed[name]) for name in names}
+
+        def take(path: TreePath, dtype: str, shape: list[int]) -> Tensor:
+            tensor = stored[_file_of(path)].pop(tensor_name(path), None)
+            if tensor is None or not agrees(tensor, dtype, shape):
+                raise DamagedError(
+                    f"has no {short(dtype)} tensor of shape {short(shape)} for {place('state', path)} in {_file_of(path)}"
+                )
+            return tensor
+
+        state: dict[str, Any] = decode(tree, take)
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"has a {MANIFEST} of another form ({type(error).__name__}: {error})") from None
+    if extra := [f"{name}: {tensor}" for name, tensors in stored.items() for tensor in tensors]:
+        raise DamagedError(f"has a tensor that is not in its {MANIFEST} ({short(extra[0])})")
+    return state
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    data = _bytes(folder / MANIFEST)
+    if _bytes(folder / DONE) != _seal(data):
+        raise DamagedError(f"has a {MANIFEST} that does not match the checksum in {DONE}: one of the two is damaged")
+    try:
+        manifest = json.loads(data)
+    except (ValueError, RecursionError):
+        manifest = None
+    if not isinstance(manifest, dict):
+        raise DamagedError(f"has a {MANIFEST} that is not a JSON object")
+    return manifest
+
+
+def _tensors(path: Path, *, size: int, sha256: str) -> dict[str, Tensor]:
+    data = _bytes(path)
+    if _is_pickle(data):
+        raise DamagedError(f"has a pickle in place of {path.name}, which is refused; nothing in it was executed")
+    if len(data) != size:
+        raise DamagedError(f"has a {'truncated' if len(data) < size else 'too long'} {path.name}, {len(data)} bytes of {size}")
+    if _sha256(data) != sha256:
+        raise DamagedError(f"has a damaged {path.name}, whose checksum is not the one in {MANIFEST}")
+    try:
+        with torch.device("cpu"):  # whatever the default device is
+            return load(data)
+    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise DamagedError(f"has a {path.name} that is not in safetensors format ({error})") from None
+
+
+def _is_pickle(data: bytes) -> bool:
+    """Whether the first bytes are those of torch.save (a zip file) or of a bare pickle of protocol 2 to 5."""
+    if data[8:9] in (b"", b"{"):  # where the header of a safetensors file opens
+        return False
+    return data.startswith(b"PK\x03\x04") or (data[0] == 0x80 and 2 <= data[1] <= 5)
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise DamagedError(f"lacks {path.name}") from None
+    except OSError as error:
+        raise DamagedError(f"has a {path.name} that cannot be read ({error.strerror})") from None
+
+
+def _file_names(tree: Any) -> list[str]:
+    replicas = tree["dict"].get("replicas")
+    n_replicas = len(replicas) if isinstance(replicas, list) else 0
+    return [*(f"replica={k}.safetensors" for k in range(n_replicas)), SHARED]
+
+
+def _file_of(path: TreePath) -> str:
+    in_replica = len(path) > 1 and path[0] == "replicas" and isinstance(path[1], int)
+    return f"replica={path[1]}.safetensors" if in_replica else SHARED
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _seal(manifest: bytes) -> bytes:
+    return f"{_sha256(manifest)}\n".encode()
