@@ -1,9 +1,11 @@
 """Adaptive replica exchange stochastic gradient MCMC for PyTorch.
 
-`sample` for a log density, `ReplicaExchange` for more control; the algorithm itself is in `torchrex.exchange.algorithm`.
+`sample` for a log density, `ReplicaExchange` with a `ModuleEnsemble` for a network; the algorithm itself is in
+`torchrex.exchange.algorithm`.
 """
 
 from torchrex import schedules
+from torchrex.checkpoint import Checkpoints
 from torchrex.errors import TorchrexError
 from torchrex.exchange import (
     AllInTurn,
@@ -11,6 +13,8 @@ from torchrex.exchange import (
     EvenOdd,
     KnownVariance,
     Ladder,
+    ModuleEnsemble,
+    NoSwaps,
     PairedVariance,
     PerExample,
     ProportionalToGap,
@@ -27,13 +31,17 @@ from torchrex.exchange import (
 from torchrex.posterior import Draws, collect, sample
 from torchrex.samplers import SGHMC, SGLD
 from torchrex.targets import (
+    DeviceLoader,
     Gaussian,
     GaussianMixture,
+    GaussianPrior,
     LogDensity,
     Noisy,
+    PosteriorEnergy,
     StudentT,
     TallPosterior,
     Target,
+    from_sgd,
     logistic_regression,
 )
 
@@ -43,17 +51,23 @@ __all__ = [
     "SGHMC",
     "SGLD",
     "AllInTurn",
+    "Checkpoints",
     "ConstantFactor",
+    "DeviceLoader",
     "Draws",
     "EvenOdd",
     "Gaussian",
     "GaussianMixture",
+    "GaussianPrior",
     "KnownVariance",
     "Ladder",
     "LogDensity",
+    "ModuleEnsemble",
+    "NoSwaps",
     "Noisy",
     "PairedVariance",
     "PerExample",
+    "PosteriorEnergy",
     "ProportionalToGap",
     "RandomPair",
     "RepeatedDraws",
@@ -68,6 +82,7 @@ __all__ = [
     "TorchrexError",
     "collect",
     "expected_acceptance",
+    "from_sgd",
     "log_swap_ratio",
     "logistic_regression",
     "sample",

@@ -3,7 +3,10 @@
 from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo
 from torchrex.exchange.correction import ConstantFactor, FactorRule, ProportionalToGap, TargetAcceptance
 from torchrex.exchange.criterion import acceptance_probability, expected_acceptance, log_swap_ratio
+from torchrex.exchange.density_run import DensityExchange
 from torchrex.exchange.ladder import Ladder
+from torchrex.exchange.module_ensemble import ModuleEnsemble
+from torchrex.exchange.module_run import ModuleExchange
 from torchrex.exchange.noise import (
     KnownVariance,
     NoiseEstimator,
@@ -13,18 +16,22 @@ from torchrex.exchange.noise import (
     RunningMean,
     Smoothing,
 )
-from torchrex.exchange.pairing import AllInTurn, EvenOdd, Pairing, RandomPair
+from torchrex.exchange.pairing import AllInTurn, EvenOdd, NoSwaps, Pairing, RandomPair
 from torchrex.exchange.run import ReplicaExchange
 from torchrex.exchange.tensor_ensemble import TensorEnsemble
 
 __all__ = [
     "AllInTurn",
     "ConstantFactor",
+    "DensityExchange",
     "EvenOdd",
     "ExchangeState",
     "FactorRule",
     "KnownVariance",
     "Ladder",
+    "ModuleEnsemble",
+    "ModuleExchange",
+    "NoSwaps",
     "NoiseEstimator",
     "PairedVariance",
     "Pairing",

@@ -9,6 +9,7 @@ it drives, nor whether it runs eagerly or compiled.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, Self, TypeVar
 
@@ -43,7 +44,7 @@ class ExchangeState(NamedTuple):
 
     replica_at: Tensor  # (rungs, runs): who stands there; the only thing a swap changes
     noise_variance: Tensor  # (pairs, runs): sigma2, as the swaps of that pair need it
-    noise_updates: Tensor  # (): SA steps taken so far
+    noise_updates: Tensor  # (pairs, runs): SA steps taken so far
     correction_factor: Tensor  # (pairs, runs): memory of the rule for F
 
     @property
@@ -52,15 +53,17 @@ class ExchangeState(NamedTuple):
         return invert(self.replica_at)
 
     @staticmethod
-    def start(rules: Rules, n_runs: int, *, device: torch.device, dtype: torch.dtype) -> ExchangeState:
-        """Replica k stands on rung k."""
+    def start(
+        rules: Rules, n_runs: int, *, device: torch.device, dtype: torch.dtype, standing: torch.dtype = torch.int32
+    ) -> ExchangeState:
+        """Replica k stands on rung k. What the dtype of `standing` means, `standing.py` says."""
         n_rungs, n_pairs = rules.ladder.n_rungs, rules.ladder.n_pairs
-        standing = torch.arange(n_rungs, device=device, dtype=torch.int32)[:, None].repeat(1, n_runs)
+        replica_at = torch.arange(n_rungs, device=device, dtype=standing)[:, None].repeat(1, n_runs)
         per_pair = torch.ones(n_pairs, n_runs, device=device, dtype=dtype)
         return ExchangeState(
-            replica_at=standing,
+            replica_at=replica_at,
             noise_variance=per_pair * rules.noise.initial,
-            noise_updates=torch.zeros((), device=device, dtype=dtype),
+            noise_updates=torch.zeros_like(per_pair),
             correction_factor=per_pair * rules.factor.initial,
         )
 
@@ -80,19 +83,32 @@ class StepInputs(NamedTuple):
 class StepInfo(NamedTuple):
     """What a person may want to know of one step."""
 
-    position: Tensor  # (runs, dim): rung 0 after the move
+    position: Tensor  # (runs, dim): rung 0 after the move; empty for modules
     energy: Tensor  # (rungs, runs): the energies of the first round, before the swaps
     accepted: Tensor  # (pairs, runs): swaps made
     proposed: Tensor  # (pairs, runs or 1)
     noise_variance: Tensor  # (pairs, runs)
+    correction: Tensor  # (pairs, runs): gap * sigma2 / F, what the energy difference had to exceed
     replica_at: Tensor  # (rungs, runs): after the swaps
 
 
+class Exchanged(NamedTuple):
+    """What the swaps of one step leave for the ensemble to act on; all of shape (replicas, runs)."""
+
+    swapped: Tensor  # has the replica changed rungs?
+    scale_before: Tensor  # sqrt(lr * temperature) of the rung it stood on,
+    scale_after: Tensor  # and of the rung it stands on
+    lr: Tensor  # of the rung it stands on
+    temperature: Tensor
+
+
 class Ensemble(Protocol):
-    """Replicas that can be evaluated and moved; both verbs return the ensemble to go on with."""
+    """Replicas that can be evaluated and moved; the verbs return the ensemble to go on with."""
 
     @property
     def n_data(self) -> int | None: ...
+    @property
+    def replacement(self) -> bool: ...  # are the examples of a minibatch drawn with replacement?
     def evaluate(self, noise: Noise) -> tuple[Energy, Tensor]: ...
     def energies(self, noise: Noise) -> Energy: ...
     def draw_of(self, replica: Tensor) -> Tensor: ...
@@ -101,47 +117,76 @@ class Ensemble(Protocol):
 
 
 E = TypeVar("E", bound=Ensemble)
+Exchange = Callable[..., tuple[ExchangeState, Exchanged, StepInfo]]
 
 
-def step(ensemble: E, state: ExchangeState, inputs: StepInputs, rules: Rules) -> tuple[E, ExchangeState, StepInfo]:
-    """One step of Algorithm 1 for every run at once."""
+def step(
+    ensemble: E, state: ExchangeState, inputs: StepInputs, rules: Rules, *, exchange: Exchange | None = None
+) -> tuple[E, ExchangeState, StepInfo]:
+    """One step of Algorithm 1 for every run at once. `exchange` may be a compiled form of `exchange_rungs`."""
+    exchange = exchange_rungs if exchange is None else exchange
     energy, gradient = ensemble.evaluate(inputs.target_noise[0])
+    # Fresh energies for a later round: a noisy energy is used in one test only.
+    later = [ensemble.energies(noise).total for noise in inputs.target_noise[1:]]
+    state, exchanged, info = exchange(state, energy, later, inputs, rules, ensemble.n_data, ensemble.replacement)
+    if rules.ladder.n_pairs:
+        ensemble = ensemble.change_rungs(
+            exchanged.swapped,
+            inputs.move_noise,
+            policy=rules.momentum,
+            scale_before=exchanged.scale_before,
+            scale_after=exchanged.scale_after,
+        )
+    ensemble = ensemble.move(gradient, inputs.move_noise, lr=exchanged.lr, temperature=exchanged.temperature)
+    return ensemble, state, info._replace(position=ensemble.draw_of(state.replica_at[0]))
 
+
+def exchange_rungs(
+    state: ExchangeState,
+    energy: Energy,
+    later: Sequence[Tensor],
+    inputs: StepInputs,
+    rules: Rules,
+    n_data: int | None,
+    replacement: bool,
+) -> tuple[ExchangeState, Exchanged, StepInfo]:
+    """SA step and swaps, from the energies (replicas, runs) of every round: small tensors in, small tensors out."""
     if isinstance(rules.noise.feed, PerExample):
         assert energy.per_example is not None
-        assert ensemble.n_data is not None
-        state = sa_step(state, rules.noise.feed.sample(energy.per_example, state.replica_at, ensemble.n_data), rules)
+        assert n_data is not None
+        sample = rules.noise.feed.sample(energy.per_example, state.replica_at, n_data, replacement=replacement)
+        state = sa_step(state, sample, rules)
 
     stood = state.replica_at
     accepted = torch.zeros_like(state.noise_variance, dtype=torch.bool)
+    correction = torch.zeros_like(state.noise_variance)
     for round_, proposed in enumerate(inputs.proposed):
-        # Fresh energies for a later round: a noisy energy is used in one test only.
-        total = energy.total if round_ == 0 else ensemble.energies(inputs.target_noise[round_]).total
-        state, exchanged = swap_step(state, total, proposed, inputs.uniform[round_], inputs, rules)
-        accepted = exchanged if round_ == 0 else accepted | exchanged
+        total = energy.total if round_ == 0 else later[round_ - 1]
+        state, made, needed = swap_step(state, total, proposed, inputs.uniform[round_], inputs, rules)
+        accepted, correction = (made, needed) if round_ == 0 else (accepted | made, correction)
 
-    rung_of = state.rung_of
-    lr_of, temperature_of = take(inputs.lr[:, None], rung_of), take(inputs.temperature[:, None], rung_of)
+    lr, temperature = inputs.lr[:, None], inputs.temperature[:, None]
     if rules.ladder.n_pairs:
-        rung_before, scale = invert(stood), (inputs.lr * inputs.temperature).sqrt()[:, None]
-        ensemble = ensemble.change_rungs(
-            rung_of != rung_before,
-            inputs.move_noise,
-            policy=rules.momentum,
+        rung_of, rung_before, scale = state.rung_of, invert(stood), (lr * temperature).sqrt()
+        exchanged = Exchanged(
+            swapped=rung_of != rung_before,
             scale_before=take(scale, rung_before),
             scale_after=take(scale, rung_of),
+            lr=take(lr, rung_of),
+            temperature=take(temperature, rung_of),
         )
-    ensemble = ensemble.move(gradient, inputs.move_noise, lr=lr_of, temperature=temperature_of)
-
+    else:
+        exchanged = Exchanged(accepted, lr, lr, lr, temperature)  # nobody to change places with
     info = StepInfo(
-        position=ensemble.draw_of(state.replica_at[0]),
-        energy=take(energy.total, stood),
+        position=energy.total[:0],
+        energy=take(energy.total, stood) if rules.ladder.n_pairs else energy.total,
         accepted=accepted,
         proposed=inputs.proposed.any(0),
         noise_variance=state.noise_variance,
+        correction=correction,
         replica_at=state.replica_at,
     )
-    return ensemble, state, info
+    return state, exchanged, info
 
 
 def measure(ensemble: Ensemble, state: ExchangeState, noise: Noise, rules: Rules) -> ExchangeState:
@@ -153,26 +198,31 @@ def measure(ensemble: Ensemble, state: ExchangeState, noise: Noise, rules: Rules
 
 
 def sa_step(state: ExchangeState, sample: Tensor, rules: Rules) -> ExchangeState:
-    """Feed one sample of the variance to the estimator (Eq. 13 or 14)."""
-    m = state.noise_updates + 1
-    return state._replace(noise_variance=rules.noise.update(state.noise_variance, m, sample), noise_updates=m)
+    """Feed one sample of the variance to the estimator (Eq. 13 or 14); one that is not finite tells nothing and is left out."""
+    finite = sample.isfinite()
+    m = state.noise_updates + finite
+    updated = rules.noise.update(state.noise_variance, m, sample)
+    return state._replace(noise_variance=torch.where(finite, updated, state.noise_variance), noise_updates=m)
 
 
 def swap_step(
     state: ExchangeState, energy: Tensor, proposed: Tensor, uniform: Tensor, inputs: StepInputs, rules: Rules
-) -> tuple[ExchangeState, Tensor]:
-    """Test the proposed pairs, which are disjoint, and let the accepted ones change places."""
+) -> tuple[ExchangeState, Tensor, Tensor]:
+    """Test the proposed pairs, which are disjoint, and let the accepted ones change places; also the corrections."""
     inverse_gap = (1.0 / inputs.temperature).neg().diff().unsqueeze(-1)
     energy_at = take(energy, state.replica_at)
+    factor = rules.factor.factor(state.correction_factor, inverse_gap, inputs.first_gap.unsqueeze(-1))
     log_ratio = log_swap_ratio(
         energy_at[:-1],
         energy_at[1:],
         inverse_gap=inverse_gap,
         noise_variance=state.noise_variance,
-        correction_factor=rules.factor.factor(state.correction_factor, inverse_gap, inputs.first_gap.unsqueeze(-1)),
+        correction_factor=factor,
     )
     swap_rate = 1.0 if rules.swap_intensity is None else rules.swap_intensity * inputs.lr[:-1, None]
     probability = acceptance_probability(log_ratio, swap_rate)
-    accepted = proposed & (uniform < probability)  # false for NaN: a broken replica stays where it is
-    factor = rules.factor.adapt(state.correction_factor, log_ratio.clamp(max=0.0).exp(), proposed)
-    return state._replace(replica_at=change_places(state.replica_at, accepted), correction_factor=factor), accepted
+    finite = energy_at.isfinite()  # a broken replica stays where it is
+    accepted = proposed & (uniform < probability) & finite[:-1] & finite[1:]
+    learnt = rules.factor.adapt(state.correction_factor, log_ratio.clamp(max=0.0).exp(), proposed)
+    state = state._replace(replica_at=change_places(state.replica_at, accepted), correction_factor=learnt)
+    return state, accepted, inverse_gap * state.noise_variance / factor

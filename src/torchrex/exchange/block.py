@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchrex.exchange.algorithm import Rules, StepInputs
@@ -58,17 +59,24 @@ def measured_steps(rules: Rules, start: int, stop: int) -> range:
     return range(first, stop, every)
 
 
-def draw_block(streams: Streams, rules: Rules, ensemble: TensorEnsemble, start: int, length: int) -> Block:
-    """Draw the block that begins at `start`. Each stream is read by one consumer, in this order, whatever the others do."""
-    replicas, runs, _ = ensemble.position.shape
-    dtype, device, n_pairs = ensemble.position.dtype, ensemble.position.device, rules.ladder.n_pairs
-    n_rounds = rules.pairing.n_rounds(n_pairs)
-    shape = (replicas, runs)
+class ExchangeInputs(NamedTuple):
+    """What the exchange of consecutive steps takes from outside, whatever the ensemble, stacked along a first axis."""
 
+    temperature: Tensor
+    lr: Tensor
+    first_gap: Tensor
+    proposed: Tensor
+    uniform: Tensor
+
+
+def draw_exchange_inputs(
+    streams: Streams, rules: Rules, start: int, length: int, *, runs: int, device: torch.device, dtype: torch.dtype
+) -> ExchangeInputs:
+    """The schedules' values, the pairs to be tested and the uniforms of the swaps, for `length` steps from `start`."""
+    n_pairs = rules.ladder.n_pairs
     temperature, lr = rules.ladder.table(start, length, device=device, dtype=dtype)
     first_temperature, _ = rules.ladder.table(0, 1, device=device, dtype=dtype)
     first_gap = (1.0 / first_temperature).neg().diff() if n_pairs else first_temperature[:, :0]
-
     steps = torch.arange(start, start + length, device=device)
     due = steps % rules.swap_interval == 0
     if n_pairs:
@@ -76,7 +84,17 @@ def draw_block(streams: Streams, rules: Rules, ensemble: TensorEnsemble, start: 
         proposed = proposed if rules.swap_interval == 1 else proposed & due[:, None, None, None]
     else:
         proposed = torch.zeros(length, 0, 0, 1, dtype=torch.bool, device=device)
-    uniform = torch.rand((length, n_rounds, n_pairs, runs), generator=streams["swap"], dtype=dtype, device=device)
+    shape = (length, rules.pairing.n_rounds(n_pairs), n_pairs, runs)
+    uniform = torch.rand(shape, generator=streams["swap"], dtype=dtype, device=device)
+    return ExchangeInputs(temperature, lr, first_gap.expand(length, -1), proposed, uniform)
+
+
+def draw_block(streams: Streams, rules: Rules, ensemble: TensorEnsemble, start: int, length: int) -> Block:
+    """Draw the block that begins at `start`. Each stream is read by one consumer, in this order, whatever the others do."""
+    replicas, runs, _ = ensemble.position.shape
+    dtype, device, shape = ensemble.position.dtype, ensemble.position.device, (replicas, runs)
+    common = draw_exchange_inputs(streams, rules, start, length, runs=runs, device=device, dtype=dtype)
+    n_rounds = rules.pairing.n_rounds(rules.ladder.n_pairs)
 
     target = ensemble.target
     rounds = tuple(target.draw_noise(streams["target"], length, shape, dtype) for _ in range(max(1, n_rounds)))
@@ -84,13 +102,5 @@ def draw_block(streams: Streams, rules: Rules, ensemble: TensorEnsemble, start: 
     if feed is not None:
         n_measured = len(measured_steps(rules, start, start + length))
         measure_noise = target.draw_noise(streams["measure"], n_measured, (feed.n_draws, *shape), dtype)
-    inputs = StepInputs(
-        temperature=temperature,
-        lr=lr,
-        first_gap=first_gap.expand(length, -1),
-        proposed=proposed,
-        uniform=uniform,
-        target_noise=rounds,
-        move_noise=ensemble.draw_move_noise(streams["move"], length, refresh=rules.momentum == "refresh"),
-    )
-    return Block(start, length, inputs, measure_noise)
+    move_noise = ensemble.draw_move_noise(streams["move"], length, refresh=rules.momentum == "refresh")
+    return Block(start, length, StepInputs(*common, target_noise=rounds, move_noise=move_noise), measure_noise)

@@ -82,7 +82,7 @@ class TargetAcceptance(FactorRule):
 
     def adapt(self, learnt: Tensor, acceptance: Tensor, proposed: Tensor) -> Tensor:
         better = (learnt * (self.gain * (self.rate - acceptance)).exp()).clamp(1.0, self.largest)
-        return torch.where(proposed, better, learnt)
+        return torch.where(proposed & acceptance.isfinite(), better, learnt)
 
 
 def as_rule(factor: float | FactorRule) -> FactorRule:

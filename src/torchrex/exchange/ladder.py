@@ -138,6 +138,15 @@ class Ladder:
 
         return column(self.temperatures, self.anneal), column(self.lrs, self.decay)
 
+    def in_words(self) -> str:
+        """All that distinguishes one ladder from another, schedules included by some of their values."""
+        values = [
+            f"{name} {[schedule(step) for step in (1, 100, 10_000)]}"
+            for name, schedule in (("annealing", self.anneal), ("decay", self.decay))
+            if schedule is not None
+        ]
+        return " ".join([f"Ladder({self.temperatures}, {self.lrs})", *values])
+
     def __repr__(self) -> str:
         temperatures = ", ".join(f"{t:g}" for t in self.temperatures)
         same = len(set(self.lrs)) == 1

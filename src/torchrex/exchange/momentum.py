@@ -19,8 +19,8 @@ def after_swap(
     The stationary variance of v on a rung is proportional to lr * temperature, and the scales are its square root (shape
     (replicas, runs)).
 
-    - `rescale` multiplies by the ratio of the scales, which maps one rung's law onto the other's. Measured with unequal lrs
-      and swaps at every step, the law of (x, v) is right to 0.2 %.
+    - `rescale` multiplies by the ratio of the scales, which maps one rung's law onto the other's. Measured with unequal lrs,
+      exact gradients and swaps at every step, the law of (x, v) is right to 0.2 %.
     - `refresh` draws from the new rung's law. That is right if swaps are rarer than 1 / friction steps. Swapping at every
       step it gives 0.79 of the variance of x: a momentum is correlated with the position it came from, and forgetting that
       at every step is another dynamics.

@@ -10,13 +10,24 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from torchrex.errors import NoiseError
 from torchrex.exchange.standing import take
-from torchrex.targets import Target
+
+
+class SourceOfNoise(Protocol):
+    """What an estimator asks of a target or an ensemble of modules."""
+
+    @property
+    def n_data(self) -> int | None: ...
+    @property
+    def has_noise(self) -> bool: ...
+    @property
+    def shares_minibatch(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -50,14 +61,19 @@ class PerExample:
 
     N^2 / n * var(l_i)          for one replica (unpaired)
     N^2 / n * var(l_i - l'_i)   for the difference of two replicas on the same minibatch (paired); half of it is passed on
+
+    Both are for examples drawn with replacement. Without, as in the epochs of a data loader, sums vary less: times 1 - n / N.
     """
 
     paired: bool = True
 
-    def sample(self, per_example: Tensor, replica_at: Tensor, n_data: int) -> Tensor:
+    def sample(self, per_example: Tensor, replica_at: Tensor, n_data: int, *, replacement: bool = True) -> Tensor:
         """From per-example energies (replicas, runs, n) to variances (pairs, runs)."""
         at_rung = take(per_example, replica_at)
-        scale = n_data**2 / per_example.shape[-1]
+        n = per_example.shape[-1]
+        if n < 2:  # one example has no variance; a sample that is not finite is left out
+            return torch.full_like(at_rung[1:, :, 0], math.nan)
+        scale = n_data**2 / n * (1.0 if replacement else max(0.0, 1.0 - n / n_data))
         if self.paired:
             return 0.5 * scale * (at_rung[:-1] - at_rung[1:]).var(dim=-1)
         variance = scale * at_rung.var(dim=-1)
@@ -85,7 +101,7 @@ class NoiseEstimator(ABC):
         """The SA step (Eq. 13 and 14), written so that the estimate stays between its old value and the sample."""
         return variance + self.gain(m) * (sample - variance)
 
-    def check(self, target: Target) -> None:
+    def check(self, target: SourceOfNoise) -> None:
         """Refuse a feed that this target cannot serve, or that would answer another question than the swaps ask."""
         if isinstance(self.feed, PerExample):
             if target.n_data is None:
@@ -148,12 +164,15 @@ class Smoothing(NoiseEstimator):
 
 
 def PairedVariance(smoothing: float | None = None) -> NoiseEstimator:  # noqa: N802 - reads as a class beside the others
-    """The free paired variance of shared minibatches, smoothed (Eq. 14) or, with None, averaged over the run (Eq. 13)."""
+    """The free paired variance of shared minibatches, smoothed (Eq. 14) or, with None, averaged over the run (Eq. 13).
+
+    It depends on how far the replicas are apart, and smoothing follows that where an average over the run does not.
+    """
     feed = PerExample(paired=True)
     return RunningMean(feed) if smoothing is None else Smoothing(smoothing, feed)
 
 
-def default_estimator(target: Target) -> NoiseEstimator:
+def default_estimator(target: SourceOfNoise) -> NoiseEstimator:
     """What `sample` uses when nothing is asked for: exact energies need none, data give theirs for free, else the paper's way."""
     if not target.has_noise:
         return KnownVariance(0.0)

@@ -49,6 +49,14 @@ class RandomPair(Pairing):
 
 
 @dataclass(frozen=True)
+class NoSwaps(Pairing):
+    """Nobody meets anybody: independent replicas on the same ladder, the baseline of equal compute."""
+
+    def propose(self, generator: torch.Generator, attempts: Tensor, n_pairs: int, n_runs: int) -> Tensor:
+        return torch.zeros(len(attempts), 1, n_pairs, 1, dtype=torch.bool, device=attempts.device)
+
+
+@dataclass(frozen=True)
 class AllInTurn(Pairing):
     """Every neighbouring pair once, from cold to hot, so that a replica may climb several rungs in one step.
 

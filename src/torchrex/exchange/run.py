@@ -1,30 +1,33 @@
-"""`ReplicaExchange`: an ensemble on a ladder, its random streams, and the verbs that move it along."""
+"""`ReplicaExchange`: an ensemble on a ladder, its random streams, and the verbs that move it along.
+
+What the two kinds of run share is here: their rules and their checks. `density_run.py` drives tensor targets, `module_run.py`
+networks.
+"""
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
-from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyError
+from torchrex.errors import InvalidArgumentError
 from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo
-from torchrex.exchange.block import Block, block_length, draw_block
 from torchrex.exchange.correction import FactorRule, as_rule
 from torchrex.exchange.ladder import Ladder
-from torchrex.exchange.loop import STEPS_WORTH_COMPILING, Loop, make_loop
 from torchrex.exchange.momentum import POLICIES, MomentumPolicy
 from torchrex.exchange.noise import KnownVariance, NoiseEstimator, default_estimator
 from torchrex.exchange.pairing import EvenOdd, Pairing
-from torchrex.exchange.tensor_ensemble import TensorEnsemble
-from torchrex.exchange.threads import few_threads
 from torchrex.rng import Streams
 
 
 class ReplicaExchange:
     """Adaptive replica exchange stochastic gradient MCMC (Algorithm 1).
+
+    Made from a TensorEnsemble it is a run on a density, whose steps need nothing; from a ModuleEnsemble, one on a network,
+    whose steps need batches.
 
     >>> from torchrex import GaussianMixture, Ladder, TensorEnsemble
     >>> mixture = GaussianMixture([0.4, 0.6], means=[-3.0, 2.0], stds=[0.7, 0.5])
@@ -34,9 +37,24 @@ class ReplicaExchange:
     torch.Size([8, 1])
     """
 
+    _kinds: ClassVar[dict[type, type[ReplicaExchange]]] = {}
+    streams: Streams
+
+    def __init_subclass__(cls, *, ensemble: type) -> None:
+        ReplicaExchange._kinds[ensemble] = cls
+
+    def __new__(cls, ensemble: Any, *_: Any, **__: Any) -> ReplicaExchange:
+        kind = next((run for kind, run in ReplicaExchange._kinds.items() if isinstance(ensemble, kind)), None)
+        if kind is None:
+            raise InvalidArgumentError(
+                f"ensemble must be of the kind of TensorEnsemble.start(target, n_rungs=2) or ModuleEnsemble(model, energy), "
+                f"got {ensemble!r}"
+            )
+        return super().__new__(kind)
+
     def __init__(
         self,
-        ensemble: TensorEnsemble,
+        ensemble: Any,
         ladder: Ladder,
         *,
         noise: NoiseEstimator | None = None,
@@ -47,19 +65,19 @@ class ReplicaExchange:
         momentum: MomentumPolicy = "rescale",
         seed: int = 0,
         compiled: bool | None = None,
+        **options: Any,
     ) -> None:
-        """`noise=None` fits the target (see `default_estimator`); `compiled=None` compiles on a CPU where it pays."""
+        """`noise=None` fits the target (see `default_estimator`). `compiled=None` compiles where it pays: long runs on a density
+        on a CPU, and modules on a GPU, where the whole step is captured as one graph. Runs on modules take further `options`:
+        see `ModuleExchange`.
+        """
         for name, value, kind, example in (
-            ("ensemble", ensemble, TensorEnsemble, "TensorEnsemble.start(target, n_rungs=2)"),
             ("ladder", ladder, Ladder, "Ladder((1.0, 10.0), 0.03)"),
             ("noise", noise, NoiseEstimator, "RunningMean(RepeatedDraws(10))"),
             ("pairing", pairing, Pairing, "EvenOdd()"),
         ):
             if value is not None and not isinstance(value, kind):
                 raise InvalidArgumentError(f"{name} must be of the kind of {example}, got {value!r}")
-        replicas, runs, _ = ensemble.position.shape
-        if replicas != ladder.n_rungs:
-            raise LadderError(f"the ladder has {ladder.n_rungs} rungs but the ensemble {replicas} replicas; they must be as many")
         if swap_interval < 1:
             raise InvalidArgumentError(f"swap_interval must be at least 1, got {swap_interval}")
         if momentum not in POLICIES:
@@ -69,11 +87,12 @@ class ReplicaExchange:
                 f"swap_intensity r must be positive with r * lr <= 1, which is a probability; got r={swap_intensity} with "
                 f"lrs={ladder.lrs}"
             )
+        target = ensemble.source_of_noise
         if not ladder.n_pairs:
             noise = KnownVariance()  # nothing to swap, nothing to estimate
         elif noise is None:
-            noise = default_estimator(ensemble.target)
-        noise.check(ensemble.target)
+            noise = default_estimator(target)
+        noise.check(target)
         self.rules = Rules(
             ladder=ladder,
             noise=noise,
@@ -83,141 +102,75 @@ class ReplicaExchange:
             swap_intensity=swap_intensity,
             momentum=momentum,
         )
-        device, dtype = ensemble.position.device, ensemble.position.dtype
-        self._ensemble = ensemble
-        self._state = ExchangeState.start(self.rules, runs, device=device, dtype=dtype)
-        self.streams = Streams(seed, device)
+        known = list(inspect.signature(self._start).parameters)[4:]
+        for name in options:
+            if name not in known:
+                arguments = [*inspect.signature(ReplicaExchange.__init__).parameters, *known]
+                near = difflib.get_close_matches(name, arguments, n=1)
+                hint = (
+                    f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}" if known else "it has no further options"
+                )
+                raise InvalidArgumentError(f"unknown argument {name!r} of ReplicaExchange; {hint}")
         self.n_steps = 0
-        self._compiled = compiled
-        self._loop: Loop | None = None
-        self._compiling_tried = False
-        self._block_length = block_length(self.rules, ensemble)
-        self._block: Block | None = None
-        self._streams_at_block = self.streams.state_dict()
+        self._state: ExchangeState
+        self._start(ensemble, self.rules, seed, compiled, **options)
+
+    def _start(self, ensemble: Any, rules: Rules, seed: int, compiled: bool | None) -> None:
+        raise NotImplementedError
+
+    def step(self, batch: Any = None) -> StepInfo:
+        """One step of every replica."""
+        raise NotImplementedError
+
+    def advance(self, n_steps: int, data: Any = None) -> Iterator[StepInfo]:
+        """Run `n_steps` steps; yields the information of some steps at a time, stacked along a first axis."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next step needs; with `load_state_dict` a run goes on exactly as if it had not stopped."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict()` of a run with the same target, ladder and rules."""
+        raise NotImplementedError
 
     @property
-    def ensemble(self) -> TensorEnsemble:
-        """The replicas now, as a copy that later steps do not touch."""
-        velocity = None if self._ensemble.velocity is None else self._ensemble.velocity.clone()
-        return replace(self._ensemble, position=self._ensemble.position.clone(), velocity=velocity)
+    def n_rungs(self) -> int:
+        return self.rules.ladder.n_rungs
 
     @property
     def state(self) -> ExchangeState:
         """Who stands where, and what the estimators know, as a copy."""
         return ExchangeState(*(tensor.clone() for tensor in self._state))
 
-    def step(self) -> StepInfo:
-        """One step of every run."""
-        info = next(self.advance(1))
-        return StepInfo(*(values[0].clone() for values in info))
-
-    def advance(self, n_steps: int) -> Iterator[StepInfo]:
-        """Run `n_steps` steps; yields the information of up to a block of them at a time, stacked along a first axis.
-
-        What is yielded is overwritten by the next block: copy what is to be kept. Raises NonFiniteEnergyError after yielding
-        the steps before it.
-        """
-        if n_steps < 0:
-            raise InvalidArgumentError(f"n_steps must be at least 0, got {n_steps}")
-        remaining = n_steps
-        while remaining > 0:
-            before = (self.n_steps, self.ensemble, self.state)
-            try:
-                with few_threads(self._ensemble.position.numel()):
-                    block = self._current_block()
-                    first = self.n_steps - block.start
-                    loop = self._choose_loop(remaining)
-                    n = min(remaining, block.length - first, loop.stretch)
-                    self._ensemble, self._state, info = loop.run(self._ensemble, self._state, block, first, n)
-                    # The sum is one cheap pass; only if it is not finite are the energies looked at one by one.
-                    healthy = bool(info.energy.sum().isfinite()) or bool(info.energy.isfinite().all())
-                self.n_steps += n
-            except BaseException:  # Ctrl-C or a failing target in the middle: as if this stretch had not begun
-                self.n_steps, self._ensemble, self._state = before
-                raise
-            remaining -= n
-            if not healthy:
-                yield from self._up_to_failure(info, before[2].replica_at)
-            yield info
-
-    def _choose_loop(self, n_steps: int) -> Loop:
-        """The loop so far, or a compiled one if that is asked for or the steps ahead are worth it; it is tried once."""
-        compiled = self._compiled
-        if compiled is None:
-            compiled = n_steps >= STEPS_WORTH_COMPILING and self._ensemble.position.device.type == "cpu"
-        if self._loop is None or (compiled and not self._compiling_tried):
-            self._loop = make_loop(self.rules, self._ensemble, self._state, compiled=compiled)
-            self._compiling_tried = compiled
-        return self._loop
-
-    def _current_block(self) -> Block:
-        if self._block is None or self.n_steps >= self._block.start + self._block.length:
-            start = self.n_steps - self.n_steps % self._block_length
-            self._streams_at_block = self.streams.state_dict()
-            self._block = None  # freed first, so that its memory serves again
-            self._block = draw_block(self.streams, self.rules, self._ensemble, start, self._block_length)
-        return self._block
-
-    def _up_to_failure(self, info: StepInfo, stood: Tensor) -> Iterator[StepInfo]:
-        """Yield the good steps of this stretch, then say which energy was the first that is not finite."""
-        k, rung, run = (int(i) for i in (~info.energy.isfinite()).nonzero()[0])
-        replica = stood[rung, run] if k == 0 else info.replica_at[k - 1, rung, run]
-        if k:
-            yield StepInfo(*(values[:k] for values in info))
-        raise NonFiniteEnergyError(
-            replica=int(replica),
-            rung=rung,
-            run=run,
-            step=self.n_steps - len(info.energy) + k,
-            value=float(info.energy[k, rung, run]),
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything the next step needs; with `load_state_dict` a run goes on exactly as if it had not stopped."""
-        velocity = {} if self._ensemble.velocity is None else {"velocity": self._ensemble.velocity.clone()}
+    def _rule_settings(self) -> dict[str, str]:
+        """What must agree between a state and the run that loads it, as far as the rules go."""
+        rules = self.rules
         return {
-            "setting": self._setting(),
-            "seed": self.streams.seed,
-            "n_steps": self.n_steps,
-            "block_length": self._block_length,
-            "position": self._ensemble.position.clone(),
-            **velocity,
-            **{name: tensor.clone() for name, tensor in self._state._asdict().items()},
-            # As they were before the current block was drawn, or as they are if it is used up.
-            "streams": self._streams_at_block if self.n_steps % self._block_length else self.streams.state_dict(),
+            "ladder": rules.ladder.in_words(),
+            "noise": repr(rules.noise),
+            "correction_factor": repr(rules.factor),
+            "pairing": repr(rules.pairing),
+            "swap_interval": str(rules.swap_interval),
+            "swap_intensity": str(rules.swap_intensity),
+            "momentum": rules.momentum,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict()` of a run with the same target, ladder and rules."""
-        if state.get("setting") != self._setting():
-            raise InvalidArgumentError(
-                f"the state is that of another run: it has {state.get('setting')}, this run has {self._setting()}"
-            )
-        if tuple(state["position"].shape) != tuple(self._ensemble.position.shape):
-            raise InvalidArgumentError(
-                f"the state is of (rungs, runs, dim) = {tuple(state['position'].shape)}, this run has "
-                f"{tuple(self._ensemble.position.shape)}"
-            )
-        self._ensemble = replace(self._ensemble, position=state["position"].clone())
-        if self._ensemble.velocity is not None:
-            self._ensemble = replace(self._ensemble, velocity=state["velocity"].clone())
-        self._state = ExchangeState(*(state[name].clone() for name in ExchangeState._fields))
-        self.n_steps, self._block_length = state["n_steps"], state["block_length"]
-        self.streams = Streams(state["seed"], self._ensemble.position.device)
-        self.streams.load_state_dict(state["streams"])
-        start = self.n_steps - self.n_steps % self._block_length
-        self._streams_at_block, self._block = state["streams"], None
-        if self.n_steps > start:
-            self._block = draw_block(self.streams, self.rules, self._ensemble, start, self._block_length)
+    @staticmethod
+    def _require_same(stored: Any, mine: dict[str, str]) -> None:
+        """Refuse a state that was made with other settings, naming them."""
+        stored = stored if isinstance(stored, dict) else {}
+        for name in {**mine, **stored}:
+            if stored.get(name) != mine.get(name):
+                raise InvalidArgumentError(
+                    f"the state is that of another run: its {name} is {stored.get(name)}, that of this run is {mine.get(name)}"
+                )
 
-    def _setting(self) -> str:
-        """What must agree between a state and the run that loads it, in words."""
-        rules = self.rules
-        parts = (self._ensemble.target, self._ensemble.sampler, rules.ladder, rules.noise, rules.factor, rules.pairing)
-        return ", ".join(map(repr, parts)) + f", swaps every {rules.swap_interval}, momentum {rules.momentum}"
 
-    def __repr__(self) -> str:
-        return f"ReplicaExchange({self._ensemble!r}, {self.rules.ladder!r}, step {self.n_steps})"
+# What help() and editors show: the arguments of __init__, not those of __new__, which only chooses the kind of run.
+ReplicaExchange.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+    ReplicaExchange.__init__
+).replace(parameters=list(inspect.signature(ReplicaExchange.__init__).parameters.values())[1:])
 
 
 def steps_on(device: torch.device | str) -> torch.device:

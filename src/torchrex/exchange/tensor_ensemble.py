@@ -56,8 +56,17 @@ class TensorEnsemble:
         return TensorEnsemble(target, sampler, position, velocity)
 
     @property
+    def source_of_noise(self) -> Target:
+        """What decides which noise estimators fit."""
+        return self.target
+
+    @property
     def n_data(self) -> int | None:
         return self.target.n_data
+
+    @property
+    def replacement(self) -> bool:
+        return True  # targets draw their own minibatches so
 
     def evaluate(self, noise: Noise) -> tuple[Energy, Tensor]:
         """Energies and gradients at the current positions, in the ensemble's own precision whatever the target computes in."""

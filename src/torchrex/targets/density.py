@@ -52,11 +52,11 @@ class LogDensity(Target):
         hint = f"If it takes one point of shape ({self.dim},) at a time, use LogDensity(..., batched=False)."
         try:
             with torch.enable_grad():
-                values = [self.log_density(points.requires_grad_()) for _ in range(2)]
+                points.requires_grad_(self.gradient is None)
+                values = [self.log_density(points) for _ in range(2)]
         except Exception as error:
-            raise TargetError(
-                f"the log density failed on points of shape {tuple(points.shape)}: {type(error).__name__}: {error}. {hint}"
-            ) from error
+            what = f"{type(error).__name__}: {str(error).rstrip('.')}"
+            raise TargetError(f"the log density failed on points of shape {tuple(points.shape)}: {what}. {hint}") from error
         self._check("log density", values[0], (len(points),), points)
         if self.gradient is None and not values[0].requires_grad:
             raise TargetError("the log density does not depend on its points through autograd; give its gradient: gradient=...")

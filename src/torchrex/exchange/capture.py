@@ -1,0 +1,308 @@
+"""A whole step on a GPU as one CUDA graph: batch, augmentation, all replicas side by side, variance, swaps, move, records.
+
+A replay needs nothing from the host. Replicas run on side streams of their own, because one replica's kernels do not fill a large
+GPU; modules, exchange and move are compiled. What cannot be compiled is captured as it is; what cannot be captured runs eagerly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchrex.exchange.algorithm import Exchanged, ExchangeState, Rules, StepInfo, StepInputs, exchange_rungs, step
+from torchrex.exchange.block import ExchangeInputs
+from torchrex.exchange.forward_rng import ForwardRandomness
+from torchrex.exchange.module_ensemble import ModuleEnsemble, assemble_energy, update_rows
+from torchrex.targets import Batch, DeviceLoader, Energy
+
+logger = logging.getLogger("torchrex")
+
+WARM_UP = 3  # steps before a capture: compilation, cuDNN's choice of algorithms, the allocator
+MOST_GRAPHS = 4  # shapes of batches, each captured by itself; data of more shapes run eagerly
+COMPILER_OPTIONS: dict[str, Any] = {"combo_kernels": True}  # small kernels that do not wait for each other become one: 6 %
+RECORDED = ("energy", "accepted", "proposed", "noise_variance", "correction", "replica_at")
+
+
+class Records:
+    """StepInfo of a block of steps, on the device, written by the captured step itself."""
+
+    def __init__(self, rules: Rules, length: int, device: torch.device) -> None:
+        rungs, pairs = rules.ladder.n_rungs, rules.ladder.n_pairs
+
+        def rows(n: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(length, n, 1, dtype=dtype, device=device)
+
+        self.info = StepInfo(
+            position=torch.zeros(length, 0, device=device),
+            energy=rows(rungs, torch.float64),
+            accepted=rows(pairs, torch.bool),
+            proposed=rows(pairs, torch.bool),
+            noise_variance=rows(pairs, torch.float64),
+            correction=rows(pairs, torch.float64),
+            replica_at=rows(rungs, torch.int64),
+        )
+
+    def write(self, row: int, info: StepInfo) -> None:
+        """The information of a step that was not captured."""
+        for name in RECORDED:
+            getattr(self.info, name)[row].copy_(getattr(info, name))
+
+    def read(self, first: int, last: int) -> StepInfo:
+        """A copy of rows [first, last)."""
+        return StepInfo(*(values[first:last].clone() for values in self.info))
+
+
+class CapturedStep:
+    """One step on batches of one form, ready to be replayed.
+
+    The graph reads the table of exchange inputs and the clock, and works in place on the ensemble, the state and the records.
+    `generators` and the tensors `moving` are what `select` uses up besides.
+    """
+
+    def __init__(
+        self,
+        ensemble: ModuleEnsemble,
+        state: ExchangeState,
+        table: ExchangeInputs,
+        records: Records,
+        rules: Rules,
+        select: Callable[[], Batch],
+        *,
+        generators: Sequence[torch.Generator],
+        moving: Sequence[Tensor],
+        compiled: bool,
+    ) -> None:
+        self._ensemble, self._state, self._table, self._records, self._rules = ensemble, state, table, records, rules
+        self._select = select
+        plain: list[Any] = [ensemble.energy.per_example, assemble_energy, update_rows, exchange_and_record]
+        functions = [torch.compile(function, dynamic=False, options=COMPILER_OPTIONS) for function in plain]
+        *of_ensemble, exchange = functions if compiled else plain
+        self._exchange: Callable[..., Exchanged] = exchange
+        ensemble.use(*of_ensemble)
+        try:
+            self._prepare(generators, moving)
+        finally:
+            ensemble.use(*plain[:3])  # steps that are not captured are eager ones
+
+    def _prepare(self, generators: Sequence[torch.Generator], moving: Sequence[Tensor]) -> None:
+        """Warm up, then capture."""
+        ensemble = self._ensemble
+        device = ensemble.device
+        with self._as_if_nothing_happened(generators, moving), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the compiler's advice is not for the user of this package
+            side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):
+                places = [tensor.clone() for tensor in moving]
+                for k in range(WARM_UP):
+                    with no_waiting() if k == WARM_UP - 1 else contextlib.nullcontext():
+                        self._body()
+                    for tensor, place in zip(moving, places, strict=True):  # never past the end of the data
+                        tensor.copy_(place)
+            torch.cuda.current_stream(device).wait_stream(side)
+            torch.cuda.synchronize(device)
+        self._graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            self._graph.register_generator_state(generator)
+        if len(ensemble.modules) > 1:
+            ensemble.lanes = [torch.cuda.Stream(device) for _ in ensemble.modules]  # type: ignore[no-untyped-call]
+        try:
+            with torch.cuda.graph(self._graph):
+                self._kept_alive = self._body()  # tensors of other streams must not be freed while the capture goes on
+        finally:
+            ensemble.lanes = None
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def _body(self) -> Any:
+        batch = self._select()
+
+        def exchange(state: ExchangeState, energy: Energy, *_: Any) -> tuple[ExchangeState, Exchanged, StepInfo]:
+            exchanged = self._exchange(
+                state,
+                energy,
+                self._table,
+                self._records.info,
+                self._ensemble.clock,
+                self._rules,
+                self._ensemble.n_data,
+                self._ensemble.replacement,
+            )
+            return state, exchanged, self._records.info
+
+        inputs = StepInputs(*self._table, target_noise=({"batch": batch},), move_noise={})
+        with torch.no_grad():
+            outcome = step(self._ensemble, self._state, inputs, self._rules, exchange=exchange)
+            self._ensemble.clock += 1
+        return batch, outcome
+
+    @contextlib.contextmanager
+    def _as_if_nothing_happened(self, generators: Sequence[torch.Generator], moving: Sequence[Tensor]) -> Iterator[None]:
+        """Put weights, buffers, momenta, exchange state and generators back after the warm-up."""
+        ensemble = self._ensemble
+        tensors = [ensemble.position, ensemble.clock, *self._state, *moving]
+        tensors += [buffer for module in ensemble.modules for buffer in module.buffers()]
+        tensors += [] if ensemble.velocity is None else [ensemble.velocity]
+        before = [tensor.clone() for tensor in tensors]
+        states = [generator.get_state() for generator in generators]
+        try:
+            yield
+        finally:
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.copy_(value)
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """Let everything that waits for the device raise: a capture that fails in the middle is harder to recover from."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def exchange_and_record(
+    state: ExchangeState,
+    energy: Energy,
+    table: ExchangeInputs,
+    records: StepInfo,
+    clock: Tensor,
+    rules: Rules,
+    n_data: int,
+    replacement: bool,
+) -> Exchanged:
+    """`exchange_rungs` with its inputs read from the table's row of this step, state and records written in place."""
+    row = (clock % len(table.lr))[None]
+    drawn = ExchangeInputs(*(values.index_select(0, row)[0] for values in table))
+    inputs = StepInputs(*drawn, target_noise=(), move_noise={})
+    new, exchanged, info = exchange_rungs(state, energy, [], inputs, rules, n_data, replacement)
+    for name in RECORDED:
+        getattr(records, name).index_copy_(0, row, getattr(info, name)[None])
+    for old, value in zip(state, new, strict=True):
+        old.copy_(value)
+    return exchanged
+
+
+def release(generator: torch.Generator, state: Tensor) -> None:
+    """Put a generator back to a state, with memory of its own: a capture that failed leaves it believing it is being captured."""
+    fresh = torch.Generator(generator.device)
+    fresh.set_state(state)
+    generator.graphsafe_set_state(fresh.graphsafe_get_state())
+
+
+def compiled_or_plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiled form of a function, until it fails: from then on the function itself."""
+    chosen = compiled = torch.compile(function, dynamic=False, options=COMPILER_OPTIONS)
+
+    def call(*arguments: Any) -> Any:
+        nonlocal chosen
+        if chosen is compiled:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    return compiled(*arguments)
+            except Exception as error:
+                logger.info("predicting without the compiler, because: %s", " ".join(str(error).split())[:300])
+                chosen = function
+        return function(*arguments)
+
+    return call
+
+
+class Graphs:
+    """The captured steps of a run, one for each form of batch, made when the form is first seen."""
+
+    def __init__(
+        self,
+        ensemble: ModuleEnsemble,
+        state: ExchangeState,
+        table: ExchangeInputs,
+        records: Records,
+        rules: Rules,
+        forward: ForwardRandomness,
+        *,
+        deterministic: bool,
+    ) -> None:
+        self._parts = (ensemble, state, table, records, rules)
+        self._forward, self._deterministic = forward, deterministic
+        self._graphs: dict[Any, tuple[CapturedStep, Batch]] = {}
+        self.failed = False  # once something could not be captured, the run goes on eagerly
+
+    def for_batch(self, batch: Batch) -> CapturedStep | None:
+        """The graph for batches of this form, with this batch in its inputs; None if the step has to be done eagerly."""
+        leaves, form = pytree.tree_flatten(batch)
+        key = (str(form), *((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
+        if key not in self._graphs:
+            inputs = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+            self._make(key, inputs, lambda: inputs, [], [])
+        if key not in self._graphs:
+            return None
+        graph, inputs = self._graphs[key]
+        for mine, given in zip(pytree.tree_leaves(inputs), leaves, strict=True):
+            if isinstance(mine, Tensor):
+                mine.copy_(given, non_blocking=True)
+        return graph
+
+    def for_loader(self, loader: DeviceLoader, size: int) -> CapturedStep | None:
+        """The graph that takes batches of that size from the loader by itself."""
+        key = ("loader", id(loader), size)
+        if key not in self._graphs:
+            self._make(key, loader, lambda: loader.select(size), [loader.generator], [loader.cursor])
+        return self._graphs[key][0] if key in self._graphs else None
+
+    def _make(
+        self,
+        key: Any,
+        inputs: Batch,
+        select: Callable[[], Batch],
+        generators: Sequence[torch.Generator],
+        moving: Sequence[Tensor],
+    ) -> None:
+        """Capture a step with compiled parts, else without, else not at all, with one reason in the log."""
+        if self.failed:
+            return
+        if len(self._graphs) >= MOST_GRAPHS:
+            self._fail(f"batches came in more than {MOST_GRAPHS} shapes, and each is a graph of its own")
+            return
+        cudnn = torch.backends.cudnn
+        before = cudnn.benchmark, cudnn.deterministic, cudnn.benchmark_limit
+        cudnn.benchmark, cudnn.deterministic, cudnn.benchmark_limit = not self._deterministic, self._deterministic, 0
+        default = torch.cuda.default_generators[self._parts[0].clock.device.index]
+        states = [generator.get_state() for generator in (default, *generators)]
+        reason = ""
+        try:
+            for compiled in (True, False):
+                forward = self._forward.state_dict()
+                try:
+                    with self._forward:
+                        graph = CapturedStep(*self._parts, select, generators=generators, moving=moving, compiled=compiled)
+                    self._graphs[key] = (graph, inputs)
+                    return
+                except Exception as error:
+                    torch.cuda.synchronize()
+                    for generator, state in zip((default, *generators), states, strict=True):
+                        release(generator, state)
+                    reason = " ".join(str(error).split())[:300] or type(error).__name__
+                    if compiled:
+                        logger.info("capturing the step without compiling it, because: %s", reason)
+                finally:
+                    self._forward.load_state_dict(forward)
+        finally:
+            cudnn.benchmark, cudnn.deterministic, cudnn.benchmark_limit = before
+        self._fail(reason)
+
+    def _fail(self, reason: str) -> None:
+        self.failed = True
+        logger.warning("running eagerly, with the same numbers but slower, because the step cannot be captured: %s", reason)

@@ -1,0 +1,155 @@
+"""The run of a tensor target: all randomness drawn in blocks ahead, and a loop over each block, compiled where it pays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyError
+from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo
+from torchrex.exchange.block import Block, block_length, draw_block
+from torchrex.exchange.loop import STEPS_WORTH_COMPILING, Loop, make_loop
+from torchrex.exchange.run import ReplicaExchange
+from torchrex.exchange.tensor_ensemble import TensorEnsemble
+from torchrex.exchange.threads import few_threads
+from torchrex.rng import Streams
+
+
+class DensityExchange(ReplicaExchange, ensemble=TensorEnsemble):
+    """Replica exchange on a tensor target, all independent runs at once."""
+
+    def _start(self, ensemble: TensorEnsemble, rules: Rules, seed: int, compiled: bool | None) -> None:
+        replicas, runs, _ = ensemble.position.shape
+        if replicas != rules.ladder.n_rungs:
+            raise LadderError(
+                f"the ladder has {rules.ladder.n_rungs} rungs but the ensemble {replicas} replicas; they must be as many"
+            )
+        device, dtype = ensemble.position.device, ensemble.position.dtype
+        self._ensemble = ensemble
+        self._state = ExchangeState.start(rules, runs, device=device, dtype=dtype)
+        self.streams = Streams(seed, device)
+        self._compiled = compiled
+        self._loop: Loop | None = None
+        self._compiling_tried = False
+        self._block_length = block_length(rules, ensemble)
+        self._block: Block | None = None
+        self._streams_at_block = self.streams.state_dict()
+
+    @property
+    def ensemble(self) -> TensorEnsemble:
+        """The replicas now, as a copy that later steps do not touch."""
+        velocity = None if self._ensemble.velocity is None else self._ensemble.velocity.clone()
+        return replace(self._ensemble, position=self._ensemble.position.clone(), velocity=velocity)
+
+    def step(self, batch: Any = None) -> StepInfo:
+        """One step of every run."""
+        info = next(self.advance(1))
+        return StepInfo(*(values[0].clone() for values in info))
+
+    def advance(self, n_steps: int, data: Any = None) -> Iterator[StepInfo]:
+        """Run `n_steps` steps; yields the information of up to a block of them at a time, stacked along a first axis.
+
+        What is yielded is overwritten by the next block: copy what is to be kept. Raises NonFiniteEnergyError after yielding
+        the steps before it.
+        """
+        if n_steps < 0:
+            raise InvalidArgumentError(f"n_steps must be at least 0, got {n_steps}")
+        if data is not None:
+            raise InvalidArgumentError(f"{self._ensemble.target!r} brings its own data; leave data out")
+        remaining = n_steps
+        while remaining > 0:
+            before = (self.n_steps, self.ensemble, self.state)
+            try:
+                with few_threads(self._ensemble.position.numel()):
+                    block = self._current_block()
+                    first = self.n_steps - block.start
+                    loop = self._choose_loop(remaining)
+                    n = min(remaining, block.length - first, loop.stretch)
+                    self._ensemble, self._state, info = loop.run(self._ensemble, self._state, block, first, n)
+                    # The sum is one cheap pass; only if it is not finite are the energies looked at one by one.
+                    healthy = bool(info.energy.sum().isfinite()) or bool(info.energy.isfinite().all())
+                self.n_steps += n
+            except BaseException:  # Ctrl-C or a failing target in the middle: as if this stretch had not begun
+                self.n_steps, self._ensemble, self._state = before
+                raise
+            remaining -= n
+            if not healthy:
+                yield from self._up_to_failure(info, before[2].replica_at)
+            yield info
+
+    def _choose_loop(self, n_steps: int) -> Loop:
+        """The loop so far, or a compiled one if that is asked for or the steps ahead are worth it; it is tried once."""
+        compiled = self._compiled
+        if compiled is None:
+            compiled = n_steps >= STEPS_WORTH_COMPILING and self._ensemble.position.device.type == "cpu"
+        if self._loop is None or (compiled and not self._compiling_tried):
+            self._loop = make_loop(self.rules, self._ensemble, self._state, compiled=compiled)
+            self._compiling_tried = compiled
+        return self._loop
+
+    def _current_block(self) -> Block:
+        if self._block is None or self.n_steps >= self._block.start + self._block.length:
+            start = self.n_steps - self.n_steps % self._block_length
+            self._streams_at_block = self.streams.state_dict()
+            self._block = None  # freed first, so that its memory serves again
+            self._block = draw_block(self.streams, self.rules, self._ensemble, start, self._block_length)
+        return self._block
+
+    def _up_to_failure(self, info: StepInfo, stood: Tensor) -> Iterator[StepInfo]:
+        """Yield the good steps of this stretch, then say which energy was the first that is not finite."""
+        k, rung, run = (int(i) for i in (~info.energy.isfinite()).nonzero()[0])
+        replica = stood[rung, run] if k == 0 else info.replica_at[k - 1, rung, run]
+        if k:
+            yield StepInfo(*(values[:k] for values in info))
+        raise NonFiniteEnergyError(
+            replica=int(replica),
+            rung=rung,
+            run=run,
+            step=self.n_steps - len(info.energy) + k,
+            value=float(info.energy[k, rung, run]),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next step needs; with `load_state_dict` a run goes on exactly as if it had not stopped."""
+        velocity = {} if self._ensemble.velocity is None else {"velocity": self._ensemble.velocity.clone()}
+        return {
+            "setting": self._setting(),
+            "seed": self.streams.seed,
+            "n_steps": self.n_steps,
+            "block_length": self._block_length,
+            "position": self._ensemble.position.clone(),
+            **velocity,
+            **{name: tensor.clone() for name, tensor in self._state._asdict().items()},
+            # As they were before the current block was drawn, or as they are if it is used up.
+            "streams": self._streams_at_block if self.n_steps % self._block_length else self.streams.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict()` of a run with the same target, ladder and rules."""
+        self._require_same(state.get("setting"), self._setting())
+        if tuple(state["position"].shape) != tuple(self._ensemble.position.shape):
+            raise InvalidArgumentError(
+                f"the state is of (rungs, runs, dim) = {tuple(state['position'].shape)}, this run has "
+                f"{tuple(self._ensemble.position.shape)}"
+            )
+        self._ensemble = replace(self._ensemble, position=state["position"].clone())
+        if self._ensemble.velocity is not None:
+            self._ensemble = replace(self._ensemble, velocity=state["velocity"].clone())
+        self._state = ExchangeState(*(state[name].clone() for name in ExchangeState._fields))
+        self.n_steps, self._block_length = state["n_steps"], state["block_length"]
+        self.streams = Streams(state["seed"], self._ensemble.position.device)
+        self.streams.load_state_dict(state["streams"])
+        start = self.n_steps - self.n_steps % self._block_length
+        self._streams_at_block, self._block = state["streams"], None
+        if self.n_steps > start:
+            self._block = draw_block(self.streams, self.rules, self._ensemble, start, self._block_length)
+
+    def _setting(self) -> dict[str, str]:
+        target, sampler = repr(self._ensemble.target), repr(self._ensemble.sampler)
+        return {"target": target, "sampler": sampler, **self._rule_settings()}
+
+    def __repr__(self) -> str:
+        return f"ReplicaExchange({self._ensemble!r}, {self.rules.ladder!r}, step {self.n_steps})"

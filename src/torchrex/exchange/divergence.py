@@ -1,0 +1,63 @@
+"""What happens when a replica's energy is NaN or infinite. It never spreads: the swap test refuses such an energy by itself."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+from torch import Tensor
+
+from torchrex.errors import NonFiniteEnergyError
+from torchrex.exchange.algorithm import StepInfo
+from torchrex.exchange.module_ensemble import ModuleEnsemble
+
+logger = logging.getLogger("torchrex")
+
+NONE_LEFT = "No replica is left to copy it from: lower the learning rates."
+Divergence = Literal["stop", "respawn"]
+
+
+def first_failure(infos: StepInfo, steps_done: int) -> NonFiniteEnergyError | None:
+    """The first energy that is not finite among the latest steps, which are stacked along the first axis."""
+    bad = ~infos.energy.isfinite()
+    if not bool(bad.any()):
+        return None
+    k, rung, run = (int(i) for i in bad.nonzero()[0])
+    return NonFiniteEnergyError(
+        replica=int(infos.replica_at[k, rung, run]),  # such a replica has not swapped at this step
+        rung=rung,
+        run=run,
+        step=steps_done - len(infos.energy) + k,
+        value=float(infos.energy[k, rung, run]),
+        advice="Lower the learning rate of that rung, or check model, loss and data.",
+    )
+
+
+def respawn(ensemble: ModuleEnsemble, replica_at: Tensor, energy: Tensor, step: int) -> list[dict[str, int]]:
+    """Copy the nearest healthy replica, by rungs and then the colder one, over each broken one; what was done is returned.
+
+    Weights, buffers and momentum are copied, the noise is not: the two part from the next move on.
+    """
+    standing = [int(replica) for replica in replica_at[:, 0]]
+    rungs = range(len(standing))
+    finite = [bool(energy[r, 0].isfinite()) and bool(ensemble.position[standing[r]].isfinite().all()) for r in rungs]
+    events = []
+    for rung in rungs:
+        if finite[rung]:
+            continue
+        near = sorted((other for other in rungs if finite[other]), key=lambda other: (abs(other - rung), other))
+        if not near:
+            raise NonFiniteEnergyError(
+                replica=standing[rung], rung=rung, run=0, step=step - 1, value=float(energy[rung, 0]), advice=NONE_LEFT
+            )
+        source = standing[near[0]]
+        ensemble.copy_replica(source, standing[rung])
+        events.append({"step": step, "replica": standing[rung], "rung": rung, "copied_from": source})
+        logger.warning(
+            "replica %d on rung %d diverged before step %d and is now a copy of replica %d; if it repeats, lower that rung's lr",
+            standing[rung],
+            rung,
+            step,
+            source,
+        )
+    return events

@@ -1,0 +1,411 @@
+"""R replicas of a user's module. A replica keeps its weights, buffers and momentum; a swap changes only the rung it stands on.
+
+All parameters of all replicas are rows of one tensor (see `flat.py`), and the modules see views of them, so that a move of the
+whole ensemble is one pass. Everything else about a module stays as its author wrote it: it is called, not rewritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchrex.errors import InvalidArgumentError, TargetError
+from torchrex.exchange.flat import FlatLayout
+from torchrex.exchange.momentum import after_swap
+from torchrex.exchange.philox import MASK, keys_of, normals
+from torchrex.rng import Streams, derive_seed
+from torchrex.samplers import SGLD, Sampler
+from torchrex.targets import Batch, Energy, GaussianPrior, Noise, PosteriorEnergy
+
+Model = nn.Module | Callable[[], nn.Module]
+# Seconds of a forward pass on a CPU. Below, calling autograd costs more than its work, and one call for all replicas saves time
+# (a third at four replicas); above, activations of all replicas at once fall out of the caches.
+QUICK = 5e-4
+
+
+class ModuleEnsemble:
+    """Replicas of a module on the posterior of its parameters; `ReplicaExchange` makes as many as the ladder has rungs.
+
+    `model` is a function that builds a module, or a module to copy. All replicas begin with the same weights, as in the paper, or
+    with `initial="independent"` each with its own from the function. With `shared_batches=False` every replica gets a minibatch
+    of its own, and a step takes a list of them. Minibatches are those of an epoch, each example once; say `replacement=True` if
+    yours are drawn with replacement, for then their sums vary more. Weights stay in float32 or float64; `autocast=torch.bfloat16`
+    is for speed on a GPU, as is `channels_last=True` for convolutions. A module stays in the mode (training or evaluation) it is
+    given in.
+    """
+
+    has_noise = True
+
+    def __init__(
+        self,
+        model: Model,
+        energy: PosteriorEnergy,
+        sampler: Sampler | None = None,
+        *,
+        initial: Literal["identical", "independent"] = "identical",
+        shared_batches: bool = True,
+        replacement: bool = False,
+        device: torch.device | str | None = None,
+        autocast: torch.dtype | None = None,
+        channels_last: bool = False,
+    ) -> None:
+        if not callable(model):
+            raise InvalidArgumentError(f"model must be an nn.Module or a function that makes one, got {model!r}")
+        if not isinstance(energy, PosteriorEnergy):
+            raise InvalidArgumentError(f"energy must be PosteriorEnergy(loss, n_data=...), got {energy!r}")
+        if sampler is not None and not isinstance(sampler, Sampler):
+            raise InvalidArgumentError(f"sampler must be a sampler such as SGLD() or SGHMC(0.1), got {sampler!r}")
+        if initial not in ("identical", "independent"):
+            raise InvalidArgumentError(f"initial must be identical or independent, got {initial!r}")
+        if initial == "independent" and isinstance(model, nn.Module):
+            raise InvalidArgumentError("independent initial weights need a function that makes the model, but a module was given")
+        if autocast not in (None, torch.bfloat16):
+            raise InvalidArgumentError(f"autocast must be torch.bfloat16 or None, got {autocast}: float16 overflows")
+        self.energy, self.sampler = energy, SGLD() if sampler is None else sampler
+        self.shares_minibatch, self.replacement, self.initial = shared_batches, replacement, initial
+        self._model, self._device, self._autocast, self._channels_last = model, device, autocast, channels_last
+        self.modules: list[nn.Module] = []
+
+    @property
+    def source_of_noise(self) -> ModuleEnsemble:
+        """What decides which noise estimators fit."""
+        return self
+
+    @property
+    def n_data(self) -> int:
+        return self.energy.n_data
+
+    # Beginning
+
+    def start(self, n_replicas: int, streams: Streams, *, gpu_only: bool = False) -> None:
+        """Build the replicas. Initial weights come from the seed, whatever else the process draws."""
+        if self.modules:
+            raise InvalidArgumentError("this ensemble belongs to a run already; make another ModuleEnsemble for another run")
+        modules = self._build(n_replicas, streams)
+        self.layout = FlatLayout.of(modules[0], channels_last=self._channels_last)
+        self.device = next(modules[0].parameters()).device
+        if gpu_only and self.device.type != "cuda":
+            raise InvalidArgumentError(f"compiled=True captures a CUDA graph, but the ensemble is on {self.device}; leave it out")
+        self.position = self.layout.empty_rows(n_replicas, self.device)
+        self.gradient = self.layout.empty_rows(n_replicas, self.device)
+        self.velocity = self.layout.empty_rows(n_replicas, self.device) if self.sampler.has_momentum else None
+        self._parameters = [self._adopt(replica, module) for replica, module in enumerate(modules)]
+        self._precision = self._precisions()
+        self._streams = streams
+        self._move_keys = keys_of([derive_seed(streams.seed, f"move.{k}") for k in range(n_replicas)], self.device)
+        # On a GPU noise is a function of the step, computed inside the move; a CPU's generators are faster than that.
+        self.counted_noise = self.device.type == "cuda"
+        self.clock = torch.zeros((), dtype=torch.int64, device=self.device)  # the step, where a captured graph can read it
+        self._pending: tuple[Tensor, Tensor, Tensor] | None = None  # momenta to be rescaled: who, scales before and after
+        self.use(self.energy.per_example, assemble_energy, update_rows)
+        self.backward_at_once = False  # one call of autograd for all replicas: the same numbers, see `QUICK`
+        self.lanes: list[torch.cuda.Stream] | None = None  # one side stream per replica while a step is captured
+        self.modules = modules
+
+    def use(self, losses_of: Callable[..., Tensor], assemble: Callable[..., Energy], update: Callable[..., None]) -> None:
+        """The functions that do the work: `PosteriorEnergy.per_example` and two at the end of this file, or compiled forms."""
+        self._losses_of, self._assemble, self._update = losses_of, assemble, update
+
+    def _build(self, n_replicas: int, streams: Streams) -> list[nn.Module]:
+        if isinstance(self._model, nn.Module):
+            modules = [copy.deepcopy(self._model) for _ in range(n_replicas)]
+        else:
+            with torch.random.fork_rng():
+                torch.manual_seed(derive_seed(streams.seed, "initial"))
+                n_made = n_replicas if self.initial == "independent" else 1
+                modules = [self._model() for _ in range(n_made)]
+            if not all(isinstance(module, nn.Module) for module in modules):
+                raise InvalidArgumentError(f"model must make an nn.Module, but made {type(modules[0]).__name__}")
+            modules += [copy.deepcopy(modules[0]) for _ in range(n_replicas - n_made)]
+        if not any(True for _ in modules[0].parameters()):
+            raise TargetError(f"{type(modules[0]).__name__} has no parameters, so there is nothing to sample")
+        if self._device is not None:
+            modules = [module.to(self._device) for module in modules]
+        if self._channels_last:
+            modules = [module.to(memory_format=torch.channels_last) for module in modules]  # type: ignore[call-overload]
+        return modules
+
+    def _adopt(self, replica: int, module: nn.Module) -> list[nn.Parameter]:
+        """Move a module's parameters into its row; from now on they are views of it."""
+        named = dict(module.named_parameters())
+        if {name for name, p in named.items() if p.requires_grad} != set(self.layout.names):
+            raise TargetError("the model function makes modules with different parameters; all replicas must be alike")
+        for name, view in self.layout.views(self.position[replica]).items():
+            if named[name].shape != view.shape:
+                raise TargetError(f"the model function makes modules of different sizes, in {name}; all replicas must be alike")
+            view.copy_(named[name].detach())
+            named[name].data = view
+        return [named[name] for name in self.layout.names]
+
+    def _precisions(self) -> Tensor | float | None:
+        """Prior precision of every number of a row: one for all, or a row of them."""
+        prior = self.energy.prior
+        if not isinstance(prior, GaussianPrior):
+            return None
+        each = {name: prior.precision_of(name) for name in self.layout.names}
+        if len(set(each.values())) == 1:
+            return next(iter(each.values())) or None
+        row = self.layout.empty_rows(1, self.device)[0]
+        for name, view in self.layout.views(row).items():
+            view.fill_(each[name])
+        return row
+
+    # The verbs of the algorithm
+
+    def evaluate(self, noise: Noise) -> tuple[Energy, Tensor]:
+        """Energies of all replicas, with the gradients of their data terms; those of a Gaussian prior join in the move."""
+        losses, extra, objectives = [], [], []
+        for replica, module in self._in_lanes():
+            with torch.enable_grad():
+                with self.casting():
+                    terms = self._losses_of(module, self.batch_of(noise, replica))
+                if len(terms) == 0:
+                    raise TargetError("a batch has no examples; leave empty batches out")
+                terms = terms if terms.dtype == torch.float64 else terms.float()
+                objective = terms.sum() * (self.n_data / len(terms))
+                added = self._function_prior(replica)
+                objectives.append(objective if added is None else objective + added)
+            if not self.backward_at_once:
+                self._backward([replica], [objectives[replica]])
+            losses.append(terms.detach())
+            extra.append(None if added is None else added.detach())
+        if self.backward_at_once:
+            self._backward(list(range(len(self.modules))), objectives)
+        return self._assemble(losses, extra, self.position, self._precision, self.n_data), self.gradient
+
+    def _backward(self, replicas: list[int], objectives: list[Tensor]) -> None:
+        """Write the gradients of some replicas' objectives into their rows."""
+        parameters = [parameter for replica in replicas for parameter in self._parameters[replica]]
+        gradients = list(torch.autograd.grad(objectives, parameters, allow_unused=True))
+        n = len(self.layout.names)
+        for k, replica in enumerate(replicas):
+            self.layout.gather(gradients[k * n : (k + 1) * n], self.gradient[replica])
+
+    def energies(self, noise: Noise) -> Energy:
+        """Energies alone, in the mode of a step; the buffers stay as they were."""
+        losses, extra = [], []
+        for replica, module in enumerate(self.modules):
+            with torch.no_grad(), untouched_buffers(module):
+                with self.casting():
+                    terms = self.energy.per_example(module, self.batch_of(noise, replica))
+                losses.append(terms if terms.dtype == torch.float64 else terms.float())
+                extra.append(self._function_prior(replica))
+        return self._assemble(losses, extra, self.position, self._precision, self.n_data)
+
+    def change_rungs(
+        self, swapped: Tensor, noise: Noise, *, policy: str, scale_before: Tensor, scale_after: Tensor
+    ) -> ModuleEnsemble:
+        """Adjust momenta after a swap. A rescaling is kept for the move, which passes over them anyway."""
+        if self.velocity is None or policy == "keep":
+            return self
+        if policy == "rescale":
+            self._pending = (swapped, scale_before, scale_after)
+            return self
+        fresh = self.sampler.velocity_std * self._normals("refresh")
+        before, after = scale_before[:, 0].to(self.layout.dtype), scale_after[:, 0].to(self.layout.dtype)
+        self.velocity.copy_(
+            after_swap(self.velocity, fresh, swapped[:, 0], policy=policy, scale_before=before, scale_after=after)
+        )
+        return self
+
+    def move(self, gradient: Tensor, noise: Noise, *, lr: Tensor, temperature: Tensor) -> ModuleEnsemble:
+        """Move every replica in place with the lr and temperature (replicas, 1) of its rung."""
+        self._update(
+            self.position,
+            self.velocity,
+            gradient,
+            None if self.counted_noise else self._normals("move"),
+            self._move_keys,
+            self.clock,
+            self._precision,
+            self._pending,
+            lr,
+            temperature,
+            self.sampler,
+        )
+        self._pending = None
+        return self
+
+    def draw_of(self, replica: Tensor) -> Tensor:
+        """Nothing: which weights make a draw is the recorders' choice."""
+        return self.position[:0, 0]
+
+    # Parts
+
+    def batch_of(self, noise: Noise, replica: int) -> Batch:
+        return noise["batch"] if self.shares_minibatch else noise["batch"][replica]
+
+    @contextlib.contextmanager
+    def casting(self) -> Iterator[None]:
+        """Autocast, if it was asked for."""
+        if self._autocast is None:
+            yield
+            return
+        with torch.autocast(self.device.type, dtype=self._autocast):
+            yield
+
+    def _in_lanes(self) -> Iterator[tuple[int, nn.Module]]:
+        """Replica after replica; in a captured step each on its own stream, so that their kernels share the device."""
+        if self.lanes is None:
+            yield from enumerate(self.modules)
+            return
+        main = torch.cuda.current_stream(self.device)
+        for lane, item in zip(self.lanes, enumerate(self.modules), strict=True):
+            lane.wait_stream(main)
+            with torch.cuda.stream(lane):
+                yield item
+        for lane in self.lanes:
+            main.wait_stream(lane)
+
+    def _function_prior(self, replica: int) -> Tensor | None:
+        prior = self.energy.prior
+        if prior is None or isinstance(prior, GaussianPrior):
+            return None
+        energy = prior(dict(zip(self.layout.names, self._parameters[replica], strict=True)))
+        if not isinstance(energy, Tensor) or energy.ndim != 0:
+            got = f"shape {tuple(energy.shape)}" if isinstance(energy, Tensor) else type(energy).__name__
+            raise TargetError(f"the prior must return one number, its energy for all parameters, got {got}")
+        return energy
+
+    def _normals(self, name: Literal["move", "refresh"]) -> Tensor:
+        """Each replica draws from its own stream, so that a run does not depend on where its replicas are computed."""
+        if self.counted_noise:
+            keys = self._move_keys ^ (MASK if name == "refresh" else 0)
+            return normals(keys, self.clock, self.layout.size).to(self.layout.dtype)
+        numbers = torch.empty_like(self.position)
+        for replica, row in enumerate(numbers):
+            row.normal_(generator=self._streams[f"{name}.{replica}"])
+        return numbers
+
+    # Whole replicas
+
+    def tensors_of(self, replica: int) -> dict[str, dict[str, Tensor]]:
+        """Weights, buffers (those too that a state dict leaves out), frozen weights and momentum of one replica, not copied."""
+        tensors = {
+            "parameters": self.layout.views(self.position[replica]),
+            "buffers": dict(self.modules[replica].named_buffers()),
+            "frozen": {name: p.data for name, p in self.modules[replica].named_parameters() if not p.requires_grad},
+        }
+        if self.velocity is not None:
+            tensors["velocity"] = self.layout.views(self.velocity[replica])
+        return tensors
+
+    def load_replicas(self, states: list[dict[str, dict[str, Tensor]]]) -> None:
+        """Overwrite all replicas with tensors of that form, after all of them were found to fit."""
+        if len(states) != len(self.modules):
+            raise InvalidArgumentError(f"the state has {len(states)} replicas, this run has {len(self.modules)}")
+        for replica, state in enumerate(states):
+            for part, tensors in self.tensors_of(replica).items():
+                given = state.get(part, {})
+                wrong = [name for name in {*given, *tensors} if name not in given or name not in tensors]
+                wrong += [name for name in tensors if not wrong and given[name].shape != tensors[name].shape]
+                if wrong:
+                    raise InvalidArgumentError(f"the state is that of another model: its {part} differ, for example {wrong[0]!r}")
+        for replica, state in enumerate(states):
+            for part, tensors in self.tensors_of(replica).items():
+                for name, tensor in tensors.items():
+                    tensor.copy_(state[part][name])
+
+    def copy_replica(self, source: int, to: int) -> None:
+        """Make one replica a copy of another."""
+        other = self.tensors_of(source)
+        for part, tensors in self.tensors_of(to).items():
+            for name, tensor in tensors.items():
+                tensor.copy_(other[part][name])
+
+    def take_seed(self, seed: int) -> None:
+        """The counted noise of another seed, in place, because a captured step may read the keys."""
+        self._move_keys.copy_(keys_of([derive_seed(seed, f"move.{k}") for k in range(len(self.modules))], self.device))
+
+    def setting(self) -> dict[str, str]:
+        """What must agree between a state and the ensemble that loads it."""
+        return {
+            "model": f"{type(self.modules[0]).__name__} with {self.layout.size:,} parameters",
+            "dtype": str(self.layout.dtype).removeprefix("torch."),
+            "energy": repr(self.energy),
+            "sampler": repr(self.sampler),
+            "minibatches": "shared" if self.shares_minibatch else "independent",
+            "replacement": str(self.replacement),
+            "device": self.device.type,
+        }
+
+    def __repr__(self) -> str:
+        if not self.modules:
+            return f"ModuleEnsemble({self.energy!r}, {self.sampler!r})"
+        model, dtype, energy, sampler, minibatches, *_ = self.setting().values()
+        return f"ModuleEnsemble({len(self.modules)} x {model} of {dtype}, {energy}, {sampler}, {minibatches} minibatches)"
+
+
+def assemble_energy(
+    losses: list[Tensor], extra: list[Tensor | None], position: Tensor, precision: Tensor | float | None, n_data: int
+) -> Energy:
+    """Energies (replicas, 1) from per-example losses (n,) of every replica, the Gaussian prior and other terms."""
+    if len({len(terms) for terms in losses}) > 1:
+        raise TargetError(f"the minibatches of all replicas must have one size, got {[len(terms) for terms in losses]}")
+    per_example = torch.stack(losses)
+    total = (n_data / per_example.shape[1]) * per_example.sum(1, dtype=torch.float64)
+    if precision is not None:
+        total = total + 0.5 * (precision * position.square()).sum(1, dtype=torch.float64)
+    if extra[0] is not None:
+        total = total + torch.stack([term for term in extra if term is not None])
+    return Energy(total[:, None], per_example[:, None].double())
+
+
+def update_rows(
+    position: Tensor,
+    velocity: Tensor | None,
+    gradient: Tensor,
+    numbers: Tensor | None,
+    keys: Tensor,
+    clock: Tensor,
+    precision: Tensor | float | None,
+    rescaled: tuple[Tensor, Tensor, Tensor] | None,
+    lr: Tensor,
+    temperature: Tensor,
+    sampler: Sampler,
+) -> None:
+    """Prior, momentum rescaling, noise and move of all rows (replicas, size), in place: one pass over memory when compiled."""
+    dtype = position.dtype
+    if numbers is None:
+        numbers = normals(keys, clock, position.shape[1]).to(dtype)
+    if precision is not None:
+        gradient = gradient + precision * position
+    kept = velocity
+    if velocity is not None and rescaled is not None:
+        swapped, before, after = rescaled
+        kept = velocity * torch.where(swapped, after / before, 1.0).to(dtype)
+    moved, kicked = sampler.move(position, kept, gradient, numbers, lr=lr.to(dtype), temperature=temperature.to(dtype))
+    position.copy_(moved)
+    if velocity is not None and kicked is not None:
+        velocity.copy_(kicked)
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; every part of the module goes back to the mode it was in."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+@contextlib.contextmanager
+def untouched_buffers(module: nn.Module) -> Iterator[None]:
+    """Put the buffers (BatchNorm statistics) back to what they were."""
+    parts = [(part, name, b) for part in module.modules() for name, b in part.named_buffers(recurse=False)]
+    kept = [(part, name, buffer, buffer.clone()) for part, name, buffer in parts]
+    try:
+        yield
+    finally:
+        for part, name, buffer, before in kept:
+            buffer.copy_(before)
+            part._buffers[name] = buffer  # a module may have put another tensor in its place

@@ -1,0 +1,194 @@
+"""The posterior of a module: per-example losses, how many data stand behind them, and a prior.
+
+The energy is the negative log posterior, a SUM over the data. A loss that is a negative log likelihood of one example (cross
+entropy) enters as it is, and a minibatch of n out of N examples estimates the sum by N/n times its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrex.errors import InvalidArgumentError, TargetError
+
+Batch = Any  # a tuple (inputs..., target), a dict with the target under `target_key`, or one tensor
+Loss = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class GaussianPrior:
+    """Independent N(0, 1 / precision) on every trainable parameter: energy precision / 2 * |w|^2.
+
+    A weight decay d on a mean loss over N examples is the precision d * N. `groups` gives other precisions to some parameters:
+    it maps a part of a parameter's name to a precision, and the first that fits counts; 0 means no prior there.
+
+    >>> GaussianPrior(25.0, groups={"bias": 0.0, "bn": 0.0})
+    GaussianPrior(25, bias: 0, bn: 0)
+    """
+
+    precision: float
+    groups: tuple[tuple[str, float], ...]
+
+    def __init__(self, precision: float, groups: Mapping[str, float] | None = None) -> None:
+        for name, value in {"precision": precision, **(groups or {})}.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+                raise InvalidArgumentError(f"a prior precision must be finite and >= 0, but {name} has {value!r}")
+        object.__setattr__(self, "precision", float(precision))
+        object.__setattr__(self, "groups", tuple((name, float(value)) for name, value in (groups or {}).items()))
+
+    def precision_of(self, name: str) -> float:
+        """Precision for the parameter of that name."""
+        return next((value for part, value in self.groups if part in name), self.precision)
+
+    def __repr__(self) -> str:
+        return f"GaussianPrior({', '.join([f'{self.precision:g}', *(f'{name}: {value:g}' for name, value in self.groups)])})"
+
+
+Prior = GaussianPrior | Callable[[dict[str, Tensor]], Tensor]
+
+
+class PosteriorEnergy:
+    """`-log prior(w) + N/n sum_i loss_i(w)` over a minibatch of n of `n_data` = N examples (Eq. 6).
+
+    `loss` is a loss of torch, as a function or a module (its reduction is set to "none" here), or a function (output, target)
+    that returns one value per example. `prior` is a GaussianPrior, None for a flat one, or a function from {name: parameter} to
+    a scalar energy. A batch is `(x, y)` or `(x1, x2, ..., y)`, which calls `loss(model(x1, x2, ...), y)`; a dict, which calls
+    `loss(model(**rest), batch[target_key])`; or one tensor, which calls `loss(model(x))`. For anything else see `of`.
+
+    >>> import torch.nn.functional as F
+    >>> PosteriorEnergy(F.cross_entropy, n_data=50_000, prior=GaussianPrior(25.0))
+    PosteriorEnergy(cross_entropy, n_data=50,000, prior=GaussianPrior(25))
+    """
+
+    def __init__(self, loss: Loss, *, n_data: int, prior: Prior | None = None, target_key: str = "target") -> None:
+        _require_count(n_data)
+        if not callable(loss):
+            raise InvalidArgumentError(f"loss must be a loss of torch or a function of (output, target), got {loss!r}")
+        if prior is not None and not isinstance(prior, GaussianPrior) and not callable(prior):
+            raise InvalidArgumentError(f"prior must be GaussianPrior(...), None or a function of the parameters, got {prior!r}")
+        self.n_data, self.prior, self.target_key = n_data, prior, target_key
+        self._name = getattr(loss, "__name__", type(loss).__name__)
+        self._per_example: Callable[[nn.Module, Batch], Tensor] | None = None
+        self._loss = _without_reduction(loss)
+
+    @classmethod
+    def of(cls, per_example: Callable[[nn.Module, Batch], Tensor], *, n_data: int, prior: Prior | None = None) -> PosteriorEnergy:
+        """From a function (module, batch) that returns one loss per example: for models and batches of any other form."""
+        energy = cls(per_example, n_data=n_data, prior=prior)
+        energy._per_example = per_example
+        return energy
+
+    def per_example(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Loss of each example of the batch, (n,)."""
+        if self._per_example is not None:
+            losses = self._per_example(module, batch)
+        else:
+            target = self._target(batch)
+            output = self.output(module, batch)
+            losses = self._loss(output) if target is None else self._loss(output, target)
+            if isinstance(losses, Tensor) and isinstance(output, Tensor) and losses.numel() > output.numel():
+                raise TargetError(
+                    f"{self._name} has shape {tuple(losses.shape)} for outputs of shape {tuple(output.shape)}"
+                    + (f" and targets of shape {tuple(target.shape)}" if isinstance(target, Tensor) else "")
+                    + ": one was spread over the other; give both the same shape"
+                )
+        if not isinstance(losses, Tensor):
+            raise TargetError(f"{self._name} must return a tensor with one value per example, got {type(losses).__name__}")
+        if losses.ndim == 0:
+            raise TargetError(
+                f"{self._name} returned one number for the whole batch; the noise of the swap test needs one value per example, "
+                f'shape (n,): pass a loss of torch itself (F.cross_entropy), or use reduction="none" in yours'
+            )
+        # Outputs of several numbers per example (mse_loss on (n, d)) add up: a likelihood is a product over them.
+        return losses.flatten(1).sum(1) if losses.ndim > 1 else losses
+
+    def output(self, module: nn.Module, batch: Batch) -> Any:
+        """What the module makes of the inputs of a batch."""
+        if isinstance(batch, Mapping):
+            return module(**{key: value for key, value in batch.items() if key != self.target_key})
+        if isinstance(batch, tuple | list):
+            return module(*batch[:-1])
+        return module(batch)
+
+    def _target(self, batch: Batch) -> Any:
+        if isinstance(batch, Mapping):
+            if self.target_key not in batch:
+                raise TargetError(
+                    f"a batch is a dict without {self.target_key!r}; it has {', '.join(map(repr, batch))}: say which entry is "
+                    f"the target by target_key=..."
+                )
+            return batch[self.target_key]
+        return batch[-1] if isinstance(batch, tuple | list) else None
+
+    def __repr__(self) -> str:
+        prior = self.prior if isinstance(self.prior, GaussianPrior) or self.prior is None else "a function"
+        return f"PosteriorEnergy({self._name}, n_data={self.n_data:,}, prior={prior})"
+
+
+def _without_reduction(loss: Loss) -> Loss:
+    """The same loss giving one value per example, where torch's own argument for it can be set."""
+    if isinstance(loss, nn.Module) and isinstance(getattr(loss, "reduction", None), str):
+        loss = copy.copy(loss)
+        loss.reduction = "none"  # type: ignore[assignment]
+        return loss
+    try:
+        takes_reduction = "reduction" in inspect.signature(loss).parameters
+    except (TypeError, ValueError):
+        takes_reduction = False
+    if not takes_reduction:
+        return loss
+
+    def unreduced(*arguments: Any) -> Tensor:
+        return loss(*arguments, reduction="none")
+
+    return unreduced
+
+
+def _require_count(n_data: int) -> None:
+    if isinstance(n_data, bool) or not isinstance(n_data, int) or n_data < 1:
+        raise InvalidArgumentError(f"n_data must be the number of training examples, a whole number >= 1, got {n_data!r}")
+
+
+@dataclass(frozen=True)
+class SummedScale:
+    """Settings of `torch.optim.SGD` on a mean loss, as this package's summed energy wants them."""
+
+    lr: float  # lr / n_data
+    friction: float  # 1 - momentum
+    prior: GaussianPrior | None  # weight decay * n_data
+
+
+def from_sgd(optimizer: torch.optim.Optimizer | None = None, *, n_data: int, **settings: float) -> SummedScale:
+    """Convert SGD on a mean loss: give the optimizer, or its settings `lr`, `momentum`, `weight_decay`.
+
+    At temperature 0 the converted settings take the same steps; lr 0.1 over 50,000 examples is 2e-6 on the sum, and a weight
+    decay of 5e-4 is the precision 25.
+
+    >>> from_sgd(n_data=50_000, lr=0.1, momentum=0.9, weight_decay=5e-4)
+    SummedScale(lr=2e-06, friction=0.1, prior=GaussianPrior(25))
+    """
+    _require_count(n_data)
+    if optimizer is not None:
+        if not isinstance(optimizer, torch.optim.SGD):
+            raise InvalidArgumentError(f"only torch.optim.SGD has a counterpart at temperature 0, got {type(optimizer).__name__}")
+        if len(optimizer.param_groups) > 1:
+            raise InvalidArgumentError(
+                f"the optimizer has {len(optimizer.param_groups)} parameter groups; convert lr and momentum by hand and give the "
+                f"weight decays as GaussianPrior(precision, groups={{name: precision}})"
+            )
+        (group,) = optimizer.param_groups
+        if group["nesterov"] or group["dampening"] or group["maximize"]:
+            raise InvalidArgumentError("nesterov, dampening and maximize have no counterpart in SGHMC; use plain momentum")
+        settings = {key: float(group[key]) for key in ("lr", "momentum", "weight_decay")} | settings
+    if set(settings) - {"lr", "momentum", "weight_decay"} or "lr" not in settings:
+        given = ", ".join(sorted(settings)) or "nothing"
+        raise InvalidArgumentError(f"give lr and, if any, momentum and weight_decay; got {given}")
+    decay = settings.get("weight_decay", 0.0)
+    friction = round(1.0 - settings.get("momentum", 0.0), 12)
+    return SummedScale(settings["lr"] / n_data, friction, GaussianPrior(decay * n_data) if decay else None)

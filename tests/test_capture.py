@@ -1,0 +1,180 @@
+"""The captured step on a GPU: the same numbers as the eager one, exact resume, and a fallback with one reason."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchrex
+from torchrex.errors import NonFiniteEnergyError
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+N = 200
+
+
+class Net(nn.Module):
+    """A small convolutional net with BatchNorm and, by choice, dropout."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(16)
+        self.dropout = nn.Dropout(dropout)
+        self.linear = nn.Linear(16, 5)
+
+    def forward(self, x):
+        return self.linear(self.dropout(F.relu(self.bn(self.conv(x))).mean((2, 3))))
+
+
+def flip(batch, generator):
+    x, y = batch
+    flipped = torch.rand(len(x), device=x.device, generator=generator) < 0.5
+    return torch.where(flipped[:, None, None, None], x.flip(3), x), y
+
+
+def data(last="drop", augment=flip):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, 3, 8, 8, generator=generator)
+    y = torch.randint(5, (N,), generator=generator)
+    return torchrex.DeviceLoader((x, y), 32, seed=3, last=last, augment=augment, device="cuda")
+
+
+def make(compiled=None, model=Net, rungs=3, **options):
+    energy = torchrex.PosteriorEnergy(F.cross_entropy, n_data=N, prior=torchrex.GaussianPrior(2.0))
+    ensemble = torchrex.ModuleEnsemble(model, energy, torchrex.SGHMC(0.1), device="cuda", initial="independent")
+    # Temperatures so close that pairs of one quality swap often: the decisions are part of the comparison.
+    ladder = torchrex.Ladder([1.0 + 0.002 * k for k in range(rungs)], [1e-5 * (1 + 0.5 * k) for k in range(rungs)])
+    return torchrex.ReplicaExchange(ensemble, ladder, seed=1, compiled=compiled, **options)
+
+
+def everything(run):
+    state = run.state_dict()
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+
+
+def assert_same(a, b):
+    for left, right in zip(everything(a), everything(b), strict=True):
+        assert torch.equal(left.cpu(), right.cpu())
+
+
+def infos(run, n, loader):
+    blocks = list(run.advance(n, loader))
+    return {name: torch.cat([getattr(block, name) for block in blocks]) for name in torchrex.exchange.StepInfo._fields}
+
+
+def test_captured_and_eager_agree(monkeypatch):
+    """Same seed, float32, 20 steps: parameters within 1e-5 relative, the same swap decisions."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    captured, eager = make(), make(compiled=False)
+    a, b = infos(captured, 20, data()), infos(eager, 20, data())
+    assert captured._graphs is not None
+    assert not captured._graphs.failed
+    assert eager._graphs is None
+    assert a["accepted"].any()
+    assert torch.equal(a["accepted"], b["accepted"])
+    assert torch.equal(a["replica_at"], b["replica_at"])
+    torch.testing.assert_close(a["energy"], b["energy"], rtol=1e-5, atol=0)
+    for left, right in zip(captured.ensemble.position, eager.ensemble.position, strict=True):
+        assert float((left - right).norm() / right.norm()) < 1e-5
+
+
+def test_the_parts_were_compiled(caplog):
+    with caplog.at_level(logging.INFO, logger="torchrex"):
+        run = make()
+        list(run.advance(2, data()))
+    assert not caplog.records
+
+
+def test_batches_given_one_by_one_equal_the_loader_inside_the_graph():
+    inside, outside = make(deterministic=True), make(deterministic=True)
+    list(inside.advance(20, data()))
+    loader = data()
+    for _ in range(20):
+        outside.step(loader.next())
+    assert_same(inside, outside)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("stop", [1, 100, 256, 300])
+def test_resume_is_exact(dropout, stop):
+    """Bit for bit, with cuDNN held to deterministic algorithms; its fastest ones add gradients in any order."""
+
+    def make_net():
+        return make(model=lambda: Net(dropout), deterministic=True)
+
+    whole = make_net()
+    list(whole.advance(310, data()))
+    first, loader = make_net(), data()
+    list(first.advance(stop, loader))
+    saved, position = first.state_dict(), loader.state_dict()
+    second, loader = make_net(), data()
+    second.load_state_dict(saved)
+    loader.load_state_dict(position)
+    list(second.advance(310 - stop, loader))
+    assert_same(whole, second)
+
+
+def test_a_smaller_last_batch_is_a_graph_of_its_own():
+    run, eager = make(), make(compiled=False)
+    a, b = infos(run, 14, data("keep")), infos(eager, 14, data("keep"))
+    assert len(run._graphs._graphs) == 2
+    torch.testing.assert_close(a["energy"], b["energy"], rtol=1e-4, atol=0)
+
+
+def test_too_many_shapes_run_eagerly_and_say_so_once(caplog):
+    run = make()
+    x, y = torch.randn(40, 3, 8, 8, device="cuda"), torch.randint(5, (40,), device="cuda")
+    for n in (10, 11, 12, 13, 14, 15, 10):
+        run.step((x[:n], y[:n]))
+    (record,) = [r for r in caplog.records if r.name == "torchrex" and r.levelno == logging.WARNING]
+    assert "more than 4 shapes" in record.message
+    assert run.n_steps == 7
+
+
+class NeedsTheHost(Net):
+    def forward(self, x):
+        return super().forward(x) * (1.0 if float(x.sum()) > -1e30 else 0.0)
+
+
+def test_a_module_that_cannot_be_captured_runs_eagerly_with_the_same_numbers(caplog):
+    run, eager = make(model=NeedsTheHost), make(compiled=False)
+    a, b = infos(run, 10, data()), infos(eager, 10, data())
+    (record,) = [r for r in caplog.records if r.name == "torchrex" and r.levelno == logging.WARNING]
+    assert "cannot be captured" in record.message
+    assert run._graphs.failed
+    torch.rand(1, device="cuda")  # torch's own generator has survived
+    torch.testing.assert_close(a["energy"], b["energy"], rtol=1e-4, atol=0)
+
+
+def test_divergence_is_noticed_at_the_end_of_a_stretch_and_healed_at_the_end_of_a_block():
+    stop = make()
+    list(stop.advance(3, data()))
+    stop.ensemble.position[1].fill_(float("nan"))
+    with pytest.raises(NonFiniteEnergyError) as caught:
+        list(stop.advance(20, data()))
+    assert (caught.value.replica, caught.value.step) == (1, 3)
+    heal = make(divergence="respawn")
+    list(heal.advance(3, data()))
+    heal.ensemble.position[1].fill_(float("nan"))
+    list(heal.advance(300, data()))
+    assert [event["step"] for event in heal.respawns] == [256]
+    assert heal.ensemble.position.isfinite().all()
+
+
+def test_autocast_and_channels_last():
+    energy = torchrex.PosteriorEnergy(F.cross_entropy, n_data=N, prior=torchrex.GaussianPrior(2.0))
+    runs = [
+        torchrex.ReplicaExchange(
+            torchrex.ModuleEnsemble(Net, energy, torchrex.SGHMC(0.1), device="cuda", **options),
+            torchrex.Ladder((1.0, 1.01), 1e-5),
+        )
+        for options in ({}, {"autocast": torch.bfloat16, "channels_last": True})
+    ]
+    plain, fast = (infos(run, 10, data())["energy"] for run in runs)
+    torch.testing.assert_close(plain, fast, rtol=0.02, atol=0)
+    assert runs[1].ensemble.modules[0].conv.weight.is_contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,338 @@
+"""A replica whose energy is NaN or infinite: it is named, it never spreads, and on request it is replaced."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchrex as tr
+from modules import N_CLASSES, N_DATA, N_FEATURES, batches, buffers_of, classes, cross_entropy, make_run, same, weights_of
+from torchrex.errors import InvalidArgumentError, NonFiniteEnergyError
+
+NAN, INF = float("nan"), float("inf")
+LADDER = tr.Ladder((0.5, 0.7, 1.0), (1e-3, 1e-3, 1e-3))
+FOUR = tr.Ladder((0.5, 0.7, 1.0, 1.4), 1e-3)
+NO_SWAPS = {"noise": tr.KnownVariance(1e12), "correction_factor": 1.0}
+
+
+def with_statistics():
+    """No ReLU in front: a NaN must come through."""
+    return nn.Sequential(nn.Linear(N_FEATURES, 5), nn.BatchNorm1d(5), nn.Linear(5, N_CLASSES))
+
+
+def run_on(ladder=LADDER, model=with_statistics, **options):
+    options = {"sampler": tr.SGHMC(0.1), "seed": 1, "correction_factor": INF, **options}
+    return make_run(model, cross_entropy(), ladder, **options)
+
+
+def poison(run, replica, value=NAN):
+    with torch.no_grad():
+        next(run.ensemble.modules[replica].parameters()).view(-1)[0] = value
+
+
+def go_on(run, batch):
+    """A step whatever the energies."""
+    try:
+        return run.step(batch)
+    except NonFiniteEnergyError as error:
+        return error
+
+
+# Stopping
+
+
+@pytest.mark.parametrize("replica", [0, 1, 2])
+@pytest.mark.parametrize("step", [0, 5])
+@pytest.mark.parametrize("through", ["step", "advance"])
+def test_the_error_names_replica_rung_and_step(replica, step, through):
+    run = run_on()
+    data = batches(8)
+    for batch in data[:step]:
+        run.step(batch)
+    rung = int(run.state.rung_of[replica, 0])
+    poison(run, replica)
+    with pytest.raises(NonFiniteEnergyError, match=f"replica {replica} on rung {rung} became nan at step {step} ") as caught:
+        run.step(data[step]) if through == "step" else list(run.advance(3, data[step:]))
+    error = caught.value
+    assert (error.replica, error.rung, error.step, error.run) == (replica, rung, step, 0)
+    assert isinstance(error, FloatingPointError)
+
+
+def test_replica_and_rung_are_told_apart():
+    """After swaps the two differ; the parametrised test above may not have met that."""
+    run = run_on()
+    data = iter(batches(60))
+    while run.replica_at(0) == 0:
+        run.step(next(data))
+    poison(run, 0)
+    rung = int(run.state.rung_of[0, 0])
+    with pytest.raises(NonFiniteEnergyError) as caught:
+        run.step(next(data))
+    assert (caught.value.replica, caught.value.rung) == (0, rung)
+    assert rung != 0
+
+
+def test_a_learning_rate_that_is_too_large_ends_in_an_error():
+    """Nothing is poisoned: the hot rung overflows by itself, and the first step at which it has done so is named."""
+    run = run_on(tr.Ladder((0.5, 1.0), (1e-4, 1e30)), **NO_SWAPS, sampler=tr.SGLD())
+    infos = [go_on(run, batch) for batch in batches(20)]
+    broken = next(k for k, info in enumerate(infos) if isinstance(info, NonFiniteEnergyError))
+    assert 0 < broken < 10
+    assert all(bool(info.energy.isfinite().all()) for info in infos[:broken])
+    assert (infos[broken].replica, infos[broken].rung, infos[broken].step) == (1, 1, broken)
+
+
+def squared(output, target):
+    return (output - F.one_hot(target, N_CLASSES)).square().sum(1)
+
+
+def squared_run(**options):
+    """Squared errors overflow to inf where cross entropies become NaN."""
+    energy = tr.PosteriorEnergy(squared, n_data=N_DATA)
+    return make_run(lambda: nn.Linear(N_FEATURES, N_CLASSES), energy, tr.Ladder((0.5, 1.0), 1e-4), seed=1, **options)
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+@pytest.mark.parametrize("noise", [None, tr.KnownVariance(), tr.RunningMean(tr.RepeatedDraws(2, every=50))], ids=str)
+def test_an_infinite_energy_stays_where_it_is_and_is_named(replica, noise):
+    run = squared_run(noise=noise)
+    poison(run, replica, 1e30)
+    with pytest.raises(NonFiniteEnergyError, match="became inf") as caught:
+        run.step(classes(8))
+    assert int(run.state.replica_at[replica, 0]) == replica, "it swapped"
+    assert (caught.value.replica, caught.value.rung) == (replica, replica)
+
+
+def test_an_infinite_energy_on_the_cold_rung_is_respawned():
+    run = squared_run(noise=tr.KnownVariance(), divergence="respawn")
+    poison(run, 0, 1e30)
+    run.step(classes(8))
+    assert run.respawns == [{"step": 1, "replica": 0, "rung": 0, "copied_from": 1}]
+    assert bool(run.ensemble.position.isfinite().all())
+
+
+# It never spreads
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("noise", [None, tr.KnownVariance(), tr.RunningMean(tr.RepeatedDraws(2, every=3))], ids=str)
+def test_a_broken_replica_never_swaps_and_changes_nobody(value, noise):
+    """With the middle rung broken nothing can swap: the others walk as in a run that tests nothing."""
+    data = batches(15)
+    broken, alone = run_on(noise=noise), run_on(**NO_SWAPS)
+    poison(broken, 1, value)
+    for batch in data:
+        if noise is not None and noise.feed is not None and broken.n_steps % 3 == 0:
+            broken.measure(data[:2])
+        assert isinstance(go_on(broken, batch), NonFiniteEnergyError)
+        alone.step(batch)
+        assert broken.state.replica_at[:, 0].tolist() == [0, 1, 2]
+        for replica in (0, 2):
+            assert torch.equal(broken.ensemble.position[replica], alone.ensemble.position[replica])
+            assert torch.equal(broken.ensemble.velocity[replica], alone.ensemble.velocity[replica])
+            assert same(buffers_of(broken, replica), buffers_of(alone, replica))
+    assert broken.n_steps == 15
+
+
+def test_healthy_neighbours_still_swap():
+    run = run_on(FOUR, noise=tr.KnownVariance())
+    poison(run, 0)
+    for batch in batches(40):
+        go_on(run, batch)
+    assert run.replica_at(0) == 0
+    orders = set()
+    for batch in batches(40, seed=1):
+        go_on(run, batch)
+        orders.add(tuple(run.state.replica_at[:, 0].tolist()))
+    assert len(orders) > 1
+    assert {order[0] for order in orders} == {0}
+    assert bool(run.ensemble.position[1:].isfinite().all())
+
+
+# Respawning
+
+
+@pytest.mark.parametrize(
+    ("broken_rungs", "copied"),
+    [
+        ((0,), {0: 1}),
+        ((1,), {1: 0}),
+        ((3,), {3: 2}),
+        ((0, 1), {0: 2, 1: 2}),
+        ((1, 2), {1: 0, 2: 3}),
+        ((0, 1, 2), {0: 3, 1: 3, 2: 3}),
+    ],
+)
+def test_the_nearest_healthy_replica_is_copied(broken_rungs, copied):
+    """By rungs, the colder one of two; weights, buffers and momentum."""
+    run = run_on(FOUR, divergence="respawn", noise=tr.KnownVariance(), initial="independent")
+    data = batches(40)
+    for batch in data[:30]:
+        run.step(batch)
+    standing = run.state.replica_at[:, 0].tolist()
+    assert standing != [0, 1, 2, 3], "rungs and replicas are not told apart"
+    for rung in broken_rungs:
+        poison(run, standing[rung])
+    assert run.respawns == []
+    run.step(data[30])
+    stands = run.state.replica_at[:, 0].tolist()
+    assert [stands[rung] for rung in broken_rungs] == [standing[rung] for rung in broken_rungs]
+    assert run.respawns == [
+        {"step": 31, "replica": standing[rung], "rung": rung, "copied_from": stands[copied[rung]]} for rung in broken_rungs
+    ]
+    for event in run.respawns:
+        a, b = event["replica"], event["copied_from"]
+        assert torch.equal(run.ensemble.position[a], run.ensemble.position[b])
+        assert torch.equal(run.ensemble.velocity[a], run.ensemble.velocity[b])
+        assert same(buffers_of(run, a), buffers_of(run, b))
+        assert same(weights_of(run, a), weights_of(run, b))
+    run.step(data[31])
+    for event in run.respawns:  # their noises differ, so they part
+        assert not torch.equal(run.ensemble.position[event["replica"]], run.ensemble.position[event["copied_from"]])
+    assert len(run.respawns) == len(broken_rungs)
+
+
+def test_a_replica_that_the_last_move_broke_is_no_source():
+    """Its energy is still finite, its weights are not: rung 0 is copied over both."""
+    run = run_on(divergence="respawn", noise=tr.KnownVariance(), momentum="keep")
+    run.ensemble.velocity[1, 0] = INF
+    poison(run, 2)
+    run.step(classes(8))
+    standing = run.state.replica_at[:, 0].tolist()
+    broken = {event["replica"]: event["copied_from"] for event in run.respawns}
+    assert broken == {1: 0, 2: 0}
+    assert sorted(standing) == [0, 1, 2]
+    assert bool(run.ensemble.position.isfinite().all())
+
+
+def test_a_copy_is_a_copy():
+    """The two replicas share no memory afterwards."""
+    run = run_on(divergence="respawn")
+    poison(run, 2)
+    run.step(classes(8))
+    other = weights_of(run, 1)
+    poison(run, 2, 7.0)
+    run.ensemble.modules[2][1].running_mean.fill_(7.0)
+    assert same(weights_of(run, 1), other)
+    assert float(run.ensemble.modules[1][1].running_mean.max()) < 7.0
+
+
+def test_it_is_logged_and_the_others_are_left_alone(caplog):
+    data = batches(10)
+    run, alone = run_on(divergence="respawn", **NO_SWAPS), run_on(**NO_SWAPS)
+    for batch in data[:4]:
+        run.step(batch)
+        alone.step(batch)
+    poison(run, 1)
+    with caplog.at_level(logging.WARNING, logger="torchrex"):
+        for batch in data[4:]:
+            info = run.step(batch)
+            alone.step(batch)
+    assert [record.getMessage() for record in caplog.records] == [
+        "replica 1 on rung 1 diverged before step 5 and is now a copy of replica 0; if it repeats, lower that rung's lr"
+    ]
+    assert bool(info.energy.isfinite().all())
+    assert bool(run.ensemble.position.isfinite().all())
+    for replica in (0, 2):
+        assert torch.equal(run.ensemble.position[replica], alone.ensemble.position[replica])
+
+
+def test_a_rung_that_keeps_overflowing_is_respawned_again_and_again():
+    run = run_on(tr.Ladder((0.5, 1.0), (1e-4, 1e30)), **NO_SWAPS, divergence="respawn", sampler=tr.SGLD())
+    for batch in batches(20):
+        run.step(batch)
+    assert len(run.respawns) >= 5
+    assert {(event["replica"], event["copied_from"]) for event in run.respawns} == {(1, 0)}
+    assert bool(run.ensemble.position[0].isfinite().all())
+
+
+@pytest.mark.parametrize("noise", [None, tr.RunningMean(tr.PerExample())], ids=str)
+def test_swaps_go_on_after_a_respawn(noise):
+    run = run_on(divergence="respawn", noise=noise)
+    data = batches(60)
+    for batch in data[:5]:
+        run.step(batch)
+    poison(run, 1)
+    infos = [run.step(batch) for batch in data[5:]]
+    assert len(run.respawns) == 1
+    assert bool(run.state.noise_variance.isfinite().all())
+    assert all(sum(int(info.accepted[pair]) for info in infos) > 3 for pair in range(2))
+
+
+def test_swaps_go_on_after_a_respawn_with_a_known_variance():
+    run = run_on(divergence="respawn", noise=tr.KnownVariance())
+    poison(run, 1)
+    infos = [run.step(batch) for batch in batches(60)]
+    assert len(run.respawns) == 1
+    assert not infos[0].accepted.any()
+    assert all(sum(int(info.accepted[pair]) for info in infos) > 3 for pair in range(2))
+
+
+def test_a_learnt_factor_survives_a_broken_replica():
+    run = run_on(divergence="respawn", noise=tr.KnownVariance(1.0), correction_factor=tr.TargetAcceptance(0.3))
+    poison(run, 1)
+    for batch in batches(4):
+        run.step(batch)
+    assert bool(run.state.correction_factor.isfinite().all())
+
+
+def respawning(**options):
+    return run_on(FOUR, divergence="respawn", noise=tr.KnownVariance(), **options)
+
+
+def test_a_run_with_respawns_is_reproducible_and_resumable(tmp_path):
+    data = batches(24)
+
+    def go(run, first, last, saved=None):
+        infos = []
+        for k in range(first, last):
+            if k in (4, 10, 17):
+                poison(run, k % 4)
+            if saved is not None:
+                saved[k] = run.state_dict()
+            infos.append(run.step(data[k]))
+        return infos
+
+    states = {}
+    reference, again = respawning(), respawning()
+    infos = go(reference, 0, 24, states)
+    assert len(reference.respawns) == 3
+    assert same(go(again, 0, 24), infos)
+    assert same(again.state_dict(), reference.state_dict())
+    for k in (4, 5, 11, 20):
+        checkpoints = tr.Checkpoints(tmp_path / str(k))
+        checkpoints.save(k, states[k])
+        resumed = respawning()
+        resumed.load_state_dict(checkpoints.load_newest().state)
+        if k in (4, 10, 17):
+            assert not bool(resumed.ensemble.position.isfinite().all())
+        assert same(go(resumed, k, 24), infos[k:])
+        assert same(resumed.state_dict(), reference.state_dict())
+        assert resumed.respawns == reference.respawns
+
+
+@pytest.mark.parametrize("policy", ["stop", "respawn"])
+def test_all_replicas_broken_is_an_error(policy):
+    run = run_on(divergence=policy)
+    for replica in range(3):
+        poison(run, replica)
+    with pytest.raises(NonFiniteEnergyError) as caught:
+        run.step(classes(8))
+    assert (caught.value.rung, caught.value.step) == (0, 0)
+    assert run.respawns == []
+
+
+def test_a_single_rung_has_nobody_to_copy():
+    run = run_on(tr.Ladder((1.0,), 1e-3), divergence="respawn")
+    poison(run, 0)
+    with pytest.raises(NonFiniteEnergyError):
+        run.step(classes(8))
+
+
+def test_unknown_policy():
+    with pytest.raises(InvalidArgumentError, match="stop or respawn, got 'ignore'"):
+        run_on(divergence="ignore")

@@ -1,0 +1,1055 @@
+"""Replicas of a user's module: how they begin, what belongs to whom, what a step does to them, and going on exactly."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchrex as tr
+from assertions import assert_mean_is
+from modules import (
+    N_CLASSES,
+    N_DATA,
+    N_FEATURES,
+    batches,
+    buffers_of,
+    classes,
+    cross_entropy,
+    flat_energy,
+    joined,
+    linear,
+    make_run,
+    mlp,
+    same,
+    stacked,
+    weights_of,
+    with_dropout,
+    with_everything,
+)
+from torchrex.errors import InvalidArgumentError, NoiseError, TargetError
+from torchrex.rng import Streams
+
+INF = float("inf")
+THREE = tr.Ladder((0.5, 0.7, 1.0), (1e-3, 2e-3, 4e-3))
+
+
+def losses_of(module, batch):
+    """Per-example losses of a copy, so that nothing of the module changes."""
+    return F.cross_entropy(copy.deepcopy(module)(batch[0]), batch[1], reduction="none").detach().double()
+
+
+# Beginning
+
+
+@pytest.mark.parametrize("initial", ["identical", "independent"])
+def test_the_seed_alone_decides_the_initial_weights(initial):
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = make_run(mlp, initial=initial, seed=5).ensemble.position.clone()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    torch.rand(7)
+    assert torch.equal(make_run(mlp, initial=initial, seed=5).ensemble.position, first)
+    assert not torch.equal(make_run(mlp, initial=initial, seed=6).ensemble.position, first)
+    assert torch.equal(first[0], first[1]) == (initial == "identical")
+    assert float(first.std()) > 0.1
+
+
+def test_a_module_is_copied_and_stays_as_it_was():
+    torch.manual_seed(0)
+    mine = with_everything()
+    before = copy.deepcopy(mine.state_dict())
+    run = make_run(mine, ladder=THREE)
+    assert all(module is not mine for module in run.ensemble.modules)
+    assert all(same(dict(module.state_dict()), dict(before)) for module in run.ensemble.modules)
+    for batch in batches(3):
+        run.step(batch)
+    assert same(dict(mine.state_dict()), dict(before))
+    assert not same(dict(run.module_at().state_dict()), dict(before))
+
+
+def test_the_function_is_called_once_or_once_for_each_replica():
+    for initial, expected in (("identical", 1), ("independent", 3)):
+        made = []
+        make_run(lambda made=made: made.append(linear()) or made[-1], ladder=THREE, initial=initial)
+        assert len(made) == expected
+
+
+def test_replicas_share_no_memory():
+    run = make_run(with_everything, ladder=THREE)
+    pointers = [t.data_ptr() for m in run.ensemble.modules for t in (*m.parameters(), *m.buffers())]
+    assert len(set(pointers)) == len(pointers)
+    with torch.no_grad():
+        run.ensemble.modules[1][0].weight.fill_(7.0)
+    assert float(run.ensemble.modules[0][0].weight.detach().max()) < 7.0
+    assert int((run.ensemble.position == 7.0).sum()) == 6 * N_FEATURES, "the modules do not see the rows that move"
+
+
+def test_a_module_stays_in_its_mode():
+    still = with_everything().eval()
+    still[3].train()
+    run = make_run(still)
+    run.step(classes(8))
+    assert [part.training for part in run.module_at()] == [False, False, False, True, False]
+    assert int(run.module_at()[1].num_batches_tracked) == 0
+    run.predict(classes(8))
+    assert [part.training for part in run.module_at()] == [False, False, False, True, False]
+
+
+def test_bfloat16_is_for_the_forward_pass_only():
+    batch = classes(8)
+    ensemble = tr.ModuleEnsemble(mlp, cross_entropy(), autocast=torch.bfloat16)
+    run, single = tr.ReplicaExchange(ensemble, THREE, seed=4), make_run(mlp, ladder=THREE, seed=4)
+    a, b = run.step(batch).energy, single.step(batch).energy
+    assert run.ensemble.position.dtype == torch.float32
+    assert run.predict(batch).dtype == torch.float32
+    assert not torch.equal(a, b)
+    assert torch.allclose(a, b, rtol=0.02)
+
+
+# What is refused
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(N_FEATURES, 3), nn.Linear(3, N_CLASSES, dtype=torch.float64)
+
+
+def frozen():
+    return linear().requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Mixed, r"one dtype, but body\.bias is float32, head\.bias is float64.*model\.float\(\)"),
+        (lambda: linear().bfloat16(), "float32 or float64, got torch.bfloat16"),
+        (lambda: linear().half(), "float32 or float64, got torch.float16"),
+        (nn.Tanh, "Tanh has no parameters"),
+        (frozen, "Linear has no parameter that requires a gradient"),
+    ],
+)
+def test_modules_that_cannot_be_sampled(model, words):
+    with pytest.raises(TargetError, match=words):
+        make_run(model)
+    with pytest.raises(TargetError, match=words):
+        make_run(model())
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_lazy_module_must_have_seen_a_batch():
+    with pytest.raises(TargetError, match="weight has no shape yet: run one batch"):
+        make_run(lambda: nn.LazyLinear(N_CLASSES))
+    ready = nn.LazyLinear(N_CLASSES)
+    ready(classes(8)[0])
+    assert bool(make_run(ready).step(classes(8)).energy.isfinite().all())
+
+
+def test_replicas_must_be_alike():
+    sizes = iter((3, 4))
+    with pytest.raises(TargetError, match=r"different sizes, in 0\.weight"):
+        make_run(lambda: nn.Sequential(nn.Linear(N_FEATURES, next(sizes)), nn.Tanh()), initial="independent")
+    biases = iter((True, False))
+    with pytest.raises(TargetError, match="different parameters"):
+        make_run(lambda: nn.Linear(N_FEATURES, N_CLASSES, bias=next(biases)), initial="independent")
+
+
+def test_bad_arguments():
+    energy = cross_entropy()
+    for arguments, options, words in (
+        (("resnet", energy), {}, "model must be an nn.Module or a function"),
+        ((linear, F.cross_entropy), {}, r"energy must be PosteriorEnergy\(loss, n_data="),
+        ((linear, energy, "sghmc"), {}, r"SGHMC\(0\.1\), got 'sghmc'"),
+        ((linear, energy), {"initial": "random"}, "identical or independent, got 'random'"),
+        ((linear(), energy), {"initial": "independent"}, "need a function"),
+        ((linear, energy), {"autocast": torch.float16}, "float16 overflows"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=words):
+            tr.ModuleEnsemble(*arguments, **options)
+    with pytest.raises(InvalidArgumentError, match=r"must make an nn\.Module, but made int"):
+        make_run(lambda: 3)
+
+
+def test_an_ensemble_belongs_to_one_run():
+    run = make_run()
+    with pytest.raises(InvalidArgumentError, match="belongs to a run already; make another"):
+        tr.ReplicaExchange(run.ensemble, THREE)
+    assert run.n_rungs == len(run.ensemble.modules) == 2
+
+
+def test_a_refused_run_does_not_use_up_its_ensemble():
+    ensemble = tr.ModuleEnsemble(linear, cross_entropy())
+    with pytest.raises(InvalidArgumentError, match="compiled=True"):
+        tr.ReplicaExchange(ensemble, THREE, compiled=True)
+    tr.ReplicaExchange(ensemble, THREE)
+
+
+def test_all_pairs_in_turn_need_fresh_energies():
+    with pytest.raises(InvalidArgumentError, match=r"AllInTurn\(\) needs fresh minibatch energies.*EvenOdd"):
+        make_run(ladder=THREE, pairing=tr.AllInTurn())
+    assert make_run(pairing=tr.AllInTurn()).step(classes(8)).accepted.shape == (1, 1)  # one pair has one round
+
+
+def test_steps_need_batches():
+    run = make_run()
+    with pytest.raises(InvalidArgumentError, match=r"run\.step\(\(x, y\)\)"):
+        run.step()
+    with pytest.raises(InvalidArgumentError, match=r"run\.advance\(n_steps, loader\)"):
+        list(run.advance(3))
+    with pytest.raises(InvalidArgumentError, match="got -1"):
+        list(run.advance(-1, batches(1)))
+    with pytest.raises(InvalidArgumentError, match="an iterator can be used once only"):
+        list(run.advance(3, iter(batches(2))))
+    assert list(run.advance(0, batches(1))) == []
+    for rung in (-1, 2):
+        with pytest.raises(InvalidArgumentError, match=f"between 0 and 1, got {rung}"):
+            run.module_at(rung)
+
+
+# Which parameters
+
+
+class Frozen(nn.Module):
+    """Random features that are not trained, and a head that is."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Linear(N_FEATURES, 6).requires_grad_(False)
+        self.head = nn.Linear(6, N_CLASSES)
+
+    def forward(self, x):
+        return self.head(self.features(x).tanh())
+
+
+def test_frozen_parameters_never_change():
+    run = make_run(Frozen, cross_entropy(prior=tr.GaussianPrior(10.0)), THREE, sampler=tr.SGHMC(0.1), correction_factor=INF)
+    assert run.ensemble.layout.size == 7 * N_CLASSES
+    before = [weights_of(run, replica) for replica in range(3)]
+    for batch in batches(10):
+        run.step(batch)
+    for replica in range(3):
+        after = weights_of(run, replica)
+        assert all(torch.equal(after[name], before[replica][name]) == name.startswith("features") for name in after)
+    assert not any(p.requires_grad for p in run.module_at().features.parameters())
+
+
+class Tied(nn.Module):
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        self.encode = nn.Linear(N_FEATURES, N_FEATURES, bias=False, dtype=dtype)
+        self.decode = nn.Linear(N_FEATURES, N_FEATURES, dtype=dtype)
+        self.decode.weight = self.encode.weight
+
+    def forward(self, x):
+        return self.decode(self.encode(x).tanh())
+
+
+def test_tied_weights_stay_tied_and_count_once():
+    torch.manual_seed(0)
+    model = Tied()
+    reference = copy.deepcopy(model)
+    run = make_run(model, cross_entropy(prior=tr.GaussianPrior(3.0)), tr.Ladder.descent(1e-2))
+    assert run.ensemble.layout.size == N_FEATURES**2 + N_FEATURES
+    for x, y in batches(5, dtype=torch.float64):
+        prior = 1.5 * sum(p.square().sum() for p in reference.parameters())
+        energy = N_DATA / 8 * F.cross_entropy(reference(x), y, reduction="sum") + prior
+        gradients = torch.autograd.grad(energy, list(reference.parameters()))
+        assert float(run.step((x, y)).energy[0, 0]) == pytest.approx(float(energy.detach()), rel=1e-12)
+        with torch.no_grad():
+            for p, g in zip(reference.parameters(), gradients, strict=True):
+                p -= 1e-2 * g
+        mine = run.module_at()
+        assert mine.encode.weight is mine.decode.weight
+        assert torch.allclose(mine.encode.weight, reference.encode.weight, rtol=1e-10, atol=1e-12)
+        assert torch.allclose(mine.decode.bias, reference.decode.bias, rtol=1e-10, atol=1e-12)
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = linear(torch.float64), nn.Linear(2, 3, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def test_parameters_that_the_forward_pass_does_not_use():
+    """The data do not move them; a prior and the noise do."""
+    batch = classes(8, dtype=torch.float64)
+    still = make_run(Unused, ladder=tr.Ladder.descent(0.1))
+    before = still.module_at().unused.weight.detach().clone()
+    still.step(batch)
+    assert torch.equal(still.module_at().unused.weight, before)
+    shrinking = make_run(Unused, cross_entropy(prior=tr.GaussianPrior(2.0)), tr.Ladder.descent(0.1))
+    shrinking.step(batch)
+    assert torch.allclose(shrinking.module_at().unused.weight, 0.8 * before)
+    hot = make_run(Unused)
+    hot.step(batch)
+    assert bool((hot.module_at().unused.weight != before).all())
+
+
+# The law of a move
+
+
+class Numbers(nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(n))
+
+    def forward(self, batch):
+        return 0.0 * self.x.sum() * batch[:, :1]
+
+
+def stationary_variance(friction, lr, stiffness, temperature):
+    """Of x in the discrete chain, by summing the linear recursion up; SGLD is SGHMC with friction 1."""
+    decay = 1.0 - friction
+    turn = torch.tensor([[1.0 - lr * stiffness, decay], [-lr * stiffness, decay]], dtype=torch.float64)
+    kick = 2.0 * friction * lr * temperature * torch.ones(2, 2, dtype=torch.float64)
+    total, term = kick.clone(), kick
+    for _ in range(3000):
+        term = turn @ term @ turn.T
+        total += term
+    return float(total[0, 0])
+
+
+@pytest.mark.parametrize("friction", [1.0, 0.3])
+def test_the_law_of_the_discrete_chain(friction):
+    """A Gaussian prior alone: 20,000 independent numbers on three rungs that never swap."""
+    lrs, temperatures = (0.05, 0.1, 0.15), (0.5, 1.0, 2.0)
+    energy = tr.PosteriorEnergy(lambda output: output[:, 0], n_data=5, prior=tr.GaussianPrior(4.0))
+    run = make_run(
+        lambda: Numbers(20_000),
+        energy,
+        tr.Ladder(temperatures, lrs),
+        sampler=tr.SGLD() if friction == 1.0 else tr.SGHMC(friction),
+        noise=tr.KnownVariance(1e9),
+        seed=11,
+    )
+    for info in run.advance(150, [torch.ones(2, 1)]):
+        assert not info.accepted.any()
+    for rung in range(3):
+        expected = stationary_variance(friction, lrs[rung], 4.0, temperatures[rung])
+        assert_mean_is(run.ensemble.position[rung].square(), expected)
+    if friction == 1.0:
+        assert expected == pytest.approx(2.0 / (4.0 * (1.0 - 0.3)), rel=1e-6), "tau / (a (1 - lr a / 2))"
+
+
+# What a step says
+
+
+@pytest.mark.parametrize("pairing", [tr.EvenOdd(), tr.RandomPair()])
+def test_energies_are_those_of_the_rungs_before_the_swaps(pairing):
+    prior = tr.GaussianPrior(0.5, groups={"bias": 2.0})
+    run = make_run(mlp, cross_entropy(prior=prior), THREE, initial="independent", pairing=pairing, correction_factor=INF)
+    orders = set()
+    for batch in batches(60):
+        stood = run.state.replica_at[:, 0].tolist()
+        expected = []
+        for replica in stood:
+            module = run.ensemble.modules[replica]
+            weights = sum(
+                p.detach().double().square().sum() * (1.0 if "bias" in n else 0.25) for n, p in module.named_parameters()
+            )
+            expected.append(N_DATA / 8 * losses_of(module, batch).sum() + weights)
+        info = run.step(batch)
+        assert torch.allclose(info.energy[:, 0], torch.stack(expected), rtol=1e-6)
+        stands = info.replica_at[:, 0].tolist()
+        for pair in range(2):
+            assert bool(info.accepted[pair, 0]) == (stands[pair : pair + 2] == stood[pair : pair + 2][::-1])
+        assert [run.replica_at(rung) for rung in range(3)] == stands
+        assert all(run.module_at(rung) is run.ensemble.modules[replica] for rung, replica in enumerate(stands))
+        orders.add(tuple(stands))
+    assert orders & {(1, 2, 0), (2, 0, 1)}, "no proper permutation"
+    assert info.energy.dtype == torch.float64
+
+
+def test_the_lr_is_that_of_the_rung():
+    """A force of 1 everywhere, no noise to speak of, energies that always swap."""
+    energy = tr.PosteriorEnergy.of(
+        lambda m, b: torch.stack([(p - p.detach()).sum() for p in m.parameters()]).sum().expand(len(b[0])), n_data=8
+    )
+    lrs = (0.1, 0.2, 0.4)
+    run = make_run(linear, energy, tr.Ladder((1e-24, 2e-24, 3e-24), lrs))
+    orders = set()
+    for batch in batches(6):
+        before = run.ensemble.position.clone()
+        rung_of = run.step(batch).replica_at[:, 0].argsort()
+        assert torch.allclose(before - run.ensemble.position, 8.0 * torch.tensor(lrs)[rung_of][:, None].expand_as(before))
+        orders.add(tuple(rung_of.tolist()))
+    assert len(orders) == 6
+
+
+@pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.parametrize("replacement", [True, False])
+def test_the_free_variance_is_that_of_the_losses(paired, replacement):
+    """N^2 / n times half the variance of the difference, or the mean of the variances, of the replicas on the rungs; times
+    1 - n / N where the examples of an epoch are drawn without replacement.
+    """
+    run = make_run(
+        mlp,
+        ladder=THREE,
+        initial="independent",
+        replacement=replacement,
+        noise=tr.Smoothing(0.3, tr.PerExample(paired)),
+        correction_factor=INF,
+    )
+    scale = N_DATA**2 / 8 * (1.0 if replacement else 1 - 8 / N_DATA)
+    smoothed = None
+    for k, batch in enumerate(batches(30)):
+        cold_to_hot = [losses_of(run.module_at(rung), batch) for rung in range(3)]
+        sample = torch.stack(
+            [scale * (0.5 * (a - b).var() if paired else 0.5 * (a.var() + b.var())) for a, b in pairwise(cold_to_hot)]
+        )
+        smoothed = sample if k == 0 else 0.7 * smoothed + 0.3 * sample
+        info = run.step(batch)
+        assert torch.allclose(info.noise_variance[:, 0], smoothed, rtol=1e-5)
+    assert (run.state.noise_updates == 30).all()
+    assert info.replica_at[:, 0].tolist() != [0, 1, 2]
+
+
+def test_the_correction_is_gap_times_variance_over_factor():
+    run = make_run(mlp, ladder=THREE, initial="independent", correction_factor=7.0)
+    gaps = torch.tensor([1 / 0.5 - 1 / 0.7, 1 / 0.7 - 1 / 1.0], dtype=torch.float64)
+    for batch in batches(5):
+        info = run.step(batch)
+        assert torch.allclose(info.correction[:, 0], gaps * info.noise_variance[:, 0] / 7.0)
+
+
+def test_swaps_are_decided_by_the_corrected_energies():
+    """At temperatures near 0 the test is a comparison, so every decision can be foretold."""
+    ladder = tr.Ladder((1e-9, 1.0), (1e-4, 1e-2))
+    for factor, threshold in ((INF, 0.0), (1e12, None)):
+        run = make_run(mlp, ladder=ladder, initial="independent", noise=tr.KnownVariance(4.0), correction_factor=factor, seed=4)
+        swaps = 0
+        for batch in batches(40):
+            info = run.step(batch)
+            needed = (1e9 - 1.0) * 4.0 / factor if threshold is None else threshold
+            assert bool(info.accepted[0, 0]) == (float(info.energy[0, 0] - info.energy[1, 0]) > needed)
+            swaps += int(info.accepted[0, 0])
+        assert 0 < swaps < 40
+
+
+# Randomness in the forward pass
+
+
+def two_ways(make):
+    """The same steps in a quiet process and in one that draws numbers all the time."""
+    data = batches(6)
+    torch.manual_seed(0)
+    quiet = make()
+    infos = [quiet.step(batch) for batch in data]
+    torch.manual_seed(99)
+    busy = make()
+    for batch, info in zip(data, infos, strict=True):
+        torch.randn(3)
+        before = torch.get_rng_state()
+        assert same(busy.step(batch), info)
+        assert torch.equal(torch.get_rng_state(), before)
+    assert same(busy.state_dict(), quiet.state_dict())
+    return infos
+
+
+def test_dropout_is_decided_by_the_seed_of_the_run():
+    infos = two_ways(lambda: make_run(with_dropout, seed=3))
+    first = infos[0].energy[:, 0]
+    assert float(first[0]) != float(first[1]), "both replicas got the same mask"
+    other = make_run(with_dropout(), seed=4)
+    again = make_run(copy.deepcopy(other.ensemble.modules[0]), seed=5)
+    assert not torch.equal(other.step(classes(8)).energy, again.step(classes(8)).energy), "the seed does not decide the masks"
+
+
+def test_masks_differ_from_step_to_step():
+    """Nothing moves and the batch is the same: only the masks can change the energies."""
+    run = make_run(with_dropout, ladder=tr.Ladder((1e-12, 2e-12), 1e-12))
+    energies = {float(run.step(classes(8)).energy[0, 0]) for _ in range(5)}
+    assert len(energies) == 5
+
+
+def test_a_module_that_draws_nothing_leaves_the_generator_alone():
+    two_ways(lambda: make_run(mlp, seed=3))
+
+
+class DropsLater(nn.Module):
+    """Dropout that begins after some calls, as with a schedule of its rate."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.calls = linear(), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.body(F.dropout(x, 0.5 if self.calls > 3 else 0.0))
+
+
+def test_dropout_that_begins_later_is_decided_by_the_seed():
+    two_ways(lambda: make_run(DropsLater, seed=3))
+
+
+def test_a_module_put_into_training_mode_later():
+    data, quiet = batches(4), with_dropout().eval()
+
+    def go(global_seed):
+        torch.manual_seed(global_seed)
+        run = make_run(quiet, seed=3)
+        run.step(data[0])
+        for module in run.ensemble.modules:
+            module.train()
+        return [run.step(batch) for batch in data[1:]]
+
+    assert same(go(1), go(2))
+
+
+# Batches
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, x, z):
+        return self.first(x) - self.second(z)
+
+
+def test_several_inputs_and_dicts_give_the_same_steps():
+    def make():
+        return make_run(TwoInputs, seed=1)
+
+    pairs, keyed = make(), make()
+    for (x, y), (z, _) in zip(batches(4), batches(4, seed=1), strict=True):
+        info = pairs.step((x, z, y))
+        assert same(keyed.step({"target": y, "z": z, "x": x}), info)
+        assert torch.equal(pairs.predict((x, z, y)), keyed.predict({"x": x, "z": z, "target": y}))
+        assert torch.equal(pairs.predict((x, z, y)), pairs.module_at()(x, z))
+
+
+def test_batches_of_changing_shape_keep_the_scale():
+    run = make_run(mlp, initial="independent")
+    for size in (8, 3, 8, 40, 2, 17):
+        batch = classes(size, seed=size)
+        expected = torch.stack([N_DATA / size * losses_of(run.module_at(rung), batch).sum() for rung in range(2)])
+        assert torch.allclose(run.step(batch).energy[:, 0], expected, rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:var")
+def test_a_batch_of_one_example_does_not_end_the_swaps():
+    """The last batch of 33 examples in batches of 8 that are kept has one."""
+    loader = tr.DeviceLoader(classes(33), 8, last="keep")
+    run = make_run(linear, cross_entropy(33), correction_factor=INF)
+    info = joined(list(run.advance(40, loader)))
+    assert bool(info.noise_variance.isfinite().all())
+    assert bool(info.accepted[20:].any())
+
+
+def test_independent_minibatches():
+    """Every replica its own batch, whichever rung it stands on."""
+    options = {"shared_batches": False, "replacement": True, "correction_factor": INF}
+    run = make_run(mlp, ladder=THREE, initial="independent", **options)
+    assert run.rules.noise == tr.Smoothing(0.3, tr.PerExample(paired=False))
+    for k in range(30):
+        three = batches(3, seed=k)
+        stood = run.state.replica_at[:, 0].tolist()
+        losses = [losses_of(run.ensemble.modules[replica], three[replica]) for replica in stood]
+        info = run.step(three)
+        assert torch.allclose(info.energy[:, 0], torch.stack([N_DATA / 8 * values.sum() for values in losses]), rtol=1e-6)
+        if k == 0:
+            variance = torch.stack([N_DATA**2 / 8 * values.var() for values in losses])
+            assert torch.allclose(info.noise_variance[:, 0], 0.5 * (variance[:-1] + variance[1:]), rtol=1e-5)
+    assert info.replica_at[:, 0].tolist() != [0, 1, 2]
+
+
+def test_paired_noise_needs_a_shared_minibatch():
+    for noise in (tr.PairedVariance(), tr.RunningMean(tr.PerExample(paired=True))):
+        with pytest.raises(NoiseError, match=r"gives each its own; use PerExample\(paired=False\)"):
+            make_run(shared_batches=False, noise=noise)
+    with pytest.raises(InvalidArgumentError, match="a list of 3 batches, one for each replica"):
+        make_run(ladder=THREE, shared_batches=False).step(classes(8))
+
+
+def test_independent_minibatches_are_taken_in_turn_from_a_loader():
+    def make():
+        return make_run(ladder=THREE, shared_batches=False, seed=2)
+
+    by_hand, loaded = make(), make()
+    data = batches(12)
+    infos = [by_hand.step(data[3 * k : 3 * k + 3]) for k in range(4)]
+    assert same(joined(list(loaded.advance(4, data))), stacked(infos))
+    with_loader, again = make(), make()
+    a, b = (tr.DeviceLoader(classes(), 8, seed=1, last="wrap") for _ in range(2))
+    infos = [with_loader.step([a.next() for _ in range(3)]) for _ in range(5)]
+    assert same(joined(list(again.advance(5, b))), stacked(infos))
+
+
+def test_independent_minibatches_of_two_sizes():
+    """As every loader gives that keeps the smaller last batch: it works, or says what to do."""
+    loader = tr.DeviceLoader(classes(), 9, last="keep")
+    run = make_run(shared_batches=False)
+    try:
+        list(run.advance(10, loader))
+    except InvalidArgumentError as error:
+        assert "size" in str(error)  # noqa: PT017 - one of two right answers
+
+
+# Loaders
+
+
+def test_a_loop_over_a_loader_is_the_same_as_advance():
+    def make():
+        return make_run(with_everything, sampler=tr.SGHMC(0.1), seed=6), tr.DeviceLoader(classes(), 8, seed=1)
+
+    (stepped, first), (advanced, second), (in_pieces, third) = make(), make(), make()
+    infos = [stepped.step(batch) for _ in range(4) for batch in first]
+    assert same(joined(list(advanced.advance(20, second))), stacked(infos))
+    pieces = [block for n in (3, 1, 11, 5) for block in in_pieces.advance(n, third)]
+    assert same(joined(pieces), stacked(infos))
+    assert same(advanced.state_dict(), stepped.state_dict())
+    assert same(in_pieces.state_dict(), stepped.state_dict())
+    assert stepped.n_steps == advanced.n_steps == 20
+
+
+def test_blocks_end_at_multiples_of_256():
+    run = make_run()
+    data = batches(1)
+    assert [len(info.energy) for info in run.advance(10, data)] == [10]
+    assert [len(info.energy) for info in run.advance(300, data)] == [246, 54]
+    assert run.n_steps == 310
+
+
+def test_a_torch_data_loader():
+    x, y = classes()
+    data = DataLoader(TensorDataset(x, y), batch_size=9)
+    loaded, by_hand = make_run(seed=3), make_run(seed=3)
+    order = [(x[k : k + 9], y[k : k + 9]) for k in range(0, 40, 9)]
+    infos = [by_hand.step(order[k % 5]) for k in range(12)]  # begun anew when it ends
+    assert same(joined(list(loaded.advance(12, data))), stacked(infos))
+
+
+def test_the_same_data_go_on_where_they_were():
+    data = batches(5)
+    whole, in_pieces = make_run(seed=3), make_run(seed=3)
+    pieces = [block for n in (2, 4, 1) for block in in_pieces.advance(n, data)]
+    assert same(joined(pieces), joined(list(whole.advance(7, data))))
+    other = batches(2, seed=1)
+    assert same(next(in_pieces.advance(1, other)), stacked([whole.step(other[0])]))
+
+
+class FailsOnce(list):
+    """Batches, one of which cannot be read at the first try: a full disk, a worker that died, Ctrl-C."""
+
+    tried = False
+
+    def __iter__(self):
+        for k, batch in enumerate(super().__iter__()):
+            if k == 2 and not self.tried:
+                self.tried = True
+                raise OSError("cannot read")
+            yield batch
+
+
+def test_a_run_goes_on_after_its_data_failed():
+    run, data = make_run(), FailsOnce(batches(4))
+    with pytest.raises(OSError, match="cannot read"):
+        list(run.advance(4, data))
+    assert run.n_steps == 2
+    list(run.advance(4, data))
+    assert run.n_steps == 6
+
+
+def test_data_of_another_size_are_warned_of_once():
+    x, y = classes(N_DATA - 1)
+    for data in (tr.DeviceLoader((x, y), 8), DataLoader(TensorDataset(x, y), batch_size=8)):
+        run = make_run()
+        with pytest.warns(UserWarning, match="n_data=40 examples but the data have 39.*pass n_data=39") as caught:
+            blocks = [*run.advance(2, data), *run.advance(2, data)]
+        assert len(blocks) == 2
+        assert len(caught) == 1
+        assert caught[0].filename == __file__, "it points at the library, not at the caller"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(make_run().advance(2, tr.DeviceLoader(classes(), 8)))
+
+
+# Buffers
+
+
+def test_batch_statistics_belong_to_the_replica_and_travel_with_it():
+    """A copy of each replica sees the same batches; whatever rungs they stand on, the statistics are those of the copy."""
+    run = make_run(with_everything, ladder=THREE, initial="independent", correction_factor=INF, seed=1)
+    orders = set()
+    for batch in batches(30):
+        shadows = [copy.deepcopy(module)[:2] for module in run.ensemble.modules]
+        for shadow in shadows:
+            shadow(batch[0])
+        orders.add(tuple(run.step(batch).replica_at[:, 0].tolist()))
+        for module, shadow in zip(run.ensemble.modules, shadows, strict=True):
+            assert same(dict(module[1].named_buffers()), dict(shadow[1].named_buffers()))
+    assert len(orders) > 2
+    assert [int(module[1].num_batches_tracked) for module in run.ensemble.modules] == [30, 30, 30], (
+        "a trial batch left its traces"
+    )
+    assert not torch.equal(run.ensemble.modules[0][1].running_mean, run.ensemble.modules[1][1].running_mean)
+
+
+def test_predictions_use_the_statistics_and_leave_everything_alone():
+    run = make_run(with_everything, ladder=THREE, initial="independent", correction_factor=INF, seed=1)
+    data = iter(batches(60))
+    while run.replica_at(0) in (0, run.replica_at(1)) or run.n_steps < 10:
+        run.step(next(data))
+    batch = classes(8, seed=77)
+    state, generator = run.state_dict(), torch.get_rng_state()
+    for rung in range(3):
+        expected = copy.deepcopy(run.ensemble.modules[run.replica_at(rung)]).eval()(batch[0])
+        predicted = run.predict(batch, rung)
+        assert torch.equal(predicted, expected)
+        assert not predicted.requires_grad
+    assert not torch.equal(run.predict(batch, 0), run.predict(batch, 1))
+    assert same(run.state_dict(), state)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(part.training for module in run.ensemble.modules for part in module.modules())
+
+
+def test_predictions_keep_the_mode_if_they_fail():
+    run = make_run(with_everything)
+    with pytest.raises(RuntimeError):
+        run.predict((torch.zeros(2, 99), torch.zeros(2)))
+    assert all(part.training for part in run.module_at().modules())
+
+
+# Repeated draws
+
+
+def measured_run(**options):
+    return make_run(with_everything, ladder=THREE, initial="independent", correction_factor=INF, seed=1, **options)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_repeated_draws_measure_the_variance_of_energies(paired):
+    noise = tr.RunningMean(tr.RepeatedDraws(5, every=1000, paired=paired))
+    run = make_run(mlp, ladder=THREE, initial="independent", noise=noise, correction_factor=INF)
+    data = iter(batches(200))
+    while run.state.replica_at[:, 0].tolist() not in ([1, 2, 0], [2, 0, 1]):  # rungs and replicas are told apart
+        run.step(next(data))
+    draws = batches(5, seed=9)
+    energies = torch.stack(
+        [torch.stack([N_DATA / 8 * losses_of(run.module_at(rung), b).sum() for b in draws]) for rung in range(3)]
+    )
+    variance = energies.var(1)
+    expected = 0.5 * ((energies[:-1] - energies[1:]).var(1) if paired else variance[:-1] + variance[1:])
+    run.measure(draws)
+    assert torch.allclose(run.state.noise_variance[:, 0], expected, rtol=1e-5)
+    assert (run.state.noise_updates == 1.0).all()
+
+
+def test_measuring_leaves_weights_momenta_and_buffers_alone():
+    run = measured_run(sampler=tr.SGHMC(0.1), noise=tr.RunningMean(tr.RepeatedDraws(3, every=1000)))
+    for batch in batches(4):
+        run.step(batch)
+    before, generator = run.state_dict(), torch.get_rng_state()
+    run.measure(batches(3, seed=5))
+    after = run.state_dict()
+    assert same(after["replicas"], before["replicas"])
+    assert torch.equal(after["exchange"]["replica_at"], before["exchange"]["replica_at"])
+    assert not torch.equal(after["exchange"]["noise_variance"], before["exchange"]["noise_variance"])
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_advance_measures_by_itself():
+    """Before steps 4, 8 and 12 from batches of the same data; and in pieces it does the same."""
+    noise = tr.Smoothing(0.3, tr.RepeatedDraws(3, every=4))
+    by_hand, advanced, in_pieces = (measured_run(noise=noise) for _ in range(3))
+    loaders = [tr.DeviceLoader(classes(), 8, seed=1) for _ in range(3)]
+    infos = []
+    for step in range(14):
+        if step in (4, 8, 12):
+            by_hand.measure([loaders[0].next() for _ in range(3)])
+        infos.append(by_hand.step(loaders[0].next()))
+    assert same(joined(list(advanced.advance(14, loaders[1]))), stacked(infos))
+    assert same(joined([info for n in (4, 4, 1, 5) for info in in_pieces.advance(n, loaders[2])]), stacked(infos))
+    assert same(advanced.state_dict(), by_hand.state_dict())
+    assert (advanced.state.noise_updates == 3.0).all()
+
+
+def test_a_measurement_needs_its_number_of_batches():
+    run = make_run(noise=tr.RunningMean(tr.RepeatedDraws(3)))
+    for n in (0, 2, 4):
+        with pytest.raises(InvalidArgumentError, match=f"needs 3 batches, got {n}"):
+            run.measure(batches(n))
+    assert (run.state.noise_updates == 0.0).all()
+    with pytest.raises(InvalidArgumentError, match="measures no repeated energies"):
+        make_run().measure(batches(3))
+
+
+def test_a_refused_measurement_leaves_no_traces():
+    run = make_run(with_dropout, noise=tr.RunningMean(tr.RepeatedDraws(3)))
+    run.step(classes(8))
+    before = run.state_dict()
+    with pytest.raises(InvalidArgumentError):
+        run.measure(batches(2))
+    assert same(run.state_dict(), before)
+
+
+class Counts(nn.Module):
+    """Statistics that are assigned, not written in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = linear()
+        self.register_buffer("mean", torch.zeros(N_FEATURES))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return self.body(x - self.mean)
+
+
+def test_assigned_buffers_are_left_alone_by_a_trial_and_a_measurement():
+    run = make_run(Counts, noise=tr.RunningMean(tr.RepeatedDraws(2)))
+    batch = classes(8)
+    run.step(batch)
+    assert torch.allclose(run.ensemble.modules[0].mean, 0.1 * batch[0].mean(0))
+    before = buffers_of(run, 0)
+    run.measure(batches(2))
+    assert same(buffers_of(run, 0), before)
+
+
+# Momenta
+
+
+LRS, TINY = (0.1, 0.2, 0.8), (1e-24, 2e-24, 3e-24)
+
+
+@pytest.mark.parametrize("policy", ["rescale", "keep"])
+def test_momenta_after_a_forced_swap(policy):
+    """Without force and kick v' = (1 - friction) v, times sqrt(lr tau of the new rung / lr tau of the old one) if rescaled."""
+    run = make_run(linear, flat_energy(), tr.Ladder(TINY, LRS), sampler=tr.SGHMC(0.5), momentum=policy)
+    run.ensemble.velocity.fill_(1.0)
+    scale = (torch.tensor(TINY, dtype=torch.float64) * torch.tensor(LRS, dtype=torch.float64)).sqrt()
+    for k, batch in enumerate(batches(6)):
+        stood, before, place = run.state.rung_of[:, 0], run.ensemble.velocity.clone(), run.ensemble.position.clone()
+        info = run.step(batch)
+        assert info.accepted[:, 0].tolist() == [k % 2 == 0, k % 2 == 1]
+        stands = run.state.rung_of[:, 0]
+        ratio = (scale[stands] / scale[stood]).float() if policy == "rescale" else torch.ones(3)
+        assert torch.allclose(run.ensemble.velocity, 0.5 * ratio[:, None] * before, rtol=1e-6)
+        assert torch.allclose(run.ensemble.position, place + run.ensemble.velocity)
+        assert float((ratio - 1.0).abs().max()) > 0.3 or policy == "keep"
+
+
+def test_refreshed_momenta_have_the_law_of_the_new_rung():
+    """v = std sqrt(lr tau) times fresh numbers for those who swapped; then the move, whose numbers are known as well."""
+    ladder, friction, seed = tr.Ladder((0.5, 1.0, 2.0), (0.01, 0.02, 0.04)), 0.3, 8
+    run = make_run(mlp, flat_energy(), ladder, sampler=tr.SGHMC(friction), momentum="refresh", seed=seed)
+    streams, size = Streams(seed), run.ensemble.layout.size
+    product = torch.tensor(ladder.lrs) * torch.tensor(ladder.temperatures)
+    for batch in batches(5):
+        stood, before = run.state.rung_of[:, 0], run.ensemble.velocity.clone()
+        run.step(batch)
+        stands = run.state.rung_of[:, 0]
+        assert bool((stood != stands).any())
+        for replica in range(3):
+            fresh, kick = (torch.empty(size).normal_(generator=streams[f"{name}.{replica}"]) for name in ("refresh", "move"))
+            rung = stands[replica]
+            refreshed = (2 / (2 - friction) * product[rung]).sqrt() * fresh
+            v = refreshed if stood[replica] != rung else before[replica]
+            expected = (1 - friction) * v + (2 * friction * product[rung]).sqrt() * kick
+            assert torch.allclose(run.ensemble.velocity[replica], expected, rtol=1e-5, atol=1e-6)
+
+
+# Stopping and going on exactly
+
+STOPS = (0, 1, 255, 256, 257, 300)
+LAST = 310
+
+
+def interrupted_run(policy="rescale", seed=7):
+    ladder = tr.Ladder((0.5, 0.6, 0.8), 1e-3, anneal=tr.schedules.geometric(0.999))
+    return make_run(
+        with_everything,
+        cross_entropy(prior=tr.GaussianPrior(1.0, groups={"bias": 0.0})),
+        ladder,
+        sampler=tr.SGHMC(0.1),
+        initial="independent",
+        pairing=tr.RandomPair(),
+        momentum=policy,
+        correction_factor=tr.TargetAcceptance(0.3, initial=30.0),
+        seed=seed,
+    )
+
+
+def interrupted_loader():
+    return tr.DeviceLoader(
+        classes(), 8, seed=3, last="wrap", augment=lambda b, g: (b[0] + torch.rand(b[0].shape, generator=g), b[1])
+    )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    """Infos of all steps, states at the stops, and the last state."""
+    run, loader = interrupted_run(), interrupted_loader()
+    infos, states = [], {}
+    for step in range(LAST):
+        if step in STOPS:
+            states[step] = {"run": run.state_dict(), "loader": loader.state_dict()}
+        infos.append(run.step(loader.next()))
+    return stacked(infos), states, run.state_dict()
+
+
+def assert_goes_on(uninterrupted, step, state, run):
+    infos, _, last = uninterrupted
+    loader = interrupted_loader()
+    run.load_state_dict(state["run"])
+    loader.load_state_dict(state["loader"])
+    assert run.n_steps == step
+    assert same(run.state_dict(), state["run"]), "what was loaded is not what was saved"
+    found = joined(list(run.advance(LAST - step, loader)))
+    assert same(found, type(infos)(*(values[step:] for values in infos)))
+    assert same(run.state_dict(), last)
+
+
+@pytest.mark.parametrize("step", STOPS)
+def test_a_stopped_run_goes_on_exactly(uninterrupted, step):
+    infos, states, _ = uninterrupted
+    assert 20 < int(infos.accepted.sum()) < LAST
+    torch.manual_seed(step)
+    assert_goes_on(uninterrupted, step, states[step], interrupted_run())
+
+
+@pytest.mark.parametrize("step", [1, 256, 300])
+def test_a_run_with_another_past_takes_the_state_over(uninterrupted, step):
+    """One that was made with another seed and has gone some way already."""
+    run, loader = interrupted_run(seed=8), interrupted_loader()
+    list(run.advance(5 + step // 2, loader))
+    assert_goes_on(uninterrupted, step, uninterrupted[1][step], run)
+
+
+@pytest.mark.parametrize("step", [0, 255, 300])
+def test_a_state_survives_a_checkpoint(uninterrupted, step, tmp_path):
+    states = uninterrupted[1]
+    checkpoints = tr.Checkpoints(tmp_path)
+    checkpoints.save(step, {**states[step]["run"], "loader": states[step]["loader"]})
+    assert (tmp_path / f"step={step:09d}" / "replica=2.safetensors").exists()
+    state = dict(checkpoints.load_newest().state)
+    assert_goes_on(uninterrupted, step, {"loader": state.pop("loader"), "run": state}, interrupted_run())
+
+
+@pytest.mark.parametrize("policy", ["keep", "refresh"])
+def test_other_policies_go_on_exactly(policy):
+    data = batches(12)
+    reference = interrupted_run(policy)
+    for batch in data[:5]:
+        reference.step(batch)
+    state = reference.state_dict()
+    infos = [reference.step(batch) for batch in data[5:]]
+    resumed = interrupted_run(policy)
+    resumed.load_state_dict(state)
+    assert same([resumed.step(batch) for batch in data[5:]], infos)
+    assert same(resumed.state_dict(), reference.state_dict())
+
+
+def test_a_state_is_a_copy():
+    run = interrupted_run()
+    run.step(classes(8))
+    state = run.state_dict()
+    kept = copy.deepcopy(state)
+    for batch in batches(3):
+        run.step(batch)
+    assert same(state, kept)
+
+
+def test_information_stays_as_it_was_when_a_state_is_loaded():
+    run = make_run(mlp, initial="independent", correction_factor=INF, ladder=THREE)
+    state = run.state_dict()
+    infos = [run.step(batch) for batch in batches(20)]
+    kept = copy.deepcopy(infos)
+    run.load_state_dict(state)
+    assert same(infos, kept)
+
+
+class Flagged(nn.Module):
+    """Two models of one name and size, with other buffers or other shapes."""
+
+    def __init__(self, buffer="mean", transposed=False):
+        super().__init__()
+        self.body = nn.Linear(N_FEATURES, N_CLASSES, bias=False)
+        if transposed:
+            self.body.weight = nn.Parameter(torch.zeros(N_CLASSES * 2, N_FEATURES // 2))
+        self.register_buffer(buffer, torch.zeros(2))
+
+    def forward(self, x):
+        return x @ self.body.weight.reshape(N_FEATURES, N_CLASSES)
+
+
+OTHERS = {
+    "ladder": {"ladder": tr.Ladder((0.5, 1.1), (1e-3, 2e-3))},
+    "lrs": {"ladder": tr.Ladder((0.5, 1.0), (1e-3, 3e-3))},
+    "rungs": {"ladder": THREE},
+    "schedule": {"ladder": tr.Ladder((0.5, 1.0), (1e-3, 2e-3), decay=tr.schedules.geometric(0.9))},
+    "model": {"model": mlp},
+    "n_data": {"energy": cross_entropy(41)},
+    "prior": {"energy": cross_entropy(prior=tr.GaussianPrior(1.0))},
+    "loss": {"energy": flat_energy()},
+    "sampler": {"sampler": tr.SGHMC(0.2)},
+    "noise": {"noise": tr.PairedVariance()},
+    "factor": {"correction_factor": 2.0},
+    "pairing": {"pairing": tr.RandomPair()},
+    "interval": {"swap_interval": 2},
+    "policy": {"momentum": "keep"},
+    "batches": {"shared_batches": False, "noise": tr.Smoothing(0.3, tr.PerExample(paired=False))},
+    "intensity": {"swap_intensity": 0.5},
+    "dtype": {"model": lambda: linear(torch.float64)},
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_the_state_of_another_run_is_refused(what):
+    mine = make_run(sampler=tr.SGHMC(0.1))
+    mine.step(classes(8))
+    before = mine.state_dict()
+    other = make_run(**{"sampler": tr.SGHMC(0.1), **OTHERS[what]})
+    with pytest.raises(InvalidArgumentError, match="the state is that of another"):
+        mine.load_state_dict(other.state_dict())
+    assert same(mine.state_dict(), before)
+
+
+def test_the_state_of_a_model_of_other_shapes_is_refused():
+    mine, other = make_run(Flagged), make_run(lambda: Flagged(transposed=True))
+    before = mine.state_dict()
+    with pytest.raises(InvalidArgumentError, match=r"another model: its parameters differ, for example 'body\.weight'"):
+        mine.load_state_dict(other.state_dict())
+    assert same(mine.state_dict(), before)
+
+
+def test_a_refused_state_changes_nothing():
+    mine, other = make_run(Flagged, seed=1), make_run(lambda: Flagged("variance"), seed=2)
+    before = mine.state_dict()
+    with pytest.raises(InvalidArgumentError, match="another model: its buffers differ"):
+        mine.load_state_dict(other.state_dict())
+    assert same(mine.state_dict(), before)
+
+
+def test_frozen_parameters_belong_to_the_state():
+    """A state is everything the next step needs; random features that the seed made are among it."""
+    data = batches(6)
+    reference, resumed = make_run(Frozen, seed=1), make_run(Frozen, seed=2)
+    for batch in data[:3]:
+        reference.step(batch)
+    resumed.load_state_dict(reference.state_dict())
+    assert same([resumed.step(batch) for batch in data[3:]], [reference.step(batch) for batch in data[3:]])
+
+
+def test_it_prints_usefully():
+    words = (
+        r"ModuleEnsemble\(2 x Linear with 15 parameters of float32, PosteriorEnergy\(.*\), SGHMC\(friction=0\.1\), shared .*\)"
+    )
+    assert re.fullmatch(rf"ReplicaExchange\({words}, Ladder\(\(0\.5, 1\), .*\), step 0\)", repr(make_run(sampler=tr.SGHMC(0.1))))
+    assert repr(tr.ModuleEnsemble(linear, cross_entropy())) == (
+        "ModuleEnsemble(PosteriorEnergy(cross_entropy, n_data=40, prior=None), SGLD())"
+    )

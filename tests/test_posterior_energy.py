@@ -1,0 +1,373 @@
+"""The energy of a module: losses of every form, batches of every form, priors, and what SGD's settings become."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchrex as tr
+from modules import N_CLASSES, N_DATA, classes, cross_entropy, linear, make_run, mlp
+from torchrex.errors import InvalidArgumentError, TargetError
+
+N = 40
+WEIGHT = torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
+
+
+def double():
+    torch.manual_seed(3)
+    return mlp(torch.float64)
+
+
+def batch_of(n=8):
+    return classes(n, seed=5, dtype=torch.float64)
+
+
+def one_step(model, energy, batch):
+    """Energy of a replica and the gradient that moves it: at temperature 0 and lr 1 SGLD is x - gradient."""
+    run = tr.ReplicaExchange(tr.ModuleEnsemble(model, energy), tr.Ladder.descent(1.0))
+    before = {name: p.detach().clone() for name, p in run.module_at().named_parameters()}
+    info = run.step(batch)
+    return float(info.energy[0, 0]), {name: before[name] - p.detach() for name, p in run.module_at().named_parameters()}
+
+
+def by_hand(model, total):
+    """The same by plain autograd, on a copy."""
+    module = copy.deepcopy(model)
+    named = dict(module.named_parameters())
+    value = total(module, named)
+    gradients = torch.autograd.grad(value, list(named.values()), allow_unused=True)
+    zero = {name: torch.zeros_like(p) for name, p in named.items()}
+    return float(value.detach()), {name: zero[name] if g is None else g for name, g in zip(named, gradients, strict=True)}
+
+
+def assert_same_energy_and_gradient(model, energy, batch, total):
+    value, gradient = one_step(model, energy, batch)
+    expected, expected_gradient = by_hand(model, total)
+    assert value == pytest.approx(expected, rel=1e-12)
+    assert gradient.keys() == expected_gradient.keys()
+    for name, g in gradient.items():
+        assert torch.allclose(g, expected_gradient[name], rtol=1e-10, atol=1e-10), name
+    assert any(g.abs().max() > 1e-3 for g in gradient.values()), "a test of zeros"
+
+
+def smoothed(output, target):
+    """Label smoothing 0.1 written out."""
+    log_p = output.log_softmax(1)
+    return -0.9 * log_p.gather(1, target[:, None])[:, 0] - 0.1 * log_p.mean(1)
+
+
+CROSS_ENTROPIES = {
+    "function": (F.cross_entropy, lambda o, t: F.nll_loss(o.log_softmax(1), t, reduction="none")),
+    "module": (nn.CrossEntropyLoss(), lambda o, t: F.nll_loss(o.log_softmax(1), t, reduction="none")),
+    "module that sums": (nn.CrossEntropyLoss(reduction="sum"), lambda o, t: F.nll_loss(o.log_softmax(1), t, reduction="none")),
+    "label smoothing": (nn.CrossEntropyLoss(label_smoothing=0.1), smoothed),
+    "partial": (functools.partial(F.cross_entropy, label_smoothing=0.1, reduction="mean"), smoothed),
+    "class weights": (nn.CrossEntropyLoss(weight=WEIGHT), lambda o, t: -WEIGHT[t] * o.log_softmax(1).gather(1, t[:, None])[:, 0]),
+    "own": (lambda o, t: (o.gather(1, t[:, None])[:, 0] - 1.0) ** 2, lambda o, t: (o[range(len(t)), t] - 1.0) ** 2),
+    "own with a column": (lambda o, t: (o.gather(1, t[:, None]) - 1.0) ** 2, lambda o, t: (o[range(len(t)), t] - 1.0) ** 2),
+}
+
+
+@pytest.mark.parametrize("name", CROSS_ENTROPIES)
+def test_a_loss_enters_as_the_sum_over_all_data(name):
+    loss, written_out = CROSS_ENTROPIES[name]
+    x, y = batch_of(8)
+    energy = tr.PosteriorEnergy(loss, n_data=N)
+    assert energy.per_example(double(), (x, y)).shape == (8,)
+    assert_same_energy_and_gradient(double(), energy, (x, y), lambda m, _: N / 8 * written_out(m(x), y).sum())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_the_users_loss_module_stays_as_it_was(reduction):
+    loss = nn.CrossEntropyLoss(weight=WEIGHT, reduction=reduction, label_smoothing=0.2)
+    energy = tr.PosteriorEnergy(loss, n_data=N)
+    one_step(double(), energy, batch_of())
+    assert (loss.reduction, loss.label_smoothing) == (reduction, 0.2)
+    assert torch.equal(loss.weight, WEIGHT)
+
+
+def test_several_numbers_per_example_add_up():
+    """A likelihood is a product over outputs: mse_loss on (n, d) is summed over d, not averaged."""
+    x, _ = batch_of(8)
+    target = torch.randn(8, N_CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for loss in (F.mse_loss, nn.MSELoss()):
+        energy = tr.PosteriorEnergy(loss, n_data=N)
+        assert_same_energy_and_gradient(double(), energy, (x, target), lambda m, _: N / 8 * (m(x) - target).square().sum())
+
+
+def test_of_takes_models_and_batches_of_any_form():
+    x, y = batch_of(8)
+
+    def odd(module, batch):
+        return F.cross_entropy(module(batch["where"]["x"]), batch["labels"], reduction="none")
+
+    energy = tr.PosteriorEnergy.of(odd, n_data=N, prior=tr.GaussianPrior(2.0))
+    batch = {"where": {"x": x}, "labels": y}
+    assert_same_energy_and_gradient(
+        double(),
+        energy,
+        batch,
+        lambda m, p: N / 8 * F.cross_entropy(m(x), y, reduction="sum") + sum(w.square().sum() for w in p.values()),
+    )
+
+
+# Batches
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = linear(torch.float64), linear(torch.float64)
+
+    def forward(self, x, z):
+        return self.first(x) - 2.0 * self.second(z)
+
+
+@pytest.mark.parametrize("form", ["tuple", "list", "dict", "dict with another key"])
+def test_several_inputs(form):
+    torch.manual_seed(0)
+    model = TwoInputs()
+    (x, y), (z, _) = batch_of(8), classes(8, seed=6, dtype=torch.float64)
+    batch = {
+        "tuple": (x, z, y),
+        "list": [x, z, y],
+        "dict": {"z": z, "target": y, "x": x},
+        "dict with another key": {"label": y, "z": z, "x": x},
+    }[form]
+    energy = tr.PosteriorEnergy(F.cross_entropy, n_data=N, target_key="label" if "another" in form else "target")
+    assert_same_energy_and_gradient(
+        model, energy, batch, lambda m, _: N / 8 * F.cross_entropy(m.first(x) - 2.0 * m.second(z), y, reduction="sum")
+    )
+
+
+def test_a_batch_of_one_tensor_goes_to_the_loss_without_target():
+    x, _ = batch_of(8)
+    energy = tr.PosteriorEnergy(lambda output: output.logsumexp(1), n_data=N)
+    assert_same_energy_and_gradient(double(), energy, x, lambda m, _: N / 8 * m(x).logsumexp(1).sum())
+
+
+def test_a_dict_without_target():
+    x, y = batch_of(8)
+    energy = tr.PosteriorEnergy(F.cross_entropy, n_data=N)
+    with pytest.raises(TargetError, match=r"'input', 'label'.*target_key="):
+        energy.per_example(lambda **inputs: inputs["input"], {"input": x, "label": y})
+
+
+def test_a_dict_without_target_is_told_before_the_module_is_called():
+    x, y = batch_of(8)
+    with pytest.raises(TargetError, match="target_key="):
+        tr.PosteriorEnergy(F.cross_entropy, n_data=N).per_example(double(), {"input": x, "label": y})
+
+
+# Priors
+
+
+def spread(parameters):
+    """A Laplace prior, and one that ties two parameters."""
+    return sum(p.abs().sum() for p in parameters.values()) + 3.0 * (parameters["0.bias"] * parameters["2.bias"]).sum()
+
+
+def groups_by_hand(_, p):
+    precision = {"0.weight": 7.0, "0.bias": 0.0, "2.weight": 2.0, "2.bias": 0.0, "4.weight": 2.0, "4.bias": 0.0}
+    return sum(0.5 * precision[name] * w.square().sum() for name, w in p.items())
+
+
+PRIORS = {
+    "none": (None, lambda m, p: 0.0),
+    "scalar": (tr.GaussianPrior(25.0), lambda m, p: 12.5 * sum(w.square().sum() for w in p.values())),
+    "zero": (tr.GaussianPrior(0.0), lambda m, p: 0.0),
+    "groups": (tr.GaussianPrior(2.0, groups={"bias": 0.0, "0.": 7.0}), groups_by_hand),
+    "groups that agree": (tr.GaussianPrior(1.0, groups={"": 4.0}), lambda m, p: 2.0 * sum(w.square().sum() for w in p.values())),
+    "function": (spread, lambda m, p: spread(p)),
+}
+
+
+@pytest.mark.parametrize("name", PRIORS)
+def test_a_prior_is_added_once_whatever_the_batch(name):
+    prior, written_out = PRIORS[name]
+    x, y = batch_of(8)
+    energy = tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=prior)
+    assert_same_energy_and_gradient(
+        double(), energy, (x, y), lambda m, p: N / 8 * F.cross_entropy(m(x), y, reduction="sum") + written_out(m, p)
+    )
+
+
+def test_the_first_group_that_fits_counts():
+    prior = tr.GaussianPrior(25.0, groups={"bn": 1.0, "bias": 0.0})
+    assert [prior.precision_of(name) for name in ("conv.weight", "bn.bias", "fc.bias")] == [25.0, 1.0, 0.0]
+    assert repr(prior) == "GaussianPrior(25, bn: 1, bias: 0)"
+
+
+def test_energies_alone_are_those_with_gradients():
+    """Repeated draws ask for energies without gradients; a function prior belongs to them as well."""
+    x, y = batch_of(8)
+    for prior, _ in PRIORS.values():
+        ensemble = tr.ModuleEnsemble(double(), tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=prior))
+        tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 2.0), 1e-3))
+        noise = {"batch": (x, y)}
+        assert torch.equal(ensemble.energies(noise).total, ensemble.evaluate(noise)[0].total)
+
+
+# From torch.optim.SGD
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("weight_decay", [0.0, 5e-3])
+def test_converted_settings_take_the_steps_of_sgd(momentum, weight_decay):
+    """The mean loss of torch.optim.SGD and the summed energy at temperature 0 walk the same way for 20 steps."""
+    model = double()
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.3, momentum=momentum, weight_decay=weight_decay)
+    scale = tr.from_sgd(optimizer, n_data=N)
+    assert scale == tr.from_sgd(n_data=N, lr=0.3, momentum=momentum, weight_decay=weight_decay)
+    energy = tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=scale.prior)
+    run = tr.ReplicaExchange(tr.ModuleEnsemble(model, energy, tr.SGHMC(scale.friction)), tr.Ladder.descent(scale.lr))
+    for k in range(20):
+        x, y = classes(8 - k % 3, seed=k, dtype=torch.float64)
+        optimizer.zero_grad()
+        F.cross_entropy(reference(x), y).backward()
+        optimizer.step()
+        run.step((x, y))
+        for mine, theirs in zip(run.module_at().parameters(), reference.parameters(), strict=True):
+            assert torch.allclose(mine, theirs, rtol=0.0, atol=1e-10)
+    moved = max(float((a - b).detach().abs().max()) for a, b in zip(reference.parameters(), model.parameters(), strict=True))
+    assert moved > 0.1
+
+
+def test_sgd_that_has_no_counterpart():
+    parameters = list(linear().parameters())
+    with pytest.raises(InvalidArgumentError, match="nesterov"):
+        tr.from_sgd(torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True), n_data=N)
+    with pytest.raises(InvalidArgumentError, match="dampening"):
+        tr.from_sgd(torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5), n_data=N)
+    with pytest.raises(InvalidArgumentError, match="AdamW"):
+        tr.from_sgd(torch.optim.AdamW(parameters, lr=0.1), n_data=N)
+    with pytest.raises(InvalidArgumentError, match="2 parameter groups"):
+        tr.from_sgd(torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=0.1), n_data=N)
+    for settings in ({}, {"momentum": 0.9}, {"lr": 0.1, "nesterov": True}):
+        with pytest.raises(InvalidArgumentError, match="give lr"):
+            tr.from_sgd(n_data=N, **settings)
+
+
+def test_sgd_that_climbs_is_refused():
+    with pytest.raises(InvalidArgumentError, match="maximize"):
+        tr.from_sgd(torch.optim.SGD(linear().parameters(), lr=0.1, maximize=True), n_data=N)
+
+
+@pytest.mark.parametrize("n_data", [0, -4])
+def test_converting_needs_the_number_of_data(n_data):
+    with pytest.raises(InvalidArgumentError, match="n_data"):
+        tr.from_sgd(n_data=n_data, lr=0.1)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("n_data", [0, -5, True, "50000", 40.0, None])
+def test_n_data_is_a_count(n_data):
+    with pytest.raises(InvalidArgumentError, match="n_data must be the number of training examples"):
+        tr.PosteriorEnergy(F.cross_entropy, n_data=n_data)
+
+
+@pytest.mark.parametrize("prior", [25.0, "gaussian", (1.0,)])
+def test_a_prior_is_one_of_three_things(prior):
+    with pytest.raises(InvalidArgumentError, match=r"GaussianPrior\(\.\.\.\), None or a function"):
+        tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=prior)
+
+
+@pytest.mark.parametrize("precision", [-1.0, float("nan"), float("inf"), True, "1"])
+def test_a_precision_is_finite_and_not_negative(precision):
+    with pytest.raises(InvalidArgumentError, match="precision"):
+        tr.GaussianPrior(precision)
+    with pytest.raises(InvalidArgumentError, match="bias"):
+        tr.GaussianPrior(1.0, groups={"bias": precision})
+
+
+def test_a_loss_is_callable():
+    with pytest.raises(InvalidArgumentError, match="loss must be"):
+        tr.PosteriorEnergy("cross_entropy", n_data=N)
+
+
+SCALARS = {
+    "lambda": lambda o, t: F.cross_entropy(o, t),
+    "mean": lambda o, t: F.cross_entropy(o, t, reduction="none").mean(),
+}
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_a_loss_that_reduces_is_refused_before_anything_moves(name):
+    run = tr.ReplicaExchange(
+        tr.ModuleEnsemble(linear, tr.PosteriorEnergy(SCALARS[name], n_data=N)), tr.Ladder((1.0, 2.0), 1e-3), seed=1
+    )
+    before = run.state_dict()
+    with pytest.raises(TargetError, match=r'one value per example.*reduction="none"'):
+        run.step(classes(8))
+    assert torch.equal(before["replicas"][0]["parameters"]["weight"], run.module_at().weight)
+    assert run.n_steps == 0
+
+
+def test_a_loss_must_be_a_tensor():
+    with pytest.raises(TargetError, match="got float"):
+        tr.PosteriorEnergy(lambda o, t: 1.0, n_data=N).per_example(linear(), classes(8))
+
+
+def sums_pairs(output, target):
+    return F.cross_entropy(output, target, reduction="none").view(-1, 2).sum(1)
+
+
+def four_values():
+    return tr.ReplicaExchange(
+        tr.ModuleEnsemble(linear, tr.PosteriorEnergy.of(lambda m, b: sums_pairs(m(b[0]), b[1]), n_data=N)),
+        tr.Ladder((1.0, 2.0), 1e-3),
+    )
+
+
+def test_a_loss_of_the_wrong_number_of_values_is_refused():
+    run = four_values()
+    with pytest.raises(TargetError, match=r"gave 4 values for a batch of 8 examples.*shape \(8,\)"):
+        run.step(classes(8))
+    assert run.n_steps == 0
+
+
+def test_a_wrong_loss_is_refused_every_time():
+    run = four_values()
+    for _ in range(2):
+        with pytest.raises(TargetError, match="gave 4 values"):
+            run.step(classes(8))
+
+
+def test_a_function_prior_must_give_one_number():
+    energy = tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=lambda p: p["weight"].square().sum().reshape(1))
+    run = tr.ReplicaExchange(tr.ModuleEnsemble(linear, energy), tr.Ladder((1.0, 2.0), 1e-3))
+    with pytest.raises(TargetError, match="prior"):
+        run.step(classes(8))
+
+
+def test_it_prints_usefully():
+    assert repr(tr.PosteriorEnergy(nn.CrossEntropyLoss(), n_data=N)) == "PosteriorEnergy(CrossEntropyLoss, n_data=40, prior=None)"
+    assert repr(tr.PosteriorEnergy.of(sums_pairs, n_data=50_000, prior=spread)) == (
+        "PosteriorEnergy(sums_pairs, n_data=50,000, prior=a function)"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_targets_that_spread_over_outputs_are_refused():
+    """(n, 1) against (n,) is (n, n) for torch, and every number would be wrong."""
+    energy = tr.PosteriorEnergy(torch.nn.functional.mse_loss, n_data=N_DATA)
+    with pytest.raises(TargetError, match=r"shape \(6, 6\) for outputs of shape \(6, 1\) and targets of shape \(6,\)"):
+        energy.per_example(nn.Linear(2, 1), (torch.randn(6, 2), torch.randn(6)))
+
+
+def test_a_minibatch_larger_than_all_data_and_an_empty_one_are_refused():
+    run = make_run(energy=cross_entropy(n_data=5))
+    with pytest.raises(TargetError, match="a minibatch of 8 examples is larger than n_data=5"):
+        run.step(classes(8))
+    run = make_run()
+    run.step(classes(8))
+    with pytest.raises(TargetError, match="no examples"):
+        run.step(classes(0))
