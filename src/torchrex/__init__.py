@@ -28,7 +28,7 @@ from torchrex.exchange import (
     expected_acceptance,
     log_swap_ratio,
 )
-from torchrex.posterior import Draws, collect, sample
+from torchrex.posterior import Draws, DrawStore, PosteriorAverage, classification_metrics, collect, sample
 from torchrex.samplers import SGHMC, SGLD
 from torchrex.targets import (
     DeviceLoader,
@@ -54,6 +54,7 @@ __all__ = [
     "Checkpoints",
     "ConstantFactor",
     "DeviceLoader",
+    "DrawStore",
     "Draws",
     "EvenOdd",
     "Gaussian",
@@ -67,6 +68,7 @@ __all__ = [
     "Noisy",
     "PairedVariance",
     "PerExample",
+    "PosteriorAverage",
     "PosteriorEnergy",
     "ProportionalToGap",
     "RandomPair",
@@ -80,6 +82,7 @@ __all__ = [
     "TargetAcceptance",
     "TensorEnsemble",
     "TorchrexError",
+    "classification_metrics",
     "collect",
     "expected_acceptance",
     "from_sgd",

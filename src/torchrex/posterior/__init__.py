@@ -1,6 +1,18 @@
-"""From runs to posterior draws."""
+"""From runs to posterior draws, averages and predictions."""
 
+from torchrex.posterior.average import PosteriorAverage
 from torchrex.posterior.draws import Draws
+from torchrex.posterior.metrics import Prediction, classification_metrics, predictive_entropy
 from torchrex.posterior.sampling import collect, sample
+from torchrex.posterior.store import DrawStore
 
-__all__ = ["Draws", "collect", "sample"]
+__all__ = [
+    "DrawStore",
+    "Draws",
+    "PosteriorAverage",
+    "Prediction",
+    "classification_metrics",
+    "collect",
+    "predictive_entropy",
+    "sample",
+]

@@ -21,7 +21,7 @@ def progress_bar(title: str, n_steps: int, console: Console | None = None) -> It
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
-        TextColumn("{task.completed:,.0f} steps"),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} steps"),
         TaskProgressColumn(),
         TimeRemainingColumn(),
         TextColumn("left"),

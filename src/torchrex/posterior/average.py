@@ -1,0 +1,303 @@
+"""The posterior average of a classifier, taken while the run goes: sums over draws, never the draws themselves.
+
+A draw is the output of the replica that stands on a rung, over all of `data`. Kept are, for every recorded rung, the sums of
+softmax(logits), of the logits and of the entropies, and the newest logits: memory does not grow with the number of draws.
+Every pass over `data` must show the same examples in the same order; a shuffled loader is noticed by its labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from torchrex.errors import CheckpointError, InvalidArgumentError
+from torchrex.posterior.metrics import classification_metrics, predictive_entropy
+
+if TYPE_CHECKING:
+    from torchrex.posterior.store import DrawStore
+
+
+class PredictingRun(Protocol):
+    """What an average needs to know of a run."""
+
+    @property
+    def n_steps(self) -> int: ...
+
+    @property
+    def n_rungs(self) -> int: ...
+
+    def predict(self, batch: Any, rung: int = 0) -> Tensor: ...
+
+    def module_at(self, rung: int) -> nn.Module: ...
+
+
+@dataclass
+class Examples:
+    """What one pass over the data showed, to be compared with the next pass."""
+
+    marks: Tensor  # (n,): labels, or without labels the mean of each input
+    labelled: bool
+
+
+def split_batch(batch: Any, target_key: str) -> tuple[Any, Tensor | None]:
+    """Inputs and target of a batch: `(x, ..., y)`, a dict with `target_key`, or inputs alone as a tensor or `(x,)`."""
+    if isinstance(batch, Tensor):
+        return (batch,), None
+    if isinstance(batch, Mapping):
+        if target_key not in batch:
+            raise InvalidArgumentError(f"a batch has no {target_key!r}, only {sorted(batch)}; name it with target_key=...")
+        return {name: value for name, value in batch.items() if name != target_key}, batch[target_key]
+    if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) > 0:
+        return (tuple(batch[:-1]), batch[-1]) if len(batch) > 1 else (tuple(batch), None)
+    raise InvalidArgumentError(f"a batch must be a tuple (x, ..., y), a dict or a tensor, got {type(batch).__name__}")
+
+
+def _marks_of(batch: Any, n: int, target_key: str) -> tuple[Tensor, bool]:
+    """What tells the examples of a batch apart, (n,), and whether these are labels."""
+    inputs, target = split_batch(batch, target_key)
+    if target is None:
+        return inputs[0].detach().reshape(n, -1).double().mean(1), False
+    if not isinstance(target, Tensor) or target.shape != (n,) or target.is_floating_point() or target.is_complex():
+        got = f"{target.dtype} of shape {tuple(target.shape)}" if isinstance(target, Tensor) else type(target).__name__
+        raise InvalidArgumentError(f"the target of a batch of {n} must be {n} class numbers, got {got}")
+    return target.detach().long(), True
+
+
+def predict_all(
+    data: Iterable[Any],
+    predict: Callable[[Any, int], Tensor],
+    *,
+    names: Sequence[str],
+    first: Examples | None,
+    target_key: str,
+) -> tuple[Tensor, Tensor, Examples]:
+    """Logits (models, n, classes) and float64 probabilities of one pass over `data`, checked against the `first` pass.
+
+    `predict(batch, k)` gives the logits of model k, called `names[k]` in error messages. One host synchronisation, at the end.
+    """
+    logits: list[list[Tensor]] = [[] for _ in names]
+    marks: list[Tensor] = []
+    labelled = True
+    for batch in data:
+        for model, name in enumerate(names):
+            output = predict(batch, model)
+            if not isinstance(output, Tensor) or output.ndim != 2 or output.shape[1] < 2 or not output.is_floating_point():
+                got = f"{output.dtype} of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+                raise InvalidArgumentError(
+                    f"outputs must be logits (n, classes) of at least two classes, but {name} gave {got}; "
+                    "a posterior average is made for classifiers"
+                )
+            # A captured model may write its next output into the same memory, hence the copy before the next call.
+            logits[model].append(output.detach().clone())
+        mark, labelled = _marks_of(batch, len(logits[0][-1]), target_key)
+        marks.append(mark)
+    if not marks:
+        raise InvalidArgumentError("data gave no batches; give a DataLoader or a list of batches that is not empty")
+    values = torch.stack([torch.cat(of_model) for of_model in logits])
+    seen = Examples(torch.cat(marks).to(values.device), labelled)
+    probabilities = values.double().softmax(-1)
+    if first is not None and (len(seen.marks) != len(first.marks) or seen.labelled != first.labelled):
+        raise InvalidArgumentError(
+            f"data changed between two draws: {len(first.marks)} examples at first, now {len(seen.marks)}; "
+            "every pass must show the same examples in the same order (shuffle=False, drop_last=False)"
+        )
+    moved = torch.zeros_like(seen.marks, dtype=torch.bool) if first is None else seen.marks != first.marks.to(values.device)
+    *broken, n_moved = torch.cat([probabilities.isnan().any(-1).sum(-1), moved.sum()[None]]).tolist()
+    if n_moved:
+        raise InvalidArgumentError(
+            f"{'labels' if labelled else 'inputs'} of {n_moved} of {len(moved)} examples differ from the first pass over data: "
+            "the order changes from pass to pass; use a DataLoader with shuffle=False"
+        )
+    for name, count in zip(names, broken, strict=True):
+        if count:
+            raise InvalidArgumentError(
+                f"{name} gave NaN or infinite logits for {count} of {len(moved)} examples; the draw was not added. "
+                "Lower the learning rate of that rung, or raise burn_in"
+            )
+    return values, probabilities, seen
+
+
+class PosteriorAverage:
+    """Streaming average of predictions: one draw every `every` steps after `burn_in`, of the replicas on `rungs`.
+
+    `data` is any re-iterable of batches as they are given in training. With a `store` the weights of every draw go there as well.
+    Only rung 0 samples the posterior; hotter rungs are recorded to be compared with it, or pooled with `rung=None`.
+    """
+
+    def __init__(
+        self,
+        data: Iterable[Any],
+        *,
+        every: int = 1,
+        burn_in: int = 0,
+        rungs: Sequence[int] = (0,),
+        store: DrawStore | None = None,
+        target_key: str = "target",
+    ) -> None:
+        for name, value, least in (("every", every, 1), ("burn_in", burn_in, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise InvalidArgumentError(f"{name} must be a whole number >= {least}, got {value!r}")
+        whole = all(isinstance(rung, int) and not isinstance(rung, bool) and rung >= 0 for rung in rungs)
+        if not whole or not 0 < len(set(rungs)) == len(rungs):
+            raise InvalidArgumentError(f"rungs must be different whole numbers >= 0, coldest is 0, got {rungs!r}")
+        if iter(data) is data:
+            raise InvalidArgumentError(
+                f"data can be read only once ({type(data).__name__}); give a list of batches or a DataLoader with shuffle=False"
+            )
+        if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
+            raise InvalidArgumentError("data must give batches, got one tuple of tensors: give a DataLoader or a list [(x, y)]")
+        self.data, self.every, self.burn_in, self.rungs = data, every, burn_in, tuple(rungs)
+        self.store, self.target_key = store, target_key
+        self._n_draws = 0
+        self._last_step = -1
+        self._examples: Examples | None = None
+        self._sums: dict[str, Tensor] = {}  # `probabilities`, `logits`: (rungs, n, classes); `entropy`: (rungs, n)
+        self._last: Tensor | None = None  # (rungs, n, classes): logits of the newest draw
+
+    @property
+    def n_draws(self) -> int:
+        """Draws taken so far, counted once whatever the number of rungs."""
+        return self._n_draws
+
+    @torch.no_grad()
+    def update(self, run: PredictingRun) -> bool:
+        """Take a draw if it is due: `n_steps > burn_in` and `n_steps - burn_in` a multiple of `every`. True if it did.
+
+        If anything is wrong with the draw, the average stays as it was.
+        """
+        step = run.n_steps
+        if step < self._last_step:
+            raise InvalidArgumentError(
+                f"the run stands at step {step}, but a draw of step {self._last_step} is in the average; after a resume call "
+                "load_state_dict with the state of that checkpoint, for another run make another PosteriorAverage"
+            )
+        if step == self._last_step or step <= self.burn_in or (step - self.burn_in) % self.every:
+            return False
+        if max(self.rungs) >= run.n_rungs:
+            raise InvalidArgumentError(f"rungs={self.rungs} asks for rung {max(self.rungs)}, but the run has {run.n_rungs} rungs")
+        logits, probabilities, examples = predict_all(
+            self.data,
+            lambda batch, k: run.predict(batch, rung=self.rungs[k]),
+            names=[f"rung {rung} at step {step}" for rung in self.rungs],
+            first=self._examples,
+            target_key=self.target_key,
+        )
+        if self._last is not None and self._last.shape != logits.shape:
+            raise InvalidArgumentError(
+                f"logits (rungs, n, classes) changed shape from {tuple(self._last.shape)} to {tuple(logits.shape)}"
+            )
+        if self.store is not None:
+            for rung in self.rungs:
+                self.store.add(run.module_at(rung), step=step, rung=rung)
+        terms = {"probabilities": probabilities, "logits": logits.double(), "entropy": predictive_entropy(probabilities)}
+        for name, term in terms.items():
+            self._sums[name] = term if name not in self._sums else self._sums[name].to(term.device).add_(term)
+        self._last, self._last_step = logits, step
+        self._examples = examples if self._examples is None else self._examples
+        self._n_draws += 1
+        return True
+
+    def probabilities(self, rung: int | None = 0) -> Tensor:
+        """Mean over draws of softmax(logits), (n, classes), float64; `rung=None` pools all recorded rungs."""
+        return self._sum("probabilities", rung) / self._count(rung)
+
+    def logit_sum(self, rung: int | None = 0) -> Tensor:
+        """Sum over draws of the raw logits, (n, classes), as Deng et al. (2020) averaged; metrics take softmax of their mean."""
+        return self._sum("logits", rung)
+
+    def predictive_entropy(self, rung: int | None = 0) -> Tensor:
+        """Entropy of the mean over draws, (n,), in nats: the total uncertainty."""
+        return predictive_entropy(self.probabilities(rung))
+
+    def mutual_information(self, rung: int | None = 0) -> Tensor:
+        """Entropy of the mean minus mean of the entropies, (n,): what the draws disagree about; >= 0 up to rounding."""
+        return self.predictive_entropy(rung) - self._sum("entropy", rung) / self._count(rung)
+
+    def metrics(
+        self, rung: int | None = 0, *, of: Literal["probabilities", "logits", "last"] = "probabilities"
+    ) -> dict[str, float]:
+        """`accuracy`, `nll`, `brier`, `ece` of the mean probabilities, of softmax(mean logits), or of the newest draw alone."""
+        if of == "probabilities":
+            probabilities = self.probabilities(rung)
+        elif of == "logits":
+            probabilities = (self.logit_sum(rung) / self._count(rung)).softmax(-1)
+        elif of == "last":
+            rows = self._rows(rung)
+            assert self._last is not None
+            probabilities = self._last[rows].double().softmax(-1).mean(0)
+        else:
+            raise InvalidArgumentError(f"of must be 'probabilities', 'logits' or 'last', got {of!r}")
+        return classification_metrics(probabilities, self.labels)
+
+    @property
+    def labels(self) -> Tensor:
+        """The targets in the order of `data`, (n,)."""
+        self._rows(None)
+        assert self._examples is not None
+        if not self._examples.labelled:
+            raise InvalidArgumentError("the batches of data hold inputs alone, without targets; give batches (x, y)")
+        return self._examples.marks
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that an exact continuation needs, the store's state included: nested dicts of tensors and plain values."""
+        tensors = {f"sum.{name}": value.clone() for name, value in self._sums.items()}
+        if self._last is not None and self._examples is not None:
+            tensors |= {"last": self._last.clone(), "marks": self._examples.marks.clone()}
+        return {
+            "settings": {"every": self.every, "burn_in": self.burn_in, "rungs": list(self.rungs)},
+            "n_draws": self._n_draws,
+            "last_step": self._last_step,
+            "labelled": self._examples is not None and self._examples.labelled,
+            "tensors": tensors,
+            "store": None if self.store is None else self.store.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to a `state_dict`, and the store with it; refused if it was taken with other settings."""
+        settings = {"every": self.every, "burn_in": self.burn_in, "rungs": list(self.rungs)}
+        try:
+            given = {**state["settings"], "rungs": list(state["settings"]["rungs"])}
+            n_draws, last_step, labelled = int(state["n_draws"]), int(state["last_step"]), bool(state["labelled"])
+            tensors = {name: tensor.clone() for name, tensor in state["tensors"].items()}
+            last, marks = (tensors.pop("last"), tensors.pop("marks")) if n_draws else (None, None)
+            sums = {name: tensors[f"sum.{name}"] for name in (("probabilities", "logits", "entropy") if n_draws else ())}
+            store = state["store"]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"not the state of a PosteriorAverage ({error!r}); give what state_dict returned") from None
+        if given != settings:
+            raise CheckpointError(f"the state was taken with {given}, this average has {settings}; use the same settings")
+        if (store is None) != (self.store is None):
+            raise CheckpointError(
+                "the state holds draws of a store, but this average has none; pass store=DrawStore(...)"
+                if self.store is None
+                else "this average has a store, but the state was taken without one; leave store out"
+            )
+        if self.store is not None:
+            self.store.load_state_dict(store)
+        self._n_draws, self._last_step, self._sums, self._last = n_draws, last_step, sums, last
+        self._examples = None if marks is None else Examples(marks, labelled)
+
+    def _rows(self, rung: int | None) -> list[int]:
+        """Where a rung, or all of them, lie in the sums."""
+        if self._n_draws == 0:
+            raise InvalidArgumentError(
+                f"no draw has been taken yet; call update(run) after each step, the first is due at {self.burn_in + self.every} "
+                f"(burn_in={self.burn_in}, every={self.every})"
+            )
+        if rung is not None and rung not in self.rungs:
+            raise InvalidArgumentError(f"rung {rung!r} is not recorded; ask for one of {self.rungs}, or None to pool them")
+        return list(range(len(self.rungs))) if rung is None else [self.rungs.index(rung)]
+
+    def _sum(self, name: str, rung: int | None) -> Tensor:
+        rows = self._rows(rung)
+        return self._sums[name][rows].sum(0)
+
+    def _count(self, rung: int | None) -> int:
+        return self._n_draws * len(self._rows(rung))
+
+    def __repr__(self) -> str:
+        return f"PosteriorAverage({self._n_draws} draws of rungs {self.rungs}, every={self.every}, burn_in={self.burn_in})"

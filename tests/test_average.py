@@ -1,0 +1,436 @@
+"""The posterior average: known metrics, exact thinning, and a stream that equals the mean over stored predictions."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import sys
+
+import pytest
+import torch
+from sklearn.metrics import accuracy_score, log_loss
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from torchrex.errors import CheckpointError, InvalidArgumentError, MissingDependencyError
+from torchrex.posterior.average import PosteriorAverage
+from torchrex.posterior.metrics import classification_metrics, predictive_entropy
+from torchrex.posterior.store import DrawStore
+
+N, CLASSES, FEATURES = 50, 4, 6
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES))
+
+
+class WalkingRun:
+    """A run whose modules take random steps. Like a captured graph, it gives every output in the same memory."""
+
+    def __init__(self, n_rungs: int = 2, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.modules = [make_model() for _ in range(n_rungs)]
+        self.n_steps, self.n_rungs = 0, n_rungs
+        self._buffers: dict[int, Tensor] = {}
+
+    def step(self, n: int = 1) -> None:
+        for _ in range(n):
+            for module in self.modules:
+                for parameter in module.parameters():
+                    parameter.data += 0.1 * torch.randn(parameter.shape, generator=self.generator)
+            self.n_steps += 1
+
+    @torch.no_grad()
+    def predict(self, batch, rung: int = 0) -> Tensor:
+        x = batch if isinstance(batch, Tensor) else batch["x"] if isinstance(batch, dict) else batch[0]
+        output = self.modules[rung].eval()(x)
+        return self._buffers.setdefault(len(x), torch.empty_like(output)).copy_(output)
+
+    def module_at(self, rung: int) -> nn.Module:
+        return self.modules[rung]
+
+
+@pytest.fixture(scope="module")
+def dataset():
+    generator = torch.Generator().manual_seed(7)
+    return TensorDataset(torch.randn(N, FEATURES, generator=generator), torch.randint(CLASSES, (N,), generator=generator))
+
+
+@pytest.fixture
+def data(dataset):
+    return DataLoader(dataset, batch_size=16)  # the last batch is smaller
+
+
+def random_probabilities(n: int, seed: int = 0, dtype=torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    probabilities = (3 * torch.randn(n, CLASSES, generator=generator, dtype=torch.float64)).softmax(1).to(dtype)
+    return probabilities, torch.randint(CLASSES, (n,), generator=generator)
+
+
+# Metrics
+
+
+def test_metrics_by_hand():
+    """Two of three are right. Confidences 0.7, 0.5, 0.9 fall into three bins: ece = (|1 - .7| + |0 - .5| + |1 - .9|) / 3."""
+    probabilities = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.3, 0.2], [0.05, 0.05, 0.9]], dtype=torch.float64)
+    metrics = classification_metrics(probabilities, torch.tensor([0, 1, 2]))
+    assert metrics["accuracy"] == pytest.approx(2 / 3, abs=1e-7)
+    assert metrics["nll"] == pytest.approx(-(math.log(0.7) + math.log(0.3) + math.log(0.9)) / 3, rel=1e-14)
+    assert metrics["brier"] == pytest.approx((0.09 + 0.04 + 0.01 + 0.25 + 0.49 + 0.04 + 0.0025 + 0.0025 + 0.01) / 3, rel=1e-14)
+    assert metrics["ece"] == pytest.approx(0.9 / 3, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_metrics_agree_with_independent_ones(dtype):
+    probabilities, labels = random_probabilities(2000, dtype=dtype)
+    metrics = classification_metrics(probabilities, labels.int())
+    p, y = probabilities.double().numpy(), labels.numpy()
+    assert metrics["accuracy"] == pytest.approx(accuracy_score(y, p.argmax(1)), abs=1e-6)
+    assert metrics["nll"] == pytest.approx(log_loss(y, p / p.sum(1, keepdims=True), labels=range(CLASSES)), rel=1e-6)
+    assert metrics["brier"] == pytest.approx(sum(((p[:, c] - (y == c)) ** 2).mean() for c in range(CLASSES)), rel=1e-12)
+    confidence, right, ece = p.max(1), p.argmax(1) == y, 0.0
+    for k in range(15):
+        inside = (confidence >= k / 15) & (confidence < (k + 1) / 15)
+        if inside.any():
+            ece += inside.mean() * abs(right[inside].mean() - confidence[inside].mean())
+    assert metrics["ece"] == pytest.approx(ece, abs=1e-5)
+    assert all(type(value) is float for value in metrics.values())
+
+
+def test_nll_stays_finite_where_probabilities_underflow():
+    certain = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    assert classification_metrics(certain, torch.tensor([1, 1]))["nll"] == pytest.approx(126 * math.log(2))
+    assert classification_metrics(certain.double(), torch.tensor([1, 1]))["nll"] == pytest.approx(1022 * math.log(2))
+    assert classification_metrics(certain, torch.tensor([0, 0])) == {"accuracy": 1.0, "nll": 0.0, "brier": 0.0, "ece": 0.0}
+
+
+def test_a_rounding_error_above_one_is_not_taken_for_logits():
+    probabilities, labels = random_probabilities(200)
+    rounded = probabilities.clone()
+    rounded[0] = torch.tensor([1 + 1e-12, 0, 0, 0], dtype=torch.float64)
+    exact = rounded.clamp(max=1)
+    assert classification_metrics(rounded, labels)["ece"] == classification_metrics(exact, labels)["ece"]
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "labels", "words"),
+    [
+        (torch.randn(5, 3), torch.zeros(5, dtype=torch.long), "logits.softmax"),
+        (torch.full((5, 3), math.nan), torch.zeros(5, dtype=torch.long), "sum to 1"),
+        (torch.full((5, 4), 0.25), torch.tensor([0, 1, 2, 3, 4]), r"0..3 .* from 0 to 4"),
+        (torch.full((5, 4), 0.25), torch.tensor([0, 1, 2, 3, -1]), "from -1 to 3"),
+        (torch.full((5, 4), 0.25), torch.zeros(5), "class numbers"),
+        (torch.full((5, 4), 0.25), torch.zeros(4, dtype=torch.long), "5 class numbers"),
+        (torch.ones(5), torch.zeros(5, dtype=torch.long), r"\(n, classes\)"),
+        (torch.ones(0, 3), torch.zeros(0, dtype=torch.long), "n >= 1"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(probabilities, labels, words):
+    with pytest.raises(InvalidArgumentError, match=words):
+        classification_metrics(probabilities, labels)
+
+
+def test_without_torchmetrics(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchmetrics.functional.classification", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'torchrex\[metrics\]'"):
+        classification_metrics(*random_probabilities(5))
+
+
+def test_entropy_of_known_distributions():
+    uniform, certain, coin = [0.25] * 4, [1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0]
+    expected = torch.tensor([math.log(4), 0.0, math.log(2)])
+    torch.testing.assert_close(predictive_entropy(torch.tensor([uniform, certain, coin])), expected)
+
+
+# The average
+
+
+class Scripted(WalkingRun):
+    """A run whose draw k gives the logits `script[k]` (n, classes) on every rung."""
+
+    def __init__(self, script: list[Tensor]) -> None:
+        super().__init__()
+        self.script = script
+
+    def predict(self, batch, rung: int = 0) -> Tensor:
+        return self.script[self.n_steps - 1]
+
+
+def average_of(script: list[list[list[float]]], labels: list[int], **settings) -> PosteriorAverage:
+    """The average after the draws of softmax(log p)."""
+    run = Scripted([torch.tensor(p).log() for p in script])
+    average = PosteriorAverage([(torch.zeros(len(labels), 1), torch.tensor(labels))], **settings)
+    for _ in script:
+        run.step()
+        assert average.update(run)
+    return average
+
+
+def test_uncertainty_of_hand_made_draws():
+    """Example 0: the draws agree on a fair coin. Example 1: each is sure and they contradict each other, all is disagreement."""
+    average = average_of([[[0.5, 0.5], [1.0, 0.0]], [[0.5, 0.5], [0.0, 1.0]]], labels=[0, 0])
+    log2 = math.log(2)
+    torch.testing.assert_close(average.probabilities(), torch.full((2, 2), 0.5, dtype=torch.float64))
+    torch.testing.assert_close(average.predictive_entropy(), torch.tensor([log2, log2], dtype=torch.float64))
+    torch.testing.assert_close(average.mutual_information(), torch.tensor([0.0, log2], dtype=torch.float64))
+
+
+def test_the_three_ways_to_average_differ():
+    """Draws 0.9 and 0.5: mean of probabilities 0.7; of logits sqrt(9) : 1 = 0.75; the last alone 0.5."""
+    average = average_of([[[0.9, 0.1]], [[0.5, 0.5]]], labels=[0])
+    for of, probability in (("probabilities", 0.7), ("logits", 0.75), ("last", 0.5)):
+        assert average.metrics(of=of)["nll"] == pytest.approx(-math.log(probability), rel=1e-6)
+    expected = torch.tensor([[math.log(0.45), math.log(0.05)]], dtype=torch.float64)
+    torch.testing.assert_close(average.logit_sum(), expected, rtol=1e-6, atol=0)
+    with pytest.raises(InvalidArgumentError, match="of must be"):
+        average.metrics(of="mean")
+
+
+def test_the_stream_equals_the_mean_over_stored_predictions(data, dataset):
+    run, average, stored = WalkingRun(), PosteriorAverage(data, every=2, rungs=(0, 1)), {0: [], 1: []}
+    for _ in range(20):
+        run.step()
+        if average.update(run):
+            for rung in (0, 1):
+                with torch.no_grad():
+                    stored[rung].append(run.modules[rung].eval()(dataset.tensors[0]).double())
+    assert average.n_draws == len(stored[0]) == 10
+    for rung, logits in ((0, torch.stack(stored[0])), (1, torch.stack(stored[1])), (None, torch.stack(stored[0] + stored[1]))):
+        p = logits.softmax(-1)
+        torch.testing.assert_close(average.probabilities(rung), p.mean(0), rtol=0, atol=1e-6)
+        torch.testing.assert_close(average.logit_sum(rung), logits.sum(0), rtol=0, atol=1e-4)
+        entropy = predictive_entropy(p.mean(0))
+        torch.testing.assert_close(average.predictive_entropy(rung), entropy, rtol=0, atol=1e-6)
+        torch.testing.assert_close(average.mutual_information(rung), entropy - predictive_entropy(p).mean(0), rtol=0, atol=1e-6)
+        assert average.mutual_information(rung).min() > -1e-12
+        assert average.metrics(rung)["nll"] == pytest.approx(
+            classification_metrics(p.mean(0), dataset.tensors[1])["nll"], rel=1e-6
+        )
+    last = stored[0][-1].softmax(-1)
+    assert average.metrics(of="last")["nll"] == pytest.approx(classification_metrics(last, dataset.tensors[1])["nll"], rel=1e-6)
+    assert torch.equal(average.labels, dataset.tensors[1])
+    assert repr(average) == "PosteriorAverage(10 draws of rungs (0, 1), every=2, burn_in=0)"
+
+
+@pytest.mark.parametrize(
+    ("every", "burn_in", "expected"),
+    [(1, 0, list(range(1, 21))), (5, 0, [5, 10, 15, 20]), (4, 6, [10, 14, 18]), (3, 19, []), (1, 18, [19, 20]), (20, 0, [20])],
+)
+def test_thinning_and_burn_in(data, every, burn_in, expected):
+    run, average = WalkingRun(), PosteriorAverage(data, every=every, burn_in=burn_in)
+    assert not average.update(run)  # before any step
+    taken = []
+    for _ in range(20):
+        run.step()
+        if average.update(run):
+            taken.append(run.n_steps)
+        assert not average.update(run)  # once a step
+    assert taken == expected
+    assert average.n_draws == len(expected)
+
+
+def test_memory_does_not_grow_with_draws(data):
+    run, average, sizes = WalkingRun(), PosteriorAverage(data), []
+    for _ in range(30):
+        run.step()
+        average.update(run)
+        sizes.append({name: tensor.shape for name, tensor in average.state_dict()["tensors"].items()})
+    assert sizes[0] == sizes[-1]
+
+
+def through_json(tree, tensors):
+    """A state as a checkpoint would hold it: plain values as JSON, tensors beside it."""
+    if isinstance(tree, Tensor):
+        tensors.append(tree)
+        return {"tensor": len(tensors) - 1}
+    return {key: through_json(value, tensors) for key, value in tree.items()} if isinstance(tree, dict) else tree
+
+
+def from_json(tree, tensors):
+    if isinstance(tree, dict):
+        return tensors[tree["tensor"]] if "tensor" in tree else {key: from_json(value, tensors) for key, value in tree.items()}
+    return tree
+
+
+@pytest.mark.parametrize("halfway", [0, 3, 7, 8])
+def test_resume_is_exact(data, tmp_path, halfway):
+    def new(folder):
+        return PosteriorAverage(data, every=2, rungs=(1, 0), store=DrawStore(folder, capacity=3, keep="reservoir"))
+
+    run, average = WalkingRun(), new(tmp_path / "whole")
+    for _ in range(20):
+        run.step()
+        average.update(run)
+
+    run, before = WalkingRun(), new(tmp_path / "stopped")
+    for _ in range(halfway):
+        run.step()
+        before.update(run)
+    tensors: list[Tensor] = []
+    text, saved = json.dumps(through_json(before.state_dict(), tensors)), copy.deepcopy(run)
+    last = before.metrics(of="last") if before.n_draws else None
+    for _ in range(9):  # goes on for a while and is lost
+        run.step()
+        before.update(run)
+    run, after = saved, new(tmp_path / "stopped")
+    after.load_state_dict(from_json(json.loads(text), tensors))
+    assert last == (after.metrics(of="last") if after.n_draws else None)
+    while run.n_steps < 20:
+        run.step()
+        after.update(run)
+
+    assert after.n_draws == average.n_draws == 10
+    for rung in (0, 1, None):
+        assert torch.equal(after.probabilities(rung), average.probabilities(rung))
+        assert torch.equal(after.logit_sum(rung), average.logit_sum(rung))
+        assert torch.equal(after.mutual_information(rung), average.mutual_information(rung))
+        assert after.metrics(rung, of="last") == average.metrics(rung, of="last")
+    assert after.store.draws == average.store.draws
+    for one, other in zip(after.store, average.store, strict=True):
+        assert all(torch.equal(one[2][name], other[2][name]) for name in one[2])
+
+
+def test_a_state_of_other_settings_is_refused(data, tmp_path):
+    run, average = WalkingRun(), PosteriorAverage(data)
+    run.step()
+    average.update(run)
+    state = average.state_dict()
+    with pytest.raises(CheckpointError, match="every"):
+        PosteriorAverage(data, every=2).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="without one"):
+        PosteriorAverage(data, store=DrawStore(tmp_path, capacity=2)).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="not the state"):
+        PosteriorAverage(data).load_state_dict({"n_draws": 3})
+    run.n_steps = 0
+    with pytest.raises(InvalidArgumentError, match="load_state_dict"):
+        average.update(run)
+
+
+def assert_untouched(average, run, words):
+    """An update is refused, and the average stays bit for bit as it was."""
+    before = average.state_dict()
+    run.step()
+    with pytest.raises(InvalidArgumentError, match=words):
+        average.update(run)
+    after = average.state_dict()
+    assert all(torch.equal(before["tensors"][name], after["tensors"][name]) for name in before["tensors"])
+    assert {**before, "tensors": 0} == {**after, "tensors": 0}
+
+
+def test_a_shuffled_loader_is_noticed(dataset):
+    run, average = WalkingRun(), PosteriorAverage(DataLoader(dataset, batch_size=16, shuffle=True))
+    run.step()
+    assert average.update(run)
+    assert_untouched(average, run, "shuffle=False")
+
+
+def test_shuffled_inputs_without_labels_are_noticed(dataset):
+    x = dataset.tensors[0]
+    run, average = WalkingRun(), PosteriorAverage([x[:20], x[20:]])
+    run.step()
+    assert average.update(run)
+    with pytest.raises(InvalidArgumentError, match="without targets"):
+        average.metrics()
+    average.data = [x[20:40], torch.cat([x[:20], x[40:]])]
+    assert_untouched(average, run, "inputs of .* shuffle=False")
+
+
+def test_data_of_another_length_are_noticed(data):
+    run, average = WalkingRun(), PosteriorAverage(list(data))
+    run.step()
+    average.update(run)
+    average.data.pop()
+    assert_untouched(average, run, "50 examples at first, now 48")
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_nan_logits_are_not_added(data, tmp_path, poison):
+    run, store = WalkingRun(), DrawStore(tmp_path, capacity=5)
+    average = PosteriorAverage(data, rungs=(0, 1), store=store)
+    run.step(3)
+    average.update(run)
+    run.modules[1][3].bias.data[0] = poison
+    assert_untouched(average, run, "rung 1 at step 4 .* 50 of 50")
+    assert store.draws == [(3, 0), (3, 1)]
+
+
+def test_a_masked_class_is_no_error(data):
+    run, average = WalkingRun(), PosteriorAverage(data)
+    run.modules[0][3].bias.data[2] = -math.inf
+    run.step()
+    assert average.update(run)
+    assert average.probabilities()[:, 2].eq(0).all()
+    assert average.mutual_information().isfinite().all()
+
+
+def test_dict_batches(dataset):
+    x, y = dataset.tensors
+    run = WalkingRun()
+    run.step()
+    average = PosteriorAverage([{"x": x, "label": y}], target_key="label")
+    assert average.update(run)
+    assert torch.equal(average.labels, y)
+    with pytest.raises(InvalidArgumentError, match=r"'target', only \['label', 'x'\]"):
+        PosteriorAverage([{"x": x, "label": y}]).update(run)
+
+
+@pytest.mark.parametrize("output", [torch.zeros(N), torch.zeros(N, 1), torch.zeros(N, 2, 3), torch.zeros(N, 3).long(), None])
+def test_outputs_that_are_no_logits(dataset, output):
+    run = Scripted([output])
+    run.step()
+    with pytest.raises(InvalidArgumentError, match="classifiers"):
+        PosteriorAverage([dataset.tensors]).update(run)
+
+
+@pytest.mark.parametrize("target", [torch.zeros(N), torch.zeros(N, CLASSES).long(), torch.zeros(N - 1).long(), "cat"])
+def test_targets_that_are_no_labels(dataset, target):
+    run = WalkingRun()
+    run.step()
+    with pytest.raises(InvalidArgumentError, match="class numbers"):
+        PosteriorAverage([(dataset.tensors[0], target)]).update(run)
+
+
+def test_errors_before_the_first_draw(data):
+    average = PosteriorAverage(data, every=10, burn_in=5)
+    readouts = (average.probabilities, average.logit_sum, average.predictive_entropy, average.mutual_information, average.metrics)
+    for read in (*readouts, lambda: average.labels):
+        with pytest.raises(InvalidArgumentError, match="first is due at 15"):
+            read()
+    PosteriorAverage(data, every=10, burn_in=5).load_state_dict(average.state_dict())  # an empty state is a state
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"every": 0}, "every"),
+        ({"every": 1.5}, "every"),
+        ({"burn_in": -1}, "burn_in"),
+        ({"rungs": ()}, "rungs"),
+        ({"rungs": (0, 0)}, "different"),
+        ({"rungs": (-1,)}, "rungs"),
+    ],
+)
+def test_bad_settings(data, settings, words):
+    with pytest.raises(InvalidArgumentError, match=words):
+        PosteriorAverage(data, **settings)
+
+
+def test_bad_data_and_rungs(data):
+    run = WalkingRun()
+    run.step()
+    with pytest.raises(InvalidArgumentError, match="only once"):
+        PosteriorAverage(batch for batch in data)
+    with pytest.raises(InvalidArgumentError, match="no batches"):
+        PosteriorAverage([]).update(run)
+    with pytest.raises(InvalidArgumentError, match="has 2 rungs"):
+        PosteriorAverage(data, rungs=(0, 2)).update(run)
+    scripted = Scripted([torch.zeros(N, 3)])
+    scripted.step()
+    with pytest.raises(InvalidArgumentError, match="got int"):
+        PosteriorAverage([3]).update(scripted)
+    average = PosteriorAverage(data)
+    average.update(run)
+    with pytest.raises(InvalidArgumentError, match="rung 1 is not recorded"):
+        average.probabilities(1)

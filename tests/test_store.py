@@ -1,0 +1,654 @@
+"""Draws on disk: what stays, what a crash leaves, what a resume brings back, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from assertions import assert_mean_is, assert_mean_is_not
+from torchrex.errors import CheckpointError, InvalidArgumentError
+from torchrex.posterior.average import PosteriorAverage
+from torchrex.posterior.store import DrawStore
+from torchrex.posterior.store_files import load_into
+from torchrex.posterior.store_index import slot_of
+from torchrex.rng import derive_seed
+
+MODEL_SOURCE = """
+import torch
+from torch import nn
+
+def make_model():
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4, 3))
+"""
+namespace: dict = {}
+exec(MODEL_SOURCE, namespace)
+make_model = namespace["make_model"]
+
+
+class Counter(nn.Module):
+    """A module whose only weight says which draw it is."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([float(value)]))
+
+
+def filled(folder, n: int, *, first: int = 1, **settings) -> DrawStore:
+    store = DrawStore(folder, **{"capacity": 3, **settings})
+    for step in range(first, first + n):
+        store.add(Counter(step), step=step)
+    return store
+
+
+def files(folder) -> set[str]:
+    return {name for name in os.listdir(folder) if name != "index.json"}
+
+
+def contents(store: DrawStore) -> list[tuple[int, int, float]]:
+    return [(step, rung, float(state["weight"])) for step, rung, state in store]
+
+
+def assert_readable(folder) -> DrawStore:
+    """Opens, is full, and every draw carries its own step."""
+    store = DrawStore.load(folder)
+    assert len(store) == min(store.n_seen, store.capacity)
+    assert all(step == weight for step, _, weight in contents(store))
+    return store
+
+
+# Which draws stay
+
+
+def test_newest_keeps_the_newest(tmp_path):
+    store = filled(tmp_path, 7)
+    assert store.draws == [(5, 0), (6, 0), (7, 0)]
+    assert contents(store) == [(5, 0, 5.0), (6, 0, 6.0), (7, 0, 7.0)]
+    assert len(files(tmp_path)) == len(store) == 3
+    assert store.n_seen == 7
+    assert repr(store) == f"DrawStore({str(tmp_path)!r}, 3 of 7 draws, keep='newest', capacity=3)"
+
+
+CAPACITY, SEEN, SEEDS = 5, 20, 4000
+
+
+def survivors(rule) -> Tensor:
+    """(seeds, seen): which of SEEN draws are in a reservoir at the end, in one independent store a seed."""
+    kept = torch.zeros(SEEDS, SEEN)
+    for seed in range(SEEDS):
+        slots: dict[int, int] = {}
+        for number in range(SEEN):
+            slot = rule(number, seed)
+            if slot is not None:
+                slots[slot] = number
+        kept[seed, list(slots.values())] = 1.0
+    return kept
+
+
+def test_every_draw_is_in_the_reservoir_with_the_same_probability():
+    kept = survivors(lambda number, seed: slot_of(number, keep="reservoir", capacity=CAPACITY, seed=seed))
+    assert kept.sum(1).eq(CAPACITY).all()
+    for number in range(SEEN):
+        assert_mean_is(kept[:, number], CAPACITY / SEEN)
+    # Pairs too: P(both) = c (c - 1) / (n (n - 1)) for a simple random sample.
+    for one, other in ((0, 1), (0, SEEN - 1), (3, 4), (7, 12), (SEEN - 2, SEEN - 1)):
+        assert_mean_is(kept[:, one] * kept[:, other], CAPACITY * (CAPACITY - 1) / (SEEN * (SEEN - 1)))
+
+
+def test_a_reservoir_that_takes_every_draw_is_caught():
+    """The mutant replaces a uniform slot at every draw: new draws are kept too often, old ones too rarely."""
+    kept = survivors(lambda number, seed: number if number < CAPACITY else derive_seed(seed, f"{number}") % CAPACITY)
+    assert_mean_is_not(kept[:, 0], CAPACITY / SEEN)
+    assert_mean_is_not(kept[:, SEEN - 1], CAPACITY / SEEN)
+
+
+def test_a_reservoir_that_counts_one_too_few_is_caught():
+    """The mutant draws from 0..k-1 instead of 0..k."""
+
+    def mutant(number, seed):
+        slot = number if number < CAPACITY else derive_seed(seed, f"{number}") % number
+        return slot if slot < CAPACITY else None
+
+    assert_mean_is_not(survivors(mutant)[:, CAPACITY:].mean(1), CAPACITY / SEEN)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_store_follows_the_rule(tmp_path, seed):
+    slots = {}
+    for number in range(30):
+        slot = slot_of(number, keep="reservoir", capacity=3, seed=seed)
+        if slot is not None:
+            slots[slot] = number
+    store = filled(tmp_path, 30, keep="reservoir", seed=seed)
+    assert [step - 1 for step, _ in store.draws] == sorted(slots.values())
+    assert len(files(tmp_path)) == 3
+
+
+# Tensors
+
+
+class Awkward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight  # tied
+        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("flag", torch.tensor([True, False]))
+        self.register_buffer("count", torch.tensor(7, dtype=torch.int32))
+        self.register_buffer("empty", torch.zeros(0, 2))
+        self.register_buffer("rounded", torch.randn(3).bfloat16())
+        flat = torch.arange(6.0)
+        self.register_buffer("left", flat[:3])  # two views of one memory that are not the same tensor
+        self.register_buffer("right", flat[3:])
+        self.register_buffer("transposed", torch.arange(6.0).reshape(2, 3).T)
+
+
+def test_awkward_tensors_survive(tmp_path):
+    module = Awkward()
+    module.norm.num_batches_tracked += 3
+    store = DrawStore(tmp_path, capacity=1)
+    store.add(module, step=1)
+    ((_, _, state),) = DrawStore.load(tmp_path)
+    expected = module.state_dict()
+    assert list(state) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(state[name], value), name
+        assert state[name].dtype == value.dtype, name
+    assert state["head.weight"] is state["embed.weight"]
+    assert store._index.draws[0].size < 1.2 * sum(t.nbytes for n, t in expected.items() if n != "head.weight") + 2000
+    fresh = Awkward()
+    load_into(fresh, state, "draw")
+    assert fresh.head.weight is fresh.embed.weight
+    assert fresh.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert all(torch.equal(fresh.state_dict()[name], value) for name, value in expected.items())
+
+
+def test_the_module_is_not_touched_and_not_aliased(tmp_path):
+    module = Counter(1.0)
+    store = DrawStore(tmp_path, capacity=2)
+    store.add(module, step=1)
+    ((_, _, state),) = store
+    module.weight.data += 1
+    assert float(state["weight"]) == 1.0
+    assert module.weight.requires_grad
+    assert module.training
+
+
+def test_names_of_a_compiled_module_are_those_of_the_module(tmp_path):
+    inner = make_model()
+    wrapped = nn.Module()
+    wrapped._orig_mod = inner  # what torch.compile makes of the names
+    store = DrawStore(tmp_path, capacity=2)
+    store.add(wrapped, step=1)
+    ((_, _, state),) = store
+    assert state.keys() == inner.state_dict().keys()
+    load_into(wrapped, state, "draw")
+
+
+def test_a_state_that_is_no_tensor_is_refused(tmp_path):
+    class Extra(Counter):
+        def get_extra_state(self):
+            return {"a": 1}
+
+        def set_extra_state(self, state): ...
+
+    store = filled(tmp_path, 2)
+    with pytest.raises(InvalidArgumentError, match="_extra_state"):
+        store.add(Extra(), step=3)
+    assert assert_readable(tmp_path).n_seen == 2
+
+
+# Resume
+
+
+@pytest.mark.parametrize("keep", ["newest", "reservoir"])
+def test_resume_is_exact(tmp_path, keep):
+    whole = contents(filled(tmp_path / "whole", 12, keep=keep))
+    for halfway in (0, 1, 3, 4, 8, 11):
+        for lost in (1, 5):
+            folder = tmp_path / f"{halfway}-{lost}"
+            store = filled(folder, halfway, keep=keep)
+            before, state = contents(store), json.loads(json.dumps(store.state_dict()))
+            for step in range(halfway + 1, halfway + 1 + lost):
+                store.add(Counter(step), step=step)
+            store = DrawStore(folder, capacity=3, keep=keep)
+            store.load_state_dict(state)
+            assert contents(store) == before
+            for step in range(halfway + 1, 13):
+                store.add(Counter(step), step=step)
+            assert contents(store) == whole
+            store.commit()
+            assert len(files(folder)) <= 3 + 3  # at most what the newest state and the present need
+            store.state_dict()
+            store.commit()
+            assert len(files(folder)) == 3
+            assert contents(assert_readable(folder)) == whole
+
+
+def test_files_stay_for_the_checkpoints_that_are_kept(tmp_path):
+    """Checkpoints every 5 steps, the newest two kept: both can be resumed, an older one says why not, and disk use is bounded."""
+    store, states, seen = DrawStore(tmp_path, capacity=3), {}, {}
+    for step in range(1, 41):
+        store.add(Counter(step), step=step)
+        if step % 5 == 0:
+            states[step], seen[step] = store.state_dict(), contents(store)
+            store.commit(oldest=step - 5)
+        assert len(files(tmp_path)) <= 3 * 3
+    for step in range(41, 44):
+        store.add(Counter(step), step=step)
+    with pytest.raises(CheckpointError, match=r"cannot go back to step 30 .* newer checkpoint"):
+        store.load_state_dict(states[30])
+    for step in (40, 35):  # the newest first, then further back
+        store.load_state_dict(states[step])
+        assert contents(store) == seen[step]
+
+
+def test_rewind(tmp_path):
+    store = filled(tmp_path, 4)
+    store.state_dict()
+    four = contents(store)
+    for step in (8, 10, 12):
+        store.add(Counter(step), step=step)
+    store.rewind(12)
+    store.rewind(100)  # nothing came after
+    assert [step for step, _ in store.draws] == [8, 10, 12]
+    with pytest.raises(CheckpointError, match="back to steps 0 to 0, 4 to 7"):
+        store.rewind(9)
+    store.rewind(7)  # the run stood anywhere between 4 and 7
+    assert contents(store) == four
+    store.rewind(0)
+    assert len(store) == store.n_seen == 0
+    assert not files(tmp_path)
+    assert contents(filled(tmp_path, 4)) == four
+
+
+def test_nothing_is_counted_twice(tmp_path):
+    store = DrawStore(tmp_path, capacity=4)
+    for rung in (1, 0):
+        assert store.add(Counter(5), step=5, rung=rung)
+        assert DrawStore.load(tmp_path).add(Counter(5), step=5, rung=rung)
+    assert DrawStore.load(tmp_path).n_seen == 2
+    with pytest.raises(InvalidArgumentError, match=r"step 4 .* has seen step 5; .*rewind\(3\)"):
+        store.add(Counter(4), step=4)
+    reservoir = filled(tmp_path / "reservoir", 30, keep="reservoir", capacity=1)
+    assert reservoir.add(Counter(30), step=30) == (reservoir.draws == [(30, 0)])
+    assert reservoir.n_seen == 30
+
+
+def test_a_state_of_another_run_is_refused(tmp_path):
+    state = filled(tmp_path / "one", 5).state_dict()
+    other = DrawStore(tmp_path / "two", capacity=3)
+    for step in range(1, 6):
+        other.add(Counter(-step), step=step)
+    other.state_dict()
+    before = other.draws
+    for given, words in (
+        (state, "another run"),
+        ({**state, "capacity": 4}, "capacity"),
+        ({**state, "seen": 99}, "99 draws seen"),
+        ({"seen": 3}, "not the state"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            other.load_state_dict(given)
+    assert other.draws == before
+    with pytest.raises(CheckpointError, match="same settings or another folder"):
+        DrawStore(tmp_path / "one", capacity=3, keep="reservoir")
+
+
+# Crashes
+
+
+def test_a_draw_is_on_disk_for_good_before_the_index_names_it(tmp_path, monkeypatch):
+    store, done = DrawStore(tmp_path, capacity=3), []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: done.append("sync") or fsync(descriptor))
+    monkeypatch.setattr(os, "replace", lambda part, path: done.append(path.name) or replace(part, path))
+    store.add(Counter(1), step=1)
+    assert done == ["sync", "draw-000000000.safetensors", "sync", "sync", "index.json", "sync"]  # file, name, folder
+
+
+class Crash(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("keep", ["newest", "reservoir"])
+def test_a_crash_at_any_file_operation_leaves_a_readable_store(tmp_path, monkeypatch, keep):
+    """Every file operation of `add` in turn is the last one that happens."""
+    crashed = 0
+    for last in range(17):
+        folder = tmp_path / str(last)
+        store = filled(folder, 6, keep=keep)
+        store.state_dict()
+        (folder / "draw-000000099.safetensors.part").touch()  # something to remove
+        before, left = contents(store), [last]
+
+        def dying(real, left=left):
+            def operation(*arguments, **keywords):
+                if left[0] == 0:
+                    raise Crash
+                left[0] -= 1
+                return real(*arguments, **keywords)
+
+            return operation
+
+        with monkeypatch.context() as patch:
+            for name in ("fsync", "replace", "unlink", "listdir"):
+                patch.setattr(os, name, dying(getattr(os, name)))
+            try:
+                for step in (7, 8):
+                    store.add(Counter(step), step=step)
+            except Crash:
+                crashed += 1
+        again = assert_readable(folder)
+        assert again.n_seen in (6, 7, 8)
+        for step in range(again.n_seen + 1, 10):
+            again.add(Counter(step), step=step)
+        assert files(folder) == {draw.file for draw in again._index.draws}  # what the crash left is gone
+        again.rewind(6)
+        assert contents(again) == before
+    assert 5 < crashed < 17  # the last of them went through
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_kill_during_add(tmp_path):
+    """Ten children add as fast as they can and are killed; the next continues where the last was."""
+    chance, seen = random.Random(0), 0
+    for _ in range(10):
+        child = os.fork()
+        if child == 0:
+            try:
+                store = DrawStore(tmp_path, capacity=3, keep="reservoir")
+                while True:
+                    store.add(Counter(store.n_seen + 1), step=store.n_seen + 1)
+                    if store.n_seen % 4 == 0:
+                        store.state_dict()
+                        store.commit(oldest=store.n_seen - 8)
+            finally:
+                os._exit(1)
+        waited = time.monotonic()
+        while time.monotonic() < waited + 10:
+            if (tmp_path / "index.json").exists() and assert_readable_while_written(tmp_path) > seen:
+                break
+        time.sleep(chance.uniform(0, 0.02))
+        os.kill(child, signal.SIGKILL)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        store = assert_readable(tmp_path)
+        assert store.n_seen > seen
+        seen = store.n_seen
+    store = DrawStore(tmp_path, capacity=3, keep="reservoir")
+    store.add(Counter(seen + 1), step=seen + 1)
+    assert files(tmp_path) == {draw.file for draw in store._index.draws}
+    never_killed = filled(tmp_path / "calm", seen + 1, keep="reservoir")
+    assert store.draws == never_killed.draws
+
+
+def assert_readable_while_written(folder) -> int:
+    """An index is whole at any moment."""
+    return json.loads((folder / "index.json").read_text())["now"]["seen"]
+
+
+def test_a_full_disk_is_one_clear_line_and_the_store_stays(tmp_path, monkeypatch):
+    store = filled(tmp_path, 4)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError, match=r"cannot write .*No space left.* draws before it are safe"):
+            store.add(Counter(5), step=5)
+    assert store.n_seen == assert_readable(tmp_path).n_seen == 4
+    assert store.add(Counter(5), step=5)
+
+
+# Damage and malice
+
+
+def edit_index(folder, **changes) -> None:
+    raw = json.loads((folder / "index.json").read_text())
+    (folder / "index.json").write_text(json.dumps({**raw, **changes}))
+
+
+def edit_draw(folder, **changes) -> None:
+    raw = json.loads((folder / "index.json").read_text())
+    raw["draws"][-1].update(changes)
+    (folder / "index.json").write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda f: (f / "index.json").unlink(), "has no index.json"),
+        (lambda f: (f / "index.json").write_text("{"), "not an index"),
+        (lambda f: (f / "index.json").write_bytes(b"\xff\x00"), "not an index"),
+        (lambda f: (f / "index.json").write_text("[]"), "not an index"),
+        (lambda f: (f / "index.json").write_text("[" * 100_000), "not an index"),
+        (lambda f: edit_index(f, schema="other"), "schema 'other'"),
+        (lambda f: edit_index(f, version=2), "version 2"),
+        (lambda f: edit_index(f, keep="oldest"), "keep"),
+        (lambda f: edit_index(f, capacity=0), "capacity"),
+        (lambda f: edit_index(f, capacity=10**15, now={"seen": 10**15, "step": 1, "rungs": []}), "do not fill"),
+        (lambda f: edit_index(f, draws=[]), "do not fill"),
+        (lambda f: edit_index(f, marks=[]), "marks"),
+        (lambda f: edit_index(f, now=3), "not an index"),
+        (lambda f: edit_draw(f, file="../secret.safetensors"), "file name"),
+        (lambda f: edit_draw(f, file="/etc/passwd"), "file name"),
+        (lambda f: edit_draw(f, file="draw-000000004.pt"), "file name"),
+        (lambda f: edit_draw(f, number="../x"), "whole number"),
+        (lambda f: edit_draw(f, sha256=3), "not an index"),
+        (lambda f: edit_draw(f, sha256="0" * 63), "sha256"),
+        (lambda f: edit_draw(f, size=-1), "whole number"),
+        (lambda f: edit_draw(f, extra=1), "not an index"),
+        (lambda f: (f / "draw-000000004.safetensors").unlink(), "No such file"),
+        (lambda f: (f / "draw-000000004.safetensors").write_bytes(b"short"), "5 bytes instead of"),
+    ],
+)
+def test_damage_is_found_when_the_store_is_opened(tmp_path, damage, words):
+    filled(tmp_path, 5)
+    damage(tmp_path)
+    with pytest.raises(CheckpointError, match=words) as error:
+        DrawStore.load(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_flipped_bit_is_found_when_the_draw_is_read(tmp_path):
+    store = filled(tmp_path, 3)
+    path = tmp_path / "draw-000000001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    draws = iter(DrawStore.load(tmp_path))
+    assert next(draws)[0] == 1
+    with pytest.raises(CheckpointError, match=r"draw-000000001.safetensors has another sha256"):
+        next(draws)
+    with pytest.raises(CheckpointError, match="sha256"):
+        store.predict(Counter, [torch.zeros(1, 1)], forward=lambda module, batch: torch.zeros(1, 2))
+
+
+class Bomb:
+    def __reduce__(self):
+        return exec, ("open('exploded', 'w').close()",)
+
+
+@pytest.mark.parametrize("content", [pickle.dumps(Bomb()), b"", b"\x08\0\0\0\0\0\0\0{}      "])
+def test_a_pickle_in_place_of_a_draw_is_refused(tmp_path, monkeypatch, content):
+    """Even with a matching checksum in the index."""
+    monkeypatch.chdir(tmp_path)
+    filled(tmp_path, 3)
+    (tmp_path / "draw-000000002.safetensors").write_bytes(content)
+    edit_draw(tmp_path, size=len(content), sha256=hashlib.sha256(content).hexdigest())
+    with pytest.raises(CheckpointError, match="safetensors format"):
+        list(DrawStore.load(tmp_path))
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_only_its_own_files_are_removed(tmp_path):
+    for name in ("notes.txt", "draw-1.safetensors", "model.safetensors", "draw-000000000.safetensors.bak"):
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "draw-000000099.safetensors.part").write_text("left behind")
+    filled(tmp_path, 5)
+    kept = {"notes.txt", "draw-1.safetensors", "model.safetensors", "draw-000000000.safetensors.bak"}
+    assert files(tmp_path) == kept | {f"draw-00000000{number}.safetensors" for number in (2, 3, 4)}
+
+
+@pytest.mark.parametrize(
+    "settings", [{"capacity": 0}, {"capacity": 2.5}, {"capacity": True}, {"keep": "best"}, {"seed": -1}, {"seed": None}]
+)
+def test_bad_settings(tmp_path, settings):
+    with pytest.raises(InvalidArgumentError, match=next(iter(settings))):
+        DrawStore(tmp_path, **{"capacity": 3, **settings})
+
+
+def test_bad_steps_and_folders(tmp_path):
+    store = DrawStore(tmp_path / "store", capacity=2)
+    for wrong in ({"step": -1}, {"step": 1.5}, {"step": 1, "rung": -1}, {"step": True}):
+        with pytest.raises(InvalidArgumentError, match="whole number"):
+            store.add(Counter(), **wrong)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot make the folder"):
+        DrawStore(tmp_path / "file", capacity=2)
+    with pytest.raises(CheckpointError, match="no store of draws"):
+        DrawStore.load(tmp_path / "file")
+    with pytest.raises(CheckpointError, match="no store of draws"):
+        DrawStore.load(tmp_path / "absent")
+    assert not (tmp_path / "absent").exists()
+
+
+# Prediction
+
+
+class OneRun:
+    """A run of one conv net that takes random steps."""
+
+    n_rungs = 2
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.modules = [make_model(), make_model()]
+        self.n_steps = 0
+
+    def step(self) -> None:
+        self.n_steps += 1
+        for module in self.modules:
+            for parameter in module.parameters():
+                parameter.data += 0.3 * torch.randn_like(parameter)
+            module.train()(torch.randn(8, 2, 3, 3))  # the batch norm's buffers move as well
+
+    @torch.no_grad()
+    def predict(self, batch, rung: int = 0) -> Tensor:
+        return self.modules[rung].eval()(batch[0])
+
+    def module_at(self, rung: int) -> nn.Module:
+        return self.modules[rung]
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    x, y = torch.randn(30, 2, 3, 3, generator=generator), torch.randint(3, (30,), generator=generator)
+    return [(x[:16], y[:16]), (x[16:], y[16:])]
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """An average and a store that has kept every draw of it."""
+    folder = tmp_path_factory.mktemp("draws")
+    run, average = OneRun(), PosteriorAverage(batches(), rungs=(0, 1), store=DrawStore(folder, capacity=100))
+    for _ in range(6):
+        run.step()
+        average.update(run)
+    return folder, average
+
+
+def test_prediction_in_another_process_equals_the_average(stored, tmp_path):
+    folder, average = stored
+    save_file({f"{k}.{n}": t for k, batch in enumerate(batches()) for n, t in zip("xy", batch, strict=True)}, tmp_path / "data")
+    program = MODEL_SOURCE + (
+        "import json, sys\n"
+        "from safetensors.torch import load_file, save_file\n"
+        "from torchrex.posterior.store import DrawStore\n"
+        "store, t = DrawStore.load(sys.argv[1]), load_file(sys.argv[2])\n"
+        "p = store.predict(make_model, [(t['0.x'], t['0.y']), (t['1.x'], t['1.y'])])\n"
+        "save_file({'p': p.probabilities, 'h': p.entropy, 'mi': p.mutual_information, 'y': p.labels}, sys.argv[3])\n"
+        "print(json.dumps([p.n_draws, p.metrics()]))\n"
+    )
+    command = [sys.executable, "-c", program, str(folder), str(tmp_path / "data"), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    from safetensors.torch import load_file
+
+    out, (n_draws, metrics) = load_file(tmp_path / "out"), json.loads(done.stdout)
+    assert n_draws == average.n_draws == 6
+    assert torch.equal(out["p"], average.probabilities())
+    assert torch.equal(out["h"], average.predictive_entropy())
+    assert torch.equal(out["mi"], average.mutual_information())
+    assert torch.equal(out["y"], average.labels)
+    assert metrics == average.metrics()
+
+
+def test_prediction_pools_rungs_and_leaves_the_given_module_alone(stored):
+    folder, average = stored
+    module = make_model().train()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    prediction = DrawStore.load(folder).predict(module, batches(), rung=None)
+    torch.testing.assert_close(prediction.probabilities, average.probabilities(None))
+    torch.testing.assert_close(prediction.mutual_information, average.mutual_information(None))
+    assert repr(prediction) == "Prediction(12 draws on 30 examples, 3 classes)"
+    assert module.training
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+
+
+def test_one_module_serves_all_draws(stored):
+    made = []
+    DrawStore.load(stored[0]).predict(lambda: made.append(make_model()) or made[-1], batches())
+    assert len(made) == 1
+    assert not made[0].training
+
+
+def test_prediction_of_inputs_alone_and_of_other_batches(stored):
+    folder, average = stored
+    store = DrawStore.load(folder)
+    alone = store.predict(make_model, [x for x, _ in batches()])
+    assert torch.equal(alone.probabilities, average.probabilities())
+    assert alone.labels is None
+    with pytest.raises(InvalidArgumentError, match="need targets"):
+        alone.metrics()
+    named = [{"input": x, "label": y} for x, y in batches()]
+    assert torch.equal(store.predict(make_model, named, target_key="label").probabilities, average.probabilities())
+    odd = [{"pixels": x, "label": y} for x, y in batches()]
+    by_hand = store.predict(make_model, odd, target_key="label", forward=lambda module, batch: module(batch["pixels"]))
+    assert torch.equal(by_hand.probabilities, average.probabilities())
+
+
+def test_wrong_models_and_data_are_named(stored, tmp_path):
+    store = DrawStore.load(stored[0])
+    wider = make_model()
+    wider[4] = nn.Linear(4, 7)
+    with pytest.raises(InvalidArgumentError, match=r"4.weight \(3, 4\) for \(7, 4\), 4.bias \(3,\) for \(7,\) of another shape"):
+        store.predict(wider, batches())
+    with pytest.raises(InvalidArgumentError, match=r"weight missing from the draw; 0.weight, 0.bias, .* and 5 more unknown"):
+        store.predict(Counter, batches())
+    shuffled = iter([batches(), batches()[::-1]])
+
+    class Reordered:
+        def __iter__(self):
+            return iter(next(shuffled))
+
+    with pytest.raises(InvalidArgumentError, match="shuffle=False"):
+        store.predict(make_model, Reordered())
+    with pytest.raises(InvalidArgumentError, match=r"no draw of rung 2 .*\[0, 1\]"):
+        store.predict(make_model, batches(), rung=2)
+    with pytest.raises(InvalidArgumentError, match="no draw"):
+        DrawStore(tmp_path, capacity=1).predict(make_model, batches())
