@@ -12,6 +12,7 @@ ORDER = [
     {"samplers"},
     {"exchange"},
     {"posterior", "recording", "checkpoint", "distributed"},
+    {"training"},
     {"diagnostics"},
     {"vision", "experiments"},
     {"report"},

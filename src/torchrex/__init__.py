@@ -29,6 +29,7 @@ from torchrex.exchange import (
     log_swap_ratio,
 )
 from torchrex.posterior import Draws, DrawStore, PosteriorAverage, classification_metrics, collect, sample
+from torchrex.recording import Trace
 from torchrex.samplers import SGHMC, SGLD
 from torchrex.targets import (
     DeviceLoader,
@@ -44,6 +45,7 @@ from torchrex.targets import (
     from_sgd,
     logistic_regression,
 )
+from torchrex.training import Outcome, train
 
 __version__ = "0.1.0"
 
@@ -66,6 +68,7 @@ __all__ = [
     "ModuleEnsemble",
     "NoSwaps",
     "Noisy",
+    "Outcome",
     "PairedVariance",
     "PerExample",
     "PosteriorAverage",
@@ -82,6 +85,7 @@ __all__ = [
     "TargetAcceptance",
     "TensorEnsemble",
     "TorchrexError",
+    "Trace",
     "classification_metrics",
     "collect",
     "expected_acceptance",
@@ -90,4 +94,5 @@ __all__ = [
     "logistic_regression",
     "sample",
     "schedules",
+    "train",
 ]

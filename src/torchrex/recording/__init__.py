@@ -1,0 +1,5 @@
+"""Recorders: what a person may want to know of a run, kept while it goes."""
+
+from torchrex.recording.trace import Trace
+
+__all__ = ["Trace"]
