@@ -8,21 +8,22 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo   set everything up and draw figure 1 of the paper in a shorter form"
+	@echo "make demo   set everything up, draw figure 1 of the paper in a shorter form, train on digits"
 	@echo "make test   set everything up and run the tests"
 	@echo "make lint   ruff and mypy"
-	@echo "make bench  time the compiled loop against JAX, blackjax and posteriors (installs them)"
+	@echo "make bench  time densities and small networks against JAX, blackjax and posteriors (installs them)"
 	@echo "make clean  remove what the other targets made"
 
 install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
-	$(PIP) -e ".[plots,test,lint]"
+	$(PIP) -e ".[plots,digits,test,lint]"
 	touch $@
 
 demo: install
 	$(BIN)/torchrex reproduce figure1 --set n_steps=20000 --out runs/demo --overwrite
+	$(BIN)/torchrex reproduce digits --out runs/demo --overwrite
 
 test: install
 	$(BIN)/python -m pytest
@@ -38,6 +39,7 @@ $(VENV)/.bench: $(VENV)/.installed
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/density_loop.py --out benchmarks/results/density_loop.json
+	taskset -c 0 $(BIN)/python benchmarks/module_cpu.py --out benchmarks/results/module_cpu.json
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

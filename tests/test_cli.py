@@ -212,7 +212,7 @@ def test_ctrl_c_writes_what_is_done_and_exits_130(tmp_path):
             assert time.monotonic() < deadline, f"signalled: {signalled}; the terminal shows {seen[-500:]!r}"
             if select.select([controller], [], [], 0.2)[0]:
                 seen += os.read(controller, 4096).decode(errors="replace")
-            if not signalled and re.search(r"[1-9][\d,]* steps", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen)):
+            if not signalled and re.search(r"[1-9][\d,]* of [\d,]+ steps", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen)):
                 process.send_signal(signal.SIGINT)
                 signalled = True
         out = process.stdout.read()
@@ -227,3 +227,77 @@ def test_ctrl_c_writes_what_is_done_and_exits_130(tmp_path):
     assert result["status"] == "interrupted"
     assert result["metrics"]["n_steps"] > 0
     assert "interrupted in" in out
+
+
+def test_reproduce_digits_makes_a_table_and_a_picture(cli, tmp_path):
+    short = ["--set", "epochs=3", "--set", "burn_in_epochs=1", "--seeds", "2", "--out", tmp_path]
+    code, out, err = cli("reproduce", "digits", *short)
+    assert code == 0, err
+    assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
+    rows = json.loads((tmp_path / "digits.json").read_text())["rows"]
+    assert [row["method"] for row in rows] == [
+        "digits/msgd",
+        "digits/sghmc",
+        "digits/resghmc",
+        "digits/resghmc pooled",
+        "digits/independent",
+    ]
+    metrics = [json.loads((tmp_path / f"digits/sghmc/seed={s}/result.json").read_text())["metrics"] for s in (0, 1)]
+    assert rows[1]["nll"]["mean"] == pytest.approx(sum(m["nll"] for m in metrics) / 2)
+    assert rows[1]["nll"]["se"] == pytest.approx(abs(metrics[0]["nll"] - metrics[1]["nll"]) / 2)
+    assert all(0.5 < row["accuracy"]["mean"] / 100 <= 1 for row in rows)
+    assert rows[-1]["swaps"]["mean"] == 0
+    assert len((tmp_path / "digits.md").read_text().splitlines()) == 7
+    assert all(len(line) <= 80 for line in out.splitlines() if "digits" not in line), "the table does not fit a terminal"
+    assert "nothing was run again" in cli("reproduce", "digits", *short)[1]
+
+
+def test_a_budget_stops_reproduce_and_the_next_call_goes_on(cli, tmp_path):
+    arguments = ["reproduce", "digits", "--only", "sghmc", "--seeds", "1", "--out", tmp_path]
+    arguments += ["--set", "burn_in_epochs=5", "--set", "epochs=20"]
+    code, out, _ = cli(*arguments, "--budget", "0.01s")
+    assert code == 0
+    assert "budget is used up" in out
+    assert json.loads((tmp_path / "digits/sghmc/seed=0/result.json").read_text())["status"] == "paused"
+    before = (tmp_path / "digits/sghmc/seed=0/checkpoints").stat().st_ino
+    assert cli(*arguments)[0] == 0
+    assert json.loads((tmp_path / "digits/sghmc/seed=0/result.json").read_text())["status"] == "finished"
+    assert (tmp_path / "digits/sghmc/seed=0/checkpoints").stat().st_ino == before, "it began anew"
+
+
+@pytest.mark.parametrize("budget", ["soon", "-3m", "0s", "m", "nan", "infh"])
+def test_a_budget_must_be_a_time(cli, tmp_path, budget):
+    code, _, err = cli("run", "digits/sghmc", f"--budget={budget}", "--out", tmp_path)
+    assert code == 2
+    assert "9m" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_burn_in_beyond_the_end_is_told_before_the_work(cli, tmp_path):
+    code, _, err = cli("run", "digits/sghmc", "--set", "epochs=20", "--out", tmp_path)
+    assert code == 2
+    assert "'burn_in_epochs' must be at least 0 and less than epochs=20, got 50" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_reproduce_does_not_touch_an_unfinished_run_with_other_settings(cli, tmp_path):
+    assert cli("run", "digits/sghmc", "--set", "epochs=150", "--budget", "0.01s", "--out", tmp_path)[0] == 0
+    config = (tmp_path / "digits/sghmc/seed=0/config.json").read_text()
+    code, _, err = cli("reproduce", "digits", "--only", "sghmc", "--seeds", "1", "--out", tmp_path)
+    assert code == 2
+    assert "unfinished run with other settings" in " ".join(err.split())
+    assert (tmp_path / "digits/sghmc/seed=0/config.json").read_text() == config
+
+
+def test_list_shows_the_settings_of_a_recipe(cli):
+    code, out, _ = cli("list", "digits/resghmc")
+    assert code == 0
+    assert "burn_in_epochs" in out
+    assert "0.1,0.1025" in out
+
+
+def test_a_density_says_that_it_cannot_stop_in_time(cli, tmp_path, caplog):
+    code, _, _ = cli("run", "figure1/case1-sgld", *SMALL, "--budget", "1s", "--resume", "--out", tmp_path)
+    assert code == 0
+    assert "whatever --budget says" in caplog.text
+    assert "begins anew" in caplog.text

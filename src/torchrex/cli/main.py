@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import signal
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 from rich.console import Console
@@ -13,10 +17,10 @@ from rich.logging import RichHandler
 from rich.table import Table
 
 import torchrex
-from torchrex.cli.reproduce import FIGURES, reproduce_figure1
-from torchrex.errors import TorchrexError
+from torchrex.cli.reproduce import RECIPES, reproduce_it
+from torchrex.errors import ConfigError, TorchrexError
 from torchrex.experiments import recipes
-from torchrex.experiments.config import override
+from torchrex.experiments.config import override, to_json
 from torchrex.experiments.recipes import Config, get_recipe
 from torchrex.experiments.runner import RunFolder, run_recipe
 from torchrex.posterior.progress import progress_bar
@@ -32,17 +36,23 @@ stdout, stderr = Console(), Console(stderr=True)
 
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. n_steps=2000. May be repeated."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of `torchrex list RECIPE`. May be repeated."),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="First seed.")]
 Seeds = Annotated[int, typer.Option(min=1, help="How many seeds to run, counted up from --seed.")]
 Out = Annotated[Path, typer.Option(help="Folder for run folders.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace finished runs.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with unfinished runs from their checkpoints.")]
+Budget = Annotated[str, typer.Option(metavar="TIME", help="Stop in time with a checkpoint, e.g. 9m, 90s, 1.5h.")]
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error
-    """Ctrl-C during a run, after what was done has been written."""
+    """A signal during a run, after what was done has been written."""
+
+    def __init__(self, message: str, signal_number: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number
 
 
 @app.callback(invoke_without_command=True)
@@ -53,13 +63,20 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 @app.command("list")
-def list_recipes() -> None:
-    """Show all recipes."""
+def list_recipes(recipe: Annotated[str, typer.Argument(help="Show the settings of this one.")] = "") -> None:
+    """Show all recipes, or the settings of one."""
+    if recipe:
+        settings = Table("setting", "value", box=None, header_style="bold")
+        for name, value in to_json(get_recipe(recipe)).items():
+            settings.add_row(name, ",".join(map(str, value)) if isinstance(value, list) else str(value))
+        stdout.print(settings)
+        return
     table = Table("recipe", "rungs", "F", "steps", "runs", box=None, header_style="bold")
     table.columns[0].no_wrap, table.columns[0].min_width = True, max(map(len, recipes()))
     for name, config in recipes().items():
-        rungs = len(getattr(config, "temperatures", ()))
-        factor = f"{getattr(config, 'correction_factor', 1.0):g}" if rungs > 1 else "-"
+        rungs = len(getattr(config, "temperatures", ())) or 1
+        swaps = rungs > 1 and getattr(config, "swaps", True)
+        factor = f"{getattr(config, 'correction_factor', 1.0):g}" if swaps else "-"
         table.add_row(name, str(rungs), factor, f"{config.n_steps:,}", str(getattr(config, "n_runs", 1)))
     stdout.print(table)
 
@@ -73,50 +90,107 @@ def run(
     out: Out = Path("runs"),
     device: Device = "auto",
     overwrite: Overwrite = False,
+    resume: Resume = False,
+    budget: Budget = "",
 ) -> None:
     """Run one recipe into OUT/RECIPE/seed=S/."""
     config = override(get_recipe(recipe), set_ or [])
+    clock = Clock(budget)
     for s in range(seed, seed + seeds):
-        folder = run_one(config, s, out, device=device, overwrite=overwrite)
+        folder = run_one(config, s, out, device=device, overwrite=overwrite, resume=resume, budget=clock.left())
         result = folder.result or {}
         metrics = Table("metric", "value", box=None, header_style="bold")
         for name, value in result["metrics"].items():
             metrics.add_row(name, "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.6g}")
-        stdout.print(f"{recipe}, seed {s}: {result['status']} in {result['wall_seconds']:.1f} s")
-        stdout.print(metrics)
+        where = (
+            f" at step {result['steps_done']:,} of {config.n_steps:,}"
+            if result["status"] in ("paused", "interrupted") and "steps_done" in result
+            else ""
+        )
+        stdout.print(f"{recipe}, seed {s}: {result['status']}{where} in {result['wall_seconds']:.1f} s", highlight=False)
+        if result["metrics"]:
+            for pair in result["swaps"] if "steps_done" in result else ():
+                metrics.add_row(
+                    f"swaps of rungs {pair['pair'][0]} and {pair['pair'][1]}", f"{pair['accepted']:,} of {pair['proposed']:,}"
+                )
+            stdout.print(metrics)
         stdout.print(f"run folder: {folder.path}", soft_wrap=True)
-        stop_if_interrupted(folder)
+        if not goes_on(folder, "the same command with --resume"):
+            return
 
 
 @app.command()
 def reproduce(
-    what: Annotated[str, typer.Argument(help=f"One of {', '.join(FIGURES)}.")],
+    what: Annotated[str, typer.Argument(help=f"One of {', '.join(RECIPES)}.")],
     set_: Set = None,
     seed: Seed = 0,
-    seeds: Seeds = 1,
+    seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds; by default 1 for figure1, 5 for digits.")] = None,
     only: Annotated[str, typer.Option(help="Only recipes with this in their name, e.g. case1.")] = "",
     out: Out = Path("runs"),
     device: Device = "auto",
     overwrite: Overwrite = False,
+    budget: Budget = "",
 ) -> None:
-    """Run what is missing of a figure of the paper, draw it, and print our numbers beside the paper's."""
+    """Run what is missing of a figure or table, draw it, and print the numbers, beside the paper's where it has some."""
+    clock = Clock(budget)
 
     def one(config: Config, s: int) -> RunFolder:
-        folder = run_one(config, s, out, device=device, overwrite=True)
-        stop_if_interrupted(folder)
+        unfinished = RunFolder.of(out, config.recipe, s).can_resume(config) and not overwrite
+        folder = run_one(config, s, out, device=device, overwrite=not unfinished, resume=unfinished, budget=clock.left())
+        if not goes_on(folder, "the same command"):
+            raise typer.Exit
         return folder
 
-    reproduce_figure1(what, set_ or [], range(seed, seed + seeds), only, out, overwrite=overwrite, run_one=one, console=stdout)
+    reproduce_it(what, set_ or [], seed, seeds, only, out, overwrite=overwrite, run_one=one, console=stdout)
 
 
-def run_one(config: Config, seed: int, out: Path, *, device: str, overwrite: bool) -> RunFolder:
-    with progress_bar(f"{config.recipe} seed {seed}", config.n_steps, stderr) as progress:
-        return run_recipe(config, seed, out, device=device, overwrite=overwrite, progress=progress)
+class Clock:
+    """How much is left of a budget such as 9m."""
+
+    UNITS: ClassVar[dict[str, float]] = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+    def __init__(self, budget: str) -> None:
+        self.began, self.budget = time.monotonic(), None
+        if budget:
+            number, unit = (budget[:-1], budget[-1]) if budget[-1] in self.UNITS else (budget, "s")
+            try:
+                self.budget = float(number) * self.UNITS[unit]
+            except ValueError:
+                self.budget = -1.0
+            if not 0 < self.budget < float("inf"):
+                raise ConfigError(f"--budget must be a time such as 9m, 90s or 1.5h, got {budget!r}")
+
+    def left(self) -> float | None:
+        return None if self.budget is None else max(0.0, self.budget - (time.monotonic() - self.began))
 
 
-def stop_if_interrupted(folder: RunFolder) -> None:
-    if (folder.result or {}).get("status") == "interrupted":
-        raise Interrupted(f"interrupted; what was done is in {folder.path}")
+def run_one(
+    config: Config, seed: int, out: Path, *, device: str, overwrite: bool, resume: bool, budget: float | None
+) -> RunFolder:
+    with progress_bar(f"{config.recipe} seed {seed}", config.n_steps, stderr) as progress, told_if_early():
+        return run_recipe(config, seed, out, device=device, overwrite=overwrite, resume=resume, budget=budget, progress=progress)
+
+
+@contextlib.contextmanager
+def told_if_early() -> Iterator[None]:
+    """Ctrl-C before a run can keep anything, while it compiles for example: one line, not silence."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted before the first steps were done; nothing was written") from None
+
+
+def goes_on(folder: RunFolder, how: str) -> bool:
+    """False if the budget is used up; raises if a signal came. `how` says how to go on then."""
+    result = folder.result or {}
+    if result.get("status") == "interrupted":
+        number = result.get("signal") or signal.SIGINT
+        advice = f"; {how} goes on" if "signal" in result else ""
+        raise Interrupted(f"interrupted; what was done is in {folder.path}{advice}", number)
+    if result.get("status") == "paused":
+        stdout.print(f"the budget is used up; {how} goes on with {folder.path}", highlight=False, soft_wrap=True)
+        return False
+    return True
 
 
 def main() -> None:
@@ -130,7 +204,7 @@ def main() -> None:
         sys.exit(2)
     except Interrupted as interrupted:
         stderr.print(f"torchrex: {interrupted}", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(130)
+        sys.exit(interrupted.exit_code)
     except KeyboardInterrupt:
         stderr.print("torchrex: interrupted before the first steps were done; nothing was written")
         sys.exit(130)

@@ -22,6 +22,9 @@ def override(config: C, assignments: typing.Sequence[str]) -> C:
         if not equals or not key:
             raise ConfigError(f"an override has the form key=value, got {assignment!r}")
         config = _assign(config, key.strip().split("."), text.strip(), key.strip())
+    check = getattr(config, "check", None)
+    if check is not None:  # when all are applied, whatever their order
+        check()
     return config
 
 

@@ -1,32 +1,62 @@
-"""All recipes by name. A recipe is one complete frozen config that can draw, and measure what it drew."""
+"""All recipes by name. A recipe is one complete frozen config that knows how to carry itself out.
+
+A config for a density draws, and measures what it drew; a config for a network trains, with checkpoints on the way.
+"""
 
 from __future__ import annotations
 
 import difflib
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from torchrex.errors import RecipeError
+from torchrex.experiments.digits import digits_recipes
 from torchrex.experiments.mixtures import figure1_recipes
 from torchrex.experiments.tall import tall_recipes
 from torchrex.posterior import Draws
+from torchrex.posterior.progress import Callback
 from torchrex.posterior.sampling import Progress
+from torchrex.recording import Trace
+from torchrex.training import Outcome
 
 
 class Config(Protocol):
-    """What the runner asks of a config."""
+    """What every config has."""
 
     @property
     def recipe(self) -> str: ...
     @property
     def n_steps(self) -> int: ...
+
+
+@runtime_checkable
+class DrawingConfig(Config, Protocol):
+    """What the runner asks of a config for a density."""
+
     def draw(self, seed: int, *, device: str, progress: Progress | None) -> Draws: ...
     def measure(self, draws: Draws) -> tuple[dict[str, Any], dict[str, Tensor]]: ...
 
 
+@runtime_checkable
+class TrainingConfig(Config, Protocol):
+    """What the runner asks of a config for a network."""
+
+    def execute(
+        self,
+        seed: int,
+        checkpoints: Path | None,
+        *,
+        device: str,
+        resume: bool,
+        budget: float | None,
+        progress: Callback | None,
+    ) -> tuple[Outcome, dict[str, Any], Trace, dict[str, Tensor]]: ...
+
+
 def recipes() -> dict[str, Config]:
-    return {**figure1_recipes(), **tall_recipes()}
+    return {**figure1_recipes(), **tall_recipes(), **digits_recipes()}
 
 
 def get_recipe(name: str) -> Config:

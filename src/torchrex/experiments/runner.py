@@ -1,9 +1,10 @@
-"""Run folders: `OUT/<recipe>/seed=<s>/` with config.json, draws and traces, and result.json, written last."""
+"""Run folders: `OUT/<recipe>/seed=<s>/` with config.json, draws or traces, checkpoints on the way, and result.json at last."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import platform
 import shutil
@@ -19,11 +20,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import torchrex
-from torchrex.errors import NonFiniteEnergyError, RunFolderError
+from torchrex.checkpoint import Checkpoints
+from torchrex.errors import NonFiniteEnergyError, RunFolderError, TorchrexError
 from torchrex.experiments.config import dumps, to_json
-from torchrex.experiments.recipes import Config
+from torchrex.experiments.recipes import Config, DrawingConfig, TrainingConfig
 from torchrex.posterior import Draws
-from torchrex.posterior.sampling import Progress
+from torchrex.posterior.progress import Callback
+
+logger = logging.getLogger("torchrex")
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,10 @@ class RunFolder:
         result = self.result
         return result is not None and result.get("status") == "finished"
 
+    def can_resume(self, config: Config) -> bool:
+        """Is there an unfinished run with these settings and with checkpoints?"""
+        return (self.path / "checkpoints").is_dir() and not self.finished and bool(same_config(self, config))
+
     def trace(self) -> dict[str, Tensor]:
         try:
             return load_file(self.path / "trace.safetensors")
@@ -75,23 +83,116 @@ class RunFolder:
 
 
 def run_recipe(
-    config: Config, seed: int, out: Path, *, device: str = "auto", overwrite: bool = False, progress: Progress | None = None
+    config: Config,
+    seed: int,
+    out: Path,
+    *,
+    device: str = "auto",
+    overwrite: bool = False,
+    resume: bool = False,
+    budget: float | None = None,
+    progress: Callback | None = None,
 ) -> RunFolder:
-    """Run one config with one seed into its folder, which holds a run already only if `overwrite` says so.
+    """Run one config with one seed into its folder.
 
-    A finished run is replaced by a finished one alone: an attempt that is interrupted or fails goes into a folder beside it.
+    A folder that holds a run already is left alone unless `overwrite` or `resume` says otherwise. Resuming goes on from the
+    checkpoints of an unfinished run, and does nothing about a finished one.
     """
     folder = RunFolder.of(out, config.recipe, seed)
     there = None if overwrite else folder.result
-    if there is not None:
+    if resume and there is not None and there.get("status") == "finished" and same_config(folder, config):
+        return folder
+    if there is not None and not (resume and isinstance(config, TrainingConfig)):
+        advice = "add --resume to go on, or " if isinstance(config, TrainingConfig) and there["status"] != "finished" else ""
         raise RunFolderError(
             f"{folder.path} already holds a run that {'is' if there['status'] == 'finished' else 'was'} {there['status']}; "
-            f"choose another --out or --seed, or add --overwrite"
+            f"{advice}choose another --out or --seed, or add --overwrite"
         )
     try:
         folder.path.mkdir(parents=True, exist_ok=True)  # before the work, not after it
     except OSError as failure:
         raise RunFolderError(f"cannot make {folder.path} ({failure.strerror}); choose another --out") from None
+    if isinstance(config, TrainingConfig):
+        return _train(config, seed, folder, device=device, overwrite=overwrite, resume=resume, budget=budget, progress=progress)
+    if resume:
+        logger.warning("%s samples a density and keeps no checkpoints: it begins anew", config.recipe)
+    if budget is not None:
+        logger.warning("%s samples a density and keeps no checkpoints: it runs to its end whatever --budget says", config.recipe)
+    assert isinstance(config, DrawingConfig)
+    return _draw(config, seed, folder, device=device, progress=progress)
+
+
+def _train(
+    config: TrainingConfig,
+    seed: int,
+    folder: RunFolder,
+    *,
+    device: str,
+    overwrite: bool,
+    resume: bool,
+    budget: float | None,
+    progress: Callback | None,
+) -> RunFolder:
+    """A run with checkpoints. A finished run that is overwritten waits beside it until the new one is finished too."""
+    checkpoints, replaced = folder.path / "checkpoints", folder.path.with_name(f"{folder.path.name}.replaced")
+    unfinished = checkpoints.exists() and not folder.finished
+    if overwrite and folder.finished:
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.replace(folder.path, replaced)
+        folder.path.mkdir()
+    elif overwrite:
+        shutil.rmtree(checkpoints, ignore_errors=True)
+    elif unfinished and not resume:
+        raise RunFolderError(
+            f"{folder.path} holds an unfinished run; add --resume to go on with it, or --overwrite to begin anew"
+        )
+    elif resume and folder.config is not None and not same_config(folder, config):
+        raise RunFolderError(
+            f"{folder.path} holds a run with other settings ({_differences(folder.config, to_json(config))}); resume it with the "
+            f"same --set, or choose another --out"
+        )
+    try:
+        folder.write_text("config.json", dumps(config))
+        began = time.perf_counter()
+        try:
+            outcome, metrics, trace, more = config.execute(
+                seed, checkpoints, device=device, resume=resume, budget=budget, progress=progress
+            )
+        except NonFiniteEnergyError as failure:
+            seconds = time.perf_counter() - began
+            folder.write_text(
+                "result.json", dumps({**_header(config, seed, "failed", {}, [], seconds, device), "error": str(failure)})
+            )
+            raise
+        except BaseException:
+            if replaced.exists() and not Checkpoints(checkpoints).steps():  # it has not even begun: as if nothing had happened
+                shutil.rmtree(folder.path, ignore_errors=True)
+                os.replace(replaced, folder.path)
+            raise
+        if outcome.status == "finished":
+            _save_tensors({**trace.tensors(), **more}, folder.path / "trace.safetensors")
+        result = _header(config, seed, outcome.status, metrics, trace.swaps(), outcome.seconds, device)
+        result["steps_done"] = trace.n_steps
+        folder.write_text("result.json", dumps(result | ({"signal": outcome.signal} if outcome.signal else {})))
+        if outcome.status == "finished":
+            shutil.rmtree(replaced, ignore_errors=True)
+    except OSError as failure:
+        if isinstance(failure, TorchrexError):
+            raise
+        raise RunFolderError(f"cannot write {folder.path} ({failure}); choose another --out") from None
+    return folder
+
+
+def _differences(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """The settings that differ, in words."""
+    keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
+    return ", ".join(f"{key} {one.get(key)} there, {other.get(key)} here" for key in keys[:3])
+
+
+def _draw(config: DrawingConfig, seed: int, folder: RunFolder, *, device: str, progress: Callback | None) -> RunFolder:
+    """A run that returns draws. A finished run is replaced by a finished one alone: an attempt that is interrupted or fails
+    goes into a folder beside it.
+    """
     began = time.perf_counter()
     error = None
     try:
@@ -116,7 +217,7 @@ def run_recipe(
         if error is None:
             try:
                 metrics, trace = config.measure(draws)
-                save_file({name: tensor.contiguous() for name, tensor in trace.items()}, folder.path / "trace.safetensors")
+                _save_tensors(trace, folder.path / "trace.safetensors")
             except KeyboardInterrupt:
                 draws.status = "interrupted"
         result = _result(config, seed, draws, metrics, seconds, device)
@@ -136,30 +237,52 @@ def _is_finished(folder: RunFolder) -> bool:
 
 
 def _remove_if_empty(folder: RunFolder) -> None:
+    """The folder and the recipe's folders above it, as far as nothing is in them."""
     with contextlib.suppress(OSError):
-        folder.path.rmdir()
+        for path in (folder.path, *folder.path.parents[:2]):
+            path.rmdir()
 
 
 def _result(config: Config, seed: int, draws: Draws, metrics: dict[str, Any], seconds: float, device: str) -> dict[str, Any]:
+    swaps = [
+        {
+            "pair": [pair, pair + 1],
+            "proposed": int(proposed.sum()),
+            "accepted": int(accepted.sum()),
+            "acceptance_rate": float(accepted.sum() / proposed.sum()),
+        }
+        for pair, (accepted, proposed) in enumerate(zip(draws.accepted, draws.proposed, strict=True))
+    ]
+    return _header(config, seed, draws.status, metrics, swaps, seconds, device)
+
+
+def _header(
+    config: Config,
+    seed: int,
+    status: str,
+    metrics: dict[str, Any],
+    swaps: list[dict[str, Any]],
+    seconds: float,
+    device: str,
+) -> dict[str, Any]:
+    """What every result.json has."""
     return {
         "recipe": config.recipe,
         "seed": seed,
-        "status": draws.status,
+        "status": status,
         "metrics": metrics,
-        "swaps": [
-            {
-                "pair": [pair, pair + 1],
-                "proposed": int(proposed.sum()),
-                "accepted": int(accepted.sum()),
-                "acceptance_rate": float(accepted.sum() / proposed.sum()),
-            }
-            for pair, (accepted, proposed) in enumerate(zip(draws.accepted, draws.proposed, strict=True))
-        ],
+        "swaps": swaps,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "wall_seconds": seconds,
         "device": describe_device(device),
         "versions": versions(),
     }
+
+
+def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    temporary = path.with_name(f".{path.name}.part")
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, temporary)
+    os.replace(temporary, path)
 
 
 def same_config(folder: RunFolder, config: Config) -> bool:

@@ -1,0 +1,179 @@
+"""Handwritten digits (scikit-learn's 1,797 images of 8 x 8 pixels, real data that come with the package) by a small network.
+
+Momentum SGD, SGHMC, replica exchange SGHMC, and the baseline that matters: as many independent replicas on the same ladder
+without swaps, at equal compute. Settings were chosen on a part of the training images; the test images decide nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchrex.checkpoint import Checkpoints
+from torchrex.errors import ConfigError, MissingDependencyError
+from torchrex.exchange import Ladder, ModuleEnsemble, NoSwaps, PairedVariance, ReplicaExchange
+from torchrex.exchange.run import steps_on
+from torchrex.exchange.threads import few_threads
+from torchrex.posterior import PosteriorAverage
+from torchrex.posterior.progress import Callback
+from torchrex.recording import Trace
+from torchrex.samplers import SGHMC
+from torchrex.schedules import hold_then_decay
+from torchrex.targets import DeviceLoader, PosteriorEnergy, from_sgd
+from torchrex.training import Outcome, train
+
+N_TEST, SPLIT_SEED = 500, 0
+
+
+@dataclass(frozen=True)
+class DigitsConfig:
+    """One method on the digits; learning rates and weight decay are those of a mean loss."""
+
+    recipe: str = field(metadata={"settable": False})
+    temperatures: tuple[float, ...]  # one is SGHMC, none is momentum SGD
+    swaps: bool = True  # False: independent replicas, pooled
+    hidden: int = 64
+    batch_size: int = 64
+    epochs: int = 100
+    burn_in_epochs: int = 50
+    lr_of_mean: float = 0.05
+    hot_lr: float = 1.0  # of the hottest rung, in units of the coldest one's
+    momentum: float = 0.9
+    weight_decay: float = 2e-3
+    correction_factor: float = 1.0
+    smoothing: float = 0.05
+    checkpoint_every: int = 500
+
+    def check(self) -> None:
+        """Settings that do not go together."""
+        most = 1797 - N_TEST
+        for name, fine, wanted in (
+            ("epochs", self.epochs >= 1, "at least 1"),
+            ("burn_in_epochs", 0 <= self.burn_in_epochs < self.epochs, f"at least 0 and less than epochs={self.epochs}"),
+            ("batch_size", 1 <= self.batch_size <= most, f"between 1 and {most}"),
+            ("hidden", self.hidden >= 1, "at least 1"),
+            ("lr_of_mean", self.lr_of_mean > 0, "positive"),
+            ("hot_lr", self.hot_lr > 0, "positive"),
+            ("momentum", 0 <= self.momentum < 1, "at least 0 and less than 1"),
+            ("weight_decay", self.weight_decay >= 0, "at least 0"),
+            ("checkpoint_every", self.checkpoint_every >= 1, "at least 1"),
+        ):
+            if not fine:
+                raise ConfigError(f"setting {name!r} must be {wanted}, got {getattr(self, name)}")
+
+    @property
+    def n_rungs(self) -> int:
+        return max(1, len(self.temperatures))
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return (1797 - N_TEST) // self.batch_size
+
+    @property
+    def n_steps(self) -> int:
+        return self.epochs * self.steps_per_epoch
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(64, self.hidden), nn.ReLU(), nn.Linear(self.hidden, 10))
+
+    def ladder(self, n_data: int) -> Ladder:
+        scale = from_sgd(n_data=n_data, lr=self.lr_of_mean)
+        if not self.temperatures:
+            return Ladder.descent(scale.lr, decay=hold_then_decay(self.n_steps // 2, 0.99, every=self.steps_per_epoch))
+        rungs = range(self.n_rungs)
+        lrs = [scale.lr * self.hot_lr ** (rung / max(1, self.n_rungs - 1)) for rung in rungs]
+        return Ladder(self.temperatures, lrs)
+
+    def execute(
+        self,
+        seed: int,
+        checkpoints: Path | None,
+        *,
+        device: str = "auto",
+        resume: bool = False,
+        budget: float | None = None,
+        progress: Callback | None = None,
+    ) -> tuple[Outcome, dict[str, Any], Trace, dict[str, Tensor]]:
+        """Train with one seed; the outcome, and if it is finished metrics, trace and further tensors for the run folder."""
+        on = steps_on("cpu" if device == "auto" else device)
+        (x, y), test = digits()
+        scale = from_sgd(n_data=len(x), lr=self.lr_of_mean, momentum=self.momentum, weight_decay=self.weight_decay)
+        energy = PosteriorEnergy(F.cross_entropy, n_data=len(x), prior=scale.prior)
+        run = ReplicaExchange(
+            ModuleEnsemble(self.model, energy, SGHMC(scale.friction), initial="independent", device=on),
+            self.ladder(len(x)),
+            noise=PairedVariance(self.smoothing) if self.n_rungs > 1 else None,
+            correction_factor=self.correction_factor,
+            pairing=None if self.swaps else NoSwaps(),
+            seed=seed,
+        )
+        loader = DeviceLoader((x, y), self.batch_size, seed=seed, device=on)
+        rungs = tuple(range(self.n_rungs))
+        average = PosteriorAverage(
+            [test], every=self.steps_per_epoch, burn_in=self.burn_in_epochs * self.steps_per_epoch, rungs=rungs
+        )
+        trace = Trace()
+        with few_threads(0):
+            outcome = train(
+                run,
+                loader,
+                self.n_steps,
+                average=average,
+                trace=trace,
+                checkpoints=None if checkpoints is None else Checkpoints(checkpoints),
+                checkpoint_every=self.checkpoint_every,
+                resume=resume,
+                budget=budget,
+                progress=progress,
+                setting={"recipe": self.recipe},
+            )
+        if outcome.status != "finished":
+            return outcome, {}, trace, {}
+        return outcome, self.metrics(average), trace, {"probabilities": average.probabilities(self.answer)}
+
+    @property
+    def answer(self) -> int | None:
+        """Which rung gives the answer: the coldest, or all of them pooled where they do not exchange."""
+        return 0 if self.swaps else None
+
+    def metrics(self, average: PosteriorAverage) -> dict[str, Any]:
+        """The average's numbers, those of the last network alone, and those of both rungs pooled."""
+        metrics: dict[str, Any] = {"n_draws": average.n_draws}
+        metrics |= average.metrics(self.answer)
+        metrics |= {f"single_{name}": value for name, value in average.metrics(0, of="last").items()}
+        if self.n_rungs > 1:
+            metrics |= {f"pooled_{name}": value for name, value in average.metrics(None).items()}
+        metrics["mutual_information"] = float(average.mutual_information(self.answer).mean())
+        return metrics
+
+
+def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Training and test images as rows of 64 numbers, standardised by the training images, with their labels."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise MissingDependencyError("the digits come with scikit-learn; pip install 'torchrex[digits]'") from None
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(images, dtype=torch.float32), torch.tensor(labels)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(SPLIT_SEED))
+    test, train_ = order[:N_TEST], order[N_TEST:]
+    mean, std = x[train_].mean(), x[train_].std()
+    x = (x - mean) / std
+    return (x[train_], y[train_]), (x[test], y[test])
+
+
+def digits_recipes() -> dict[str, DigitsConfig]:
+    """The four methods. The rungs are so close that the unbiased test, F = 1, finds swaps to make through the whole run."""
+    cold, hot = 0.1, 0.1025
+    configs = (
+        DigitsConfig("digits/msgd", ()),
+        DigitsConfig("digits/sghmc", (cold,)),
+        DigitsConfig("digits/resghmc", (cold, hot)),
+        DigitsConfig("digits/independent", (cold, hot), swaps=False),
+    )
+    return {config.recipe: config for config in configs}
