@@ -76,23 +76,80 @@ def memory_table(record: dict[str, Any]) -> str:
     return "\n".join([*lines, f"| for comparison: the draws that are returned | {record['draws_mib']:.1f} |"])
 
 
+def module_step_table(record: dict[str, Any]) -> str:
+    """Images times replicas per second on a GPU."""
+    lines = ["| way | replicas | ms a step (min to max) | images x replicas / s |", "|---|---|---|---|"]
+    for r in record["results"]:
+        ms = r["ms_per_step"]
+        rate = f"{r['images_x_replicas_per_second']:,.0f}"
+        lines.append(f"| {r['name']} | {r['replicas']} | {ms[0]:.3f} to {ms[-1]:.3f} | **{rate}** |")
+    return "\n".join(lines)
+
+
+def module_profile_table(record: dict[str, Any]) -> str:
+    """Where the kernels of a step of two replicas spend their time."""
+    profile = record["profile_of_two_replicas"]
+    lines = ["| kernels | microseconds a step, both replicas |", "|---|---|"]
+    lines += [f"| {kind} | {us:,.0f} |" for kind, us in profile["microseconds"].items()]
+    total = sum(profile["microseconds"].values())
+    return "\n".join([*lines, f"| all, {profile['kernels_per_step']:.0f} kernels, overlapping | {total:,.0f} |"])
+
+
+def networks_table(record: dict[str, Any]) -> str:
+    """The short form for the front page: ways against numbers of replicas."""
+    names = {
+        "torchrex, captured": "torchrex",
+        "eager PyTorch, one after the other": "PyTorch, eagerly, one replica after the other",
+    }
+    rate = {(r["name"], r["replicas"]): r["images_x_replicas_per_second"] for r in record["results"]}
+    columns = sorted({r["replicas"] for r in record["results"] if r["name"] in names})
+    lines = [
+        "| ResNet-20, images x replicas / s | " + " | ".join(f"R = {n}" for n in columns) + " |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    for name, title in names.items():
+        lines.append(f"| {title} | " + " | ".join(f"{rate[name, n]:,.0f}" if (name, n) in rate else "" for n in columns) + " |")
+    return "\n".join(lines)
+
+
+def module_cpu_table(record: dict[str, Any]) -> str:
+    """Small networks on one core, beside posteriors."""
+    lines = [
+        "| network | sampler | rungs | microseconds a step (min to max) | times torchrex, one rung |",
+        "|---|---|---|---|---|",
+    ]
+    for r in record["results"]:
+        us = r["us_per_step"]
+        spread = f"**{number(us['median'])}** ({number(us['min'])} to {number(us['max'])})"
+        lines.append(f"| {r['net']} | {r['name']} | {r['rungs']} | {spread} | {r['times_torchrex_one_rung']:.2f} |")
+    return "\n".join(lines)
+
+
 def setting(record: dict[str, Any]) -> str:
     """One line on where and when."""
     hardware = record["hardware"]
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     cores = f"{hardware['cores_used']} of {hardware['cores']} cores"
-    return f"{record['date']}, {hardware['cpu']}, {cores}; {versions}. `{record['command']}`"
+    gpu = f"{hardware['gpu']}; " if "gpu" in hardware else ""
+    return f"{record['date']}, {gpu}{hardware['cpu']}, {cores}; {versions}. `{record['command']}`"
 
 
 def main() -> None:
     """Put the table of results/NAME.json between `<!-- NAME -->` and `<!-- end -->` in the pages."""
-    tables = {"density_loop": density_loop_table, "memory": memory_table, "speed": speed_table}
+    tables = {
+        "density_loop": (density_loop_table, "density_loop"),
+        "memory": (memory_table, "memory"),
+        "speed": (speed_table, "density_loop"),
+        "module_step": (module_step_table, "module_step"),
+        "module_profile": (module_profile_table, "module_step"),
+        "networks": (networks_table, "module_step"),
+        "module_cpu": (module_cpu_table, "module_cpu"),
+    }
     for page in (HERE / "README.md", HERE.parent / "README.md"):
         text = page.read_text()
-        for name, table in tables.items():
+        for name, (table, source) in tables.items():
             before, mark, rest = text.partition(f"<!-- {name} -->\n")
             if mark:
-                source = "density_loop" if name == "speed" else name
                 record = json.loads((HERE / "results" / f"{source}.json").read_text())
                 _, _, after = rest.partition("<!-- end -->")
                 text = f"{before}{mark}{table(record)}\n\n{setting(record)}\n<!-- end -->{after}"
