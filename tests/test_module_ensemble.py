@@ -1053,3 +1053,14 @@ def test_it_prints_usefully():
     assert repr(tr.ModuleEnsemble(linear, cross_entropy())) == (
         "ModuleEnsemble(PosteriorEnergy(cross_entropy, n_data=40, prior=None), SGLD())"
     )
+
+
+def test_one_backward_pass_for_all_replicas_gives_the_same_numbers():
+    """How it is done is chosen by the clock, so it must not matter to the last bit."""
+    runs = [make_run(mlp, ladder=THREE, initial="independent", sampler=tr.SGHMC(0.1), seed=3) for _ in range(2)]
+    for run, at_once in zip(runs, (True, False), strict=True):
+        run.step(batches(1)[0])
+        run.ensemble.backward_at_once = at_once
+        for batch in batches(20):
+            run.step(batch)
+    assert torch.equal(runs[0].ensemble.position, runs[1].ensemble.position)

@@ -23,9 +23,6 @@ from torchrex.samplers import SGLD, Sampler
 from torchrex.targets import Batch, Energy, GaussianPrior, Noise, PosteriorEnergy
 
 Model = nn.Module | Callable[[], nn.Module]
-# Seconds of a forward pass on a CPU. Below, calling autograd costs more than its work, and one call for all replicas saves time
-# (a third at four replicas); above, activations of all replicas at once fall out of the caches.
-QUICK = 5e-4
 
 
 class ModuleEnsemble:
@@ -103,7 +100,7 @@ class ModuleEnsemble:
         self.clock = torch.zeros((), dtype=torch.int64, device=self.device)  # the step, where a captured graph can read it
         self._pending: tuple[Tensor, Tensor, Tensor] | None = None  # momenta to be rescaled: who, scales before and after
         self.use(self.energy.per_example, assemble_energy, update_rows)
-        self.backward_at_once = False  # one call of autograd for all replicas: the same numbers, see `QUICK`
+        self.backward_at_once = False  # one call of autograd for all replicas: the same numbers, see `QUICK` in batches.py
         self.lanes: list[torch.cuda.Stream] | None = None  # one side stream per replica while a step is captured
         self.modules = modules
 

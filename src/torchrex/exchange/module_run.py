@@ -6,8 +6,6 @@ of steps at once; energies, swaps and variances are looked at when a stretch of 
 
 from __future__ import annotations
 
-import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchrex.errors import InvalidArgumentError, TargetError
+from torchrex.errors import InvalidArgumentError
 from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo, StepInputs, sa_step, step
+from torchrex.exchange.batches import batches_of, try_batch, warn_of_size
 from torchrex.exchange.block import ExchangeInputs, draw_exchange_inputs
 from torchrex.exchange.capture import CapturedStep, Graphs, Records, compiled_or_plain
 from torchrex.exchange.divergence import Divergence, first_failure, respawn
 from torchrex.exchange.forward_rng import ForwardRandomness
-from torchrex.exchange.module_ensemble import QUICK, ModuleEnsemble, evaluating, untouched_buffers
+from torchrex.exchange.module_ensemble import ModuleEnsemble, evaluating
 from torchrex.exchange.noise import RepeatedDraws
 from torchrex.exchange.run import ReplicaExchange
 from torchrex.rng import Streams
@@ -76,7 +75,7 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         self.respawns: list[dict[str, int]] = []
         self._standing: tuple[int, list[int]] | None = None
         self._feeding: tuple[Any, Callable[[], Batch]] | None = None
-        self._batch_tried = self._data_checked = False
+        self._batch_tried = False
 
     # Looking at it
 
@@ -128,8 +127,8 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
             raise InvalidArgumentError(f"n_steps must be at least 0, got {n_steps}")
         if data is None:
             raise InvalidArgumentError("a run on a module needs data: run.advance(n_steps, loader)")
-        self._check_data(data)
         if self._feeding is None or self._feeding[0] is not data:  # the same data go on where they were
+            warn_of_size(self._ensemble, data)
             self._feeding = (data, batches_of(data, 1 if self._ensemble.shares_minibatch else self.n_rungs))
         next_batch = self._feeding[1]
         try:
@@ -267,51 +266,9 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
     # Bad data and bad energies
 
     def _try_batch(self, batch: Batch) -> None:
-        """Evaluate the first batch once without consequences, so that a wrong loss or model is told before anything moves."""
-        if self._batch_tried:
-            return
-        if not self._ensemble.shares_minibatch and not (isinstance(batch, list | tuple) and len(batch) == self.n_rungs):
-            raise InvalidArgumentError(
-                f"with shared_batches=False a step takes a list of {self.n_rungs} batches, one for each replica"
-            )
-        module, mine = self._ensemble.modules[0], self._ensemble.batch_of({"batch": batch}, 0)
-        state = self._forward.state_dict()
-        try:
-            with torch.no_grad(), self._forward, untouched_buffers(module), self._ensemble.casting():
-                losses = self._ensemble.energy.per_example(module, mine)
-                if self.device.type == "cpu":
-                    began = time.perf_counter()
-                    self._ensemble.energy.per_example(module, mine)
-                    self._ensemble.backward_at_once = time.perf_counter() - began < QUICK
-        finally:
-            self._forward.load_state_dict(state)
-        if len(losses) > self._ensemble.n_data:
-            raise TargetError(
-                f"a minibatch of {len(losses)} examples is larger than n_data={self._ensemble.n_data}, which counts all examples"
-            )
-        sizes = [len(leaf) for leaf in pytree.tree_leaves(mine) if isinstance(leaf, Tensor) and leaf.ndim]
-        if sizes and len(losses) not in sizes:
-            raise TargetError(
-                f"the loss gave {len(losses)} values for a batch of {sizes[0]} examples; it must give one per example, shape "
-                f"({sizes[0]},)"
-            )
-        self._batch_tried = True
-
-    def _check_data(self, data: Any) -> None:
-        """Warn once if the data are not as many as the energy says: every energy would be on the wrong scale."""
-        if self._data_checked:
-            return
-        self._data_checked = True
-        n_data = getattr(data, "n_data", None)
-        dataset = getattr(data, "dataset", None)
-        if n_data is None and dataset is not None and hasattr(dataset, "__len__"):
-            n_data = len(dataset)
-        if n_data is not None and n_data != self._ensemble.n_data:
-            warnings.warn(
-                f"the energy counts n_data={self._ensemble.n_data:,} examples but the data have {n_data:,}: energies, "
-                f"temperatures and the swap test are off by their ratio; pass n_data={n_data}",
-                stacklevel=3,
-            )
+        if not self._batch_tried:
+            try_batch(self._ensemble, batch, self._forward)
+            self._batch_tried = True
 
     def _look(self, infos: StepInfo) -> None:
         """Are the energies of these latest steps finite?"""
@@ -370,23 +327,3 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
 
     def __repr__(self) -> str:
         return f"ReplicaExchange({self._ensemble!r}, {self.rules.ladder!r}, step {self.n_steps})"
-
-
-def batches_of(data: Any, n_at_once: int) -> Callable[[], Batch]:
-    """A function that gives the next batch, or a list of `n_at_once` for independent minibatches, for ever."""
-    if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
-        raise InvalidArgumentError(
-            "data must give batches, got one tuple of tensors: use DeviceLoader((x, y), batch_size) or [(x, y)]"
-        )
-    following = data.next if isinstance(data, DeviceLoader) else _cycle(data).__next__
-    return following if n_at_once == 1 else lambda: [following() for _ in range(n_at_once)]
-
-
-def _cycle(data: Iterable[Batch]) -> Iterator[Batch]:
-    while True:
-        empty = True
-        for batch in data:
-            empty = False
-            yield batch
-        if empty:
-            raise InvalidArgumentError("the data gave no batch; an iterator can be used once only: give a loader or a list")
