@@ -33,9 +33,11 @@ class ForwardRandomness:
             generator.set_state(state)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._mine = [generator.get_state() for generator in self._generators]
-        for generator, state in zip(self._generators, self._outside, strict=True):
-            generator.set_state(state)
+        try:
+            self._mine = [generator.get_state() for generator in self._generators]
+        finally:  # a capture that failed may have left a generator that cannot be asked
+            for generator, state in zip(self._generators, self._outside, strict=True):
+                generator.set_state(state)
 
     def state_dict(self) -> dict[str, Any]:
         return {"generators": [state.clone() for state in self._mine]}
