@@ -151,6 +151,7 @@ def eager(replicas: int, n_steps: int, repeats: int) -> dict[str, Any]:
             index = torch.randint(N_TRAIN, (BATCH,), device="cuda", generator=generator)
             random = torch.rand((3, BATCH), device="cuda", generator=generator)
             x, y = crop_flip_normalise(images[index], labels[index], random)
+            x = x.contiguous()
             energies = []
             for k, model in enumerate(models):
                 model.zero_grad()

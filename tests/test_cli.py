@@ -301,3 +301,18 @@ def test_a_density_says_that_it_cannot_stop_in_time(cli, tmp_path, caplog):
     assert code == 0
     assert "whatever --budget says" in caplog.text
     assert "begins anew" in caplog.text
+
+
+def test_what_was_refused_leaves_nothing_and_what_is_damaged_can_be_overwritten(cli, tmp_path):
+    short = ["--set", "epochs=2", "--set", "burn_in_epochs=1", "--out", tmp_path]
+    assert cli("run", "digits/resghmc", "--set", "correction_factor=-1", *short)[0] == 2
+    assert not list(tmp_path.iterdir())
+    assert cli("run", "digits/resghmc", *short)[0] == 0
+    result = tmp_path / "digits/resghmc/seed=0/result.json"
+    result.write_text("{")
+    assert cli("run", "digits/resghmc", *short)[0] == 2
+    assert cli("run", "digits/resghmc", "--overwrite", *short)[0] == 0
+    assert json.loads(result.read_text())["status"] == "finished"
+    code, _, err = cli("run", "digits/resghmc", "--overwrite", "--resume", *short)
+    assert code == 2
+    assert "give one of them" in err

@@ -243,13 +243,14 @@ def test_divergence_names_the_last_checkpoint(tmp_path):
 
 def test_a_pickle_in_a_checkpoint_is_refused(tmp_path):
     go(tmp_path, 20)
-    trap, marker = tmp_path / "step=000000020" / "replica=0.safetensors", tmp_path / "executed"
+    marker = tmp_path / "executed"
 
     class Trap:
         def __reduce__(self):
             return (Path.touch, (marker,))
 
-    torch.save(Trap(), trap)
+    for step in torchrex.Checkpoints(tmp_path).steps():
+        torch.save(Trap(), tmp_path / f"step={step:09d}" / "replica=0.safetensors")
     with pytest.raises(CheckpointError):
         go(tmp_path, 40)
     assert not marker.exists()
@@ -312,3 +313,73 @@ def test_an_overwriting_run_that_fails_before_it_begins_leaves_the_old_one(tmp_p
         run_recipe(small("digits/resghmc", "epochs=30"), 0, tmp_path, device="cpu", overwrite=True)
     assert folder.result == before
     assert not folder.path.with_name("seed=0.replaced").exists()
+
+
+def test_a_run_that_begins_anew_does_not_hide_behind_later_checkpoints(tmp_path):
+    go(tmp_path, 60)
+    with pytest.raises(CheckpointError, match="checkpoints up to step 60"):
+        go(tmp_path, 30, resume=False)
+    with pytest.raises(torchrex.errors.InvalidArgumentError, match="step 60 already, beyond n_steps=30"):
+        go(tmp_path, 30)
+
+
+def test_draws_of_another_run_are_not_thrown_away(tmp_path):
+    go(tmp_path / "a", 60, torchrex.DrawStore(tmp_path / "draws", capacity=50))
+    with pytest.raises(CheckpointError, match="holds draws of another run"):
+        go(tmp_path / "b", 60, torchrex.DrawStore.load(tmp_path / "draws"))
+    assert len(torchrex.DrawStore.load(tmp_path / "draws")) == 14
+
+
+def test_a_last_move_into_nowhere_is_not_called_finished(tmp_path):
+    run, loader, average, trace = parts()
+    update = run.ensemble._update
+
+    def last_one_fails(position, *rest):
+        update(position, *rest)
+        if run.n_steps == 29:
+            position[1].fill_(float("inf"))
+
+    run.ensemble._update = last_one_fails
+    with pytest.raises(NonFiniteEnergyError, match=r"replica 1 on rung . .* at step 30 .*step=000000020"):
+        torchrex.train(run, loader, 30, average=average, trace=trace, checkpoints=tmp_path, checkpoint_every=20)
+    assert torchrex.Checkpoints(tmp_path).steps() == [0, 20]
+
+
+class Remembering(list):
+    """A list of batches with a position, begun where it was restored."""
+
+    position = 0
+
+    def __iter__(self):
+        while self.position < len(self):
+            self.position += 1
+            yield self[self.position - 1]
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+def test_going_back_in_the_same_process_is_exact_with_the_same_objects(tmp_path):
+    x, y = torch.randn(60, 4), torch.randint(3, (60,))
+    data = Remembering((x[k : k + 10], y[k : k + 10]) for k in range(0, 60, 10))
+    run, _, _, _ = parts()
+    torchrex.train(run, data, 8, checkpoints=tmp_path)
+    torchrex.train(run, data, 15, checkpoints=None)
+    there = run.ensemble.position.clone()
+    torchrex.train(run, data, 15, checkpoints=tmp_path)  # back to step 8, and on
+    assert torch.equal(run.ensemble.position, there)
+
+
+def test_leaving_advance_early_does_not_begin_the_data_anew():
+    x, y = torch.randn(300, 4), torch.randint(3, (300,))
+    data = Remembering((x[k : k + 1], y[k : k + 1]) for k in range(300))
+    run, _, _, _ = parts()
+    for _ in run.advance(280, data):
+        break
+    assert data.position == 256
+    list(run.advance(2, data))
+    assert data.position == 258

@@ -64,26 +64,13 @@ def train(
     for name, value in (("n_steps", n_steps), ("checkpoint_every", checkpoint_every)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InvalidArgumentError(f"{name} must be a whole number >= 1, got {value!r}")
-    if progress is True:
-        with progress_bar("training", n_steps) as bar:
-            return train(
-                run,
-                data,
-                n_steps,
-                average=average,
-                trace=trace,
-                checkpoints=checkpoints,
-                checkpoint_every=checkpoint_every,
-                resume=resume,
-                budget=budget,
-                progress=bar,
-                setting=setting,
-            )
     averages = [average] if isinstance(average, PosteriorAverage) else list(average)
     folder = checkpoints if isinstance(checkpoints, Checkpoints) or checkpoints is None else Checkpoints(Path(checkpoints))
     loop = _Loop(run, data, averages, trace, folder, dict(setting or {}))
-    if folder is not None and resume:
-        loop.resume()
+    if folder is not None:
+        loop.resume() if resume else loop.require_nothing_later()
+    if run.n_steps > n_steps:
+        raise InvalidArgumentError(f"the run stands at step {run.n_steps} already, beyond n_steps={n_steps}, which is the total")
     began = time.monotonic()
     earlier = loop.seconds
 
@@ -96,7 +83,12 @@ def train(
         return Outcome(status, number, loop.seconds)
 
     stretch = 1
-    with stopping_signals() as received:
+    with contextlib.ExitStack() as stack:
+        if progress is True:
+            progress = stack.enter_context(progress_bar("training", n_steps))
+        received = stack.enter_context(stopping_signals())
+        if folder is not None and not folder.steps():
+            loop.save()  # so that a crash before the first one has somewhere to go back to, and the stores of draws with it
         while run.n_steps < n_steps:
             due = [n_steps, *(_next_draw(a, run.n_steps) for a in averages)]
             if folder is not None:
@@ -117,7 +109,8 @@ def train(
                 loop.save()
             took = time.monotonic() - looked
             stretch = max(1, int(here * min(2.0, SECONDS_BETWEEN_LOOKS / max(took, 1e-9))))
-        return outcome("finished")
+        loop.require_finite()
+        return outcome("finished", received[0] if received else None)
 
 
 class _Loop:
@@ -142,12 +135,36 @@ class _Loop:
                 if self.trace is not None:
                     self.trace.record(infos)
         except NonFiniteEnergyError as failure:
-            steps = [] if self.folder is None else self.folder.steps()
-            raise failure.with_checkpoint(self.folder.path_of(steps[-1]) if self.folder is not None and steps else None) from None
+            raise failure.with_checkpoint(self._newest()) from None
+
+    def require_finite(self) -> None:
+        """The last move is not followed by an energy that would tell."""
+        finite = self.run.ensemble.position.isfinite().all(1).tolist()
+        if not all(finite) and not self.run.heals:
+            replica = finite.index(False)
+            rung = next(rung for rung in range(self.run.n_rungs) if self.run.replica_at(rung) == replica)
+            failure = NonFiniteEnergyError(replica=replica, rung=rung, run=0, step=self.run.n_steps, value=float("nan"))
+            raise failure.with_checkpoint(self._newest())
+
+    def _newest(self) -> Path | None:
+        steps = [] if self.folder is None else self.folder.steps()
+        return self.folder.path_of(steps[-1]) if self.folder is not None and steps else None
+
+    def require_nothing_later(self) -> None:
+        """A run that begins anew must not leave its checkpoints before those of another, which would be taken for the newest."""
+        assert self.folder is not None
+        later = [step for step in self.folder.steps() if step > self.run.n_steps]
+        if later:
+            raise CheckpointError(
+                f"{self.folder.folder} holds checkpoints up to step {later[-1]}; resume from them, or give another folder"
+            )
 
     def save(self) -> None:
-        """Save all of it, unless weights are not finite: such a checkpoint would be worth nothing, and the next step tells."""
-        if self.folder is None or not bool(self.run.ensemble.position.isfinite().all()):
+        """Save all of it. Weights that are not finite are worth no checkpoint, unless the run will heal them."""
+        if self.folder is None:
+            return
+        if not self.run.heals and not bool(self.run.ensemble.position.isfinite().all()):
+            logger.warning("no checkpoint at step %d, because weights are not finite", self.run.n_steps)
             return
         state = self.run.state_dict()
         state = {
@@ -169,8 +186,11 @@ class _Loop:
         found = self.folder.load_newest(setting=self.setting)
         if found is None:
             for average in self.averages:
-                if average.store is not None:
-                    average.store.rewind(0)
+                if average.store is not None and average.store.n_seen:
+                    raise CheckpointError(
+                        f"{average.store.folder} holds draws of another run, for there is no checkpoint in {self.folder.folder}; "
+                        f"give another folder for the draws, or the folder of their checkpoints"
+                    )
             return
         state = found.state
         if len(state["averages"]) != len(self.averages) or (state["trace"] is None) != (self.trace is None):

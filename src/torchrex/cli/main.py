@@ -94,6 +94,8 @@ def run(
     budget: Budget = "",
 ) -> None:
     """Run one recipe into OUT/RECIPE/seed=S/."""
+    if resume and overwrite:
+        raise ConfigError("--resume goes on with a run and --overwrite begins it anew; give one of them")
     config = override(get_recipe(recipe), set_ or [])
     clock = Clock(budget)
     for s in range(seed, seed + seeds):
@@ -115,7 +117,7 @@ def run(
                 )
             stdout.print(metrics)
         stdout.print(f"run folder: {folder.path}", soft_wrap=True)
-        if not goes_on(folder, "the same command with --resume"):
+        if not goes_on(folder, f"the same command with --resume{' instead of --overwrite' if overwrite else ''}"):
             return
 
 
@@ -135,9 +137,9 @@ def reproduce(
     clock = Clock(budget)
 
     def one(config: Config, s: int) -> RunFolder:
-        unfinished = RunFolder.of(out, config.recipe, s).can_resume(config) and not overwrite
+        unfinished = not overwrite and RunFolder.of(out, config.recipe, s).can_resume(config)
         folder = run_one(config, s, out, device=device, overwrite=not unfinished, resume=unfinished, budget=clock.left())
-        if not goes_on(folder, "the same command"):
+        if not goes_on(folder, f"the same command{' without --overwrite' if overwrite else ''}"):
             raise typer.Exit
         return folder
 
@@ -167,16 +169,19 @@ class Clock:
 def run_one(
     config: Config, seed: int, out: Path, *, device: str, overwrite: bool, resume: bool, budget: float | None
 ) -> RunFolder:
-    with progress_bar(f"{config.recipe} seed {seed}", config.n_steps, stderr) as progress, told_if_early():
+    folder = RunFolder.of(out, config.recipe, seed)
+    with progress_bar(f"{config.recipe} seed {seed}", config.n_steps, stderr) as progress, told_if_early(folder):
         return run_recipe(config, seed, out, device=device, overwrite=overwrite, resume=resume, budget=budget, progress=progress)
 
 
 @contextlib.contextmanager
-def told_if_early() -> Iterator[None]:
-    """Ctrl-C before a run can keep anything, while it compiles for example: one line, not silence."""
+def told_if_early(folder: RunFolder) -> Iterator[None]:
+    """Ctrl-C outside the steps of a run, while it compiles or is measured, for example: one line, not silence."""
     try:
         yield
     except KeyboardInterrupt:
+        if (folder.path / "checkpoints").is_dir():
+            raise Interrupted(f"interrupted; its checkpoints are in {folder.path}, and --resume goes on") from None
         raise Interrupted("interrupted before the first steps were done; nothing was written") from None
 
 

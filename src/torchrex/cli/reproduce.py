@@ -59,9 +59,9 @@ def run_missing(
         folders[name] = [RunFolder.of(out, name, seed) for seed in seeds]
         for seed, folder in zip(seeds, folders[name], strict=True):
             if not overwrite and folder.config is not None and not same_config(folder, config):
-                state = "finished" if folder.finished else "unfinished"
+                state = "a finished" if folder.finished else "an unfinished"
                 raise RunFolderError(
-                    f"{folder.path} holds a {state} run with other settings; choose another --out, or add --overwrite"
+                    f"{folder.path} holds {state} run with other settings; choose another --out, or add --overwrite"
                 )
             if overwrite or not folder.finished:
                 todo.append((config, seed))

@@ -107,14 +107,14 @@ class CapturedStep:
                     for tensor, place in zip(moving, places, strict=True):  # never past the end of the data
                         tensor.copy_(place)
             torch.cuda.current_stream(device).wait_stream(side)
-            torch.cuda.synchronize(device)
         self._graph = torch.cuda.CUDAGraph()
         for generator in generators:
             self._graph.register_generator_state(generator)
         if len(ensemble.modules) > 1:
             ensemble.lanes = [torch.cuda.Stream(device) for _ in ensemble.modules]  # type: ignore[no-untyped-call]
         try:
-            with torch.cuda.graph(self._graph):
+            # The inner context leaves its stream behind if a capture fails; the outer one goes back to ours.
+            with torch.cuda.stream(torch.cuda.current_stream(device)), torch.cuda.graph(self._graph):
                 self._kept_alive = self._body()  # tensors of other streams must not be freed while the capture goes on
         finally:
             ensemble.lanes = None
@@ -148,14 +148,26 @@ class CapturedStep:
     def _as_if_nothing_happened(self, generators: Sequence[torch.Generator], moving: Sequence[Tensor]) -> Iterator[None]:
         """Put weights, buffers, momenta, exchange state and generators back after the warm-up."""
         ensemble = self._ensemble
-        tensors = [ensemble.position, ensemble.clock, *self._state, *moving]
-        tensors += [buffer for module in ensemble.modules for buffer in module.buffers()]
+        buffers = [
+            (part, name, buffer)
+            for module in ensemble.modules
+            for part in module.modules()
+            for name, buffer in part.named_buffers(recurse=False)
+        ]
+        tensors = [ensemble.position, ensemble.clock, *self._state, *self._records.info, *moving]
+        tensors += [buffer for _, _, buffer in buffers]
         tensors += [] if ensemble.velocity is None else [ensemble.velocity]
         before = [tensor.clone() for tensor in tensors]
         states = [generator.get_state() for generator in generators]
         try:
             yield
+            for part, name, buffer in buffers:
+                if part._buffers[name] is not buffer:  # a replay would read the old one for ever
+                    raise RuntimeError(f"the module puts another tensor in the place of its buffer {name!r}; change it in place")
         finally:
+            torch.cuda.synchronize(ensemble.device)  # what a failed step has still under way must not come after this
+            for part, name, buffer in buffers:
+                part._buffers[name] = buffer
             for tensor, value in zip(tensors, before, strict=True):
                 tensor.copy_(value)
             for generator, state in zip(generators, states, strict=True):
@@ -197,9 +209,24 @@ def exchange_and_record(
 
 def release(generator: torch.Generator, state: Tensor) -> None:
     """Put a generator back to a state, with memory of its own: a capture that failed leaves it believing it is being captured."""
+    if generator.device.type != "cuda":
+        generator.set_state(state)
+        return
     fresh = torch.Generator(generator.device)
     fresh.set_state(state)
     generator.graphsafe_set_state(fresh.graphsafe_get_state())
+
+
+@contextlib.contextmanager
+def convolutions(*, deterministic: bool) -> Iterator[None]:
+    """cuDNN held to algorithms that give the same bits in every process, or else free to try all and take the fastest."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.deterministic, cudnn.benchmark_limit
+    cudnn.benchmark, cudnn.deterministic, cudnn.benchmark_limit = not deterministic, deterministic, 0
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic, cudnn.benchmark_limit = before
 
 
 def compiled_or_plain(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -243,8 +270,13 @@ class Graphs:
     def for_batch(self, batch: Batch) -> CapturedStep | None:
         """The graph for batches of this form, with this batch in its inputs; None if the step has to be done eagerly."""
         leaves, form = pytree.tree_flatten(batch)
+        strange = next((leaf for leaf in leaves if not isinstance(leaf, Tensor | bool | int | float | str | None)), None)
+        if strange is not None and not self.failed:
+            self._fail(f"a batch holds a {type(strange).__name__} beside its tensors")
+        if strange is not None:
+            return None
         key = (str(form), *((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
-        if key not in self._graphs:
+        if key not in self._graphs and not self.failed:
             inputs = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
             self._make(key, inputs, lambda: inputs, [], [])
         if key not in self._graphs:
@@ -274,33 +306,30 @@ class Graphs:
         if self.failed:
             return
         if len(self._graphs) >= MOST_GRAPHS:
-            self._fail(f"batches came in more than {MOST_GRAPHS} shapes, and each is a graph of its own")
+            self._fail(f"batches came in more than {MOST_GRAPHS} shapes or from more loaders, and each is a graph of its own")
             return
-        cudnn = torch.backends.cudnn
-        before = cudnn.benchmark, cudnn.deterministic, cudnn.benchmark_limit
-        cudnn.benchmark, cudnn.deterministic, cudnn.benchmark_limit = not self._deterministic, self._deterministic, 0
-        default = torch.cuda.default_generators[self._parts[0].clock.device.index]
+        device = self._parts[0].device
+        default = torch.cuda.default_generators[device.index]
         states = [generator.get_state() for generator in (default, *generators)]
         reason = ""
-        try:
-            for compiled in (True, False):
-                forward = self._forward.state_dict()
-                try:
-                    with self._forward:
-                        graph = CapturedStep(*self._parts, select, generators=generators, moving=moving, compiled=compiled)
-                    self._graphs[key] = (graph, inputs)
-                    return
-                except Exception as error:
-                    torch.cuda.synchronize()
-                    for generator, state in zip((default, *generators), states, strict=True):
-                        release(generator, state)
-                    reason = " ".join(str(error).split())[:300] or type(error).__name__
-                    if compiled:
-                        logger.info("capturing the step without compiling it, because: %s", reason)
-                finally:
-                    self._forward.load_state_dict(forward)
-        finally:
-            cudnn.benchmark, cudnn.deterministic, cudnn.benchmark_limit = before
+        for compiled in (True, False):
+            forward = self._forward.state_dict()
+            try:
+                with torch.cuda.device(device), convolutions(deterministic=self._deterministic), self._forward:
+                    graph = CapturedStep(*self._parts, select, generators=generators, moving=moving, compiled=compiled)
+                self._graphs[key] = (graph, inputs)
+                return
+            except Exception as error:
+                torch.cuda.synchronize(device)
+                self._graphs.clear()  # they hold on to the states that the generators are released from
+                for generator, state in zip((default, *generators), states, strict=True):
+                    release(generator, state)
+                cause = error.__context__ or error  # a capture that breaks off hides what broke it
+                reason = " ".join(str(cause).split())[:300] or type(cause).__name__
+                if compiled:
+                    logger.info("capturing the step without compiling it, because: %s", reason)
+            finally:
+                self._forward.load_state_dict(forward)
         self._fail(reason)
 
     def _fail(self, reason: str) -> None:

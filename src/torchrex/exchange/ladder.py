@@ -141,7 +141,7 @@ class Ladder:
     def in_words(self) -> str:
         """All that distinguishes one ladder from another, schedules included by some of their values."""
         values = [
-            f"{name} {[schedule(step) for step in (1, 100, 10_000)]}"
+            f"{name} {[schedule(step) for step in (1, 10, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)]}"
             for name, schedule in (("annealing", self.anneal), ("decay", self.decay))
             if schedule is not None
         ]

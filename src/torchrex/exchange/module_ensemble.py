@@ -329,6 +329,7 @@ class ModuleEnsemble:
             "minibatches": "shared" if self.shares_minibatch else "independent",
             "replacement": str(self.replacement),
             "device": self.device.type,
+            "autocast": str(self._autocast),
         }
 
     def __repr__(self) -> str:

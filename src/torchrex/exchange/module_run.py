@@ -6,6 +6,7 @@ of steps at once; energies, swaps and variances are looked at when a stretch of 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from torchrex.errors import InvalidArgumentError
 from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo, StepInputs, sa_step, step
 from torchrex.exchange.batches import batches_of, try_batch, warn_of_size
 from torchrex.exchange.block import ExchangeInputs, draw_exchange_inputs
-from torchrex.exchange.capture import CapturedStep, Graphs, Records, compiled_or_plain
+from torchrex.exchange.capture import CapturedStep, Graphs, Records, compiled_or_plain, convolutions
 from torchrex.exchange.divergence import Divergence, first_failure, respawn
 from torchrex.exchange.forward_rng import ForwardRandomness
 from torchrex.exchange.module_ensemble import ModuleEnsemble, evaluating
@@ -34,8 +35,9 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
     """Replica exchange on the posterior of a module.
 
     `divergence` says what happens when a replica's energy is NaN or infinite: "stop" raises, "respawn" makes the replica a copy
-    of the nearest healthy one and writes it down in `respawns`. On a GPU energies are looked at every 256 steps only, because
-    looking means waiting. `deterministic` asks cuDNN for algorithms whose results do not vary from process to process.
+    of the nearest healthy one and writes it down in `respawns`. On a GPU energies are looked at when a stretch of up to 256 steps
+    is over, because looking means waiting. `deterministic` asks cuDNN for algorithms whose results do not vary from process to
+    process.
     """
 
     def _start(
@@ -78,6 +80,11 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         self._batch_tried = False
 
     # Looking at it
+
+    @property
+    def heals(self) -> bool:
+        """Are diverged replicas respawned?"""
+        return self._divergence == "respawn"
 
     @property
     def ensemble(self) -> ModuleEnsemble:
@@ -133,6 +140,8 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         next_batch = self._feeding[1]
         try:
             yield from self._advance(n_steps, data, next_batch)
+        except GeneratorExit:
+            raise
         except BaseException:
             self._feeding = None  # data that failed in the middle begin anew
             raise
@@ -174,7 +183,7 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         batches = list(batches)
         if len(batches) != feed.n_draws:
             raise InvalidArgumentError(f"{feed!r} needs {feed.n_draws} batches, got {len(batches)}")
-        with torch.no_grad(), self._forward:
+        with torch.no_grad(), self._forward, self._eager_algorithms():
             energies = [self._ensemble.energies({"batch": self._to_device(batch)}).total for batch in batches]
         variance = feed.sample(torch.stack(energies), self._state.replica_at)
         self._set_state(sa_step(self._state, variance, self.rules))
@@ -188,7 +197,7 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
             return None
         inputs = self._inputs()
         self._ensemble.clock.fill_(self.n_steps)
-        with torch.no_grad(), self._forward:
+        with torch.no_grad(), self._forward, self._eager_algorithms():
             _, state, info = step(
                 self._ensemble,
                 self._state,
@@ -202,9 +211,15 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         self.n_steps += 1
         return info
 
+    def _eager_algorithms(self) -> contextlib.AbstractContextManager[None]:
+        """Deterministic convolutions where they are asked for; otherwise torch as the user has set it."""
+        return convolutions(deterministic=True) if self._deterministic else contextlib.nullcontext()
+
     def _step_inside(self, data: Any) -> bool:
         """One captured step that takes its batch from a DeviceLoader by itself; False if that cannot be done."""
         if not (self._capturing and isinstance(data, DeviceLoader) and self._ensemble.shares_minibatch):
+            return False
+        if data.cursor.device != self.device:
             return False
         if not self._batch_tried:
             position = data.state_dict()
@@ -304,7 +319,10 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         self.streams.load_state_dict(state["streams"])
         self._forward.load_state_dict(state["forward"])
         self.respawns = [dict(event) for event in state["respawns"]]
-        self._block_start, self._standing = -1, None
+        self._block_start, self._standing, self._feeding = -1, None, None
+        if self._records is not None:
+            for values in self._records.info:
+                values.zero_()
         self._ensemble.clock.fill_(self.n_steps)
 
     def _streams_at_step(self) -> dict[str, Tensor]:

@@ -135,8 +135,9 @@ def _train(
 ) -> RunFolder:
     """A run with checkpoints. A finished run that is overwritten waits beside it until the new one is finished too."""
     checkpoints, replaced = folder.path / "checkpoints", folder.path.with_name(f"{folder.path.name}.replaced")
-    unfinished = checkpoints.exists() and not folder.finished
-    if overwrite and folder.finished:
+    finished = _is_finished(folder)
+    unfinished = checkpoints.exists() and not finished
+    if overwrite and finished:
         shutil.rmtree(replaced, ignore_errors=True)
         os.replace(folder.path, replaced)
         folder.path.mkdir()
@@ -165,17 +166,27 @@ def _train(
             )
             raise
         except BaseException:
-            if replaced.exists() and not Checkpoints(checkpoints).steps():  # it has not even begun: as if nothing had happened
-                shutil.rmtree(folder.path, ignore_errors=True)
-                os.replace(replaced, folder.path)
+            if not any(Checkpoints(checkpoints).steps()):  # not a step is done: as if nothing had happened
+                shutil.rmtree(checkpoints, ignore_errors=True)
+                if replaced.exists():
+                    shutil.rmtree(folder.path, ignore_errors=True)
+                    os.replace(replaced, folder.path)
+                elif folder.result is None:
+                    (folder.path / "config.json").unlink(missing_ok=True)
+                    _remove_if_empty(folder)
             raise
         if outcome.status == "finished":
             _save_tensors({**trace.tensors(), **more}, folder.path / "trace.safetensors")
         result = _header(config, seed, outcome.status, metrics, trace.swaps(), outcome.seconds, device)
         result["steps_done"] = trace.n_steps
-        folder.write_text("result.json", dumps(result | ({"signal": outcome.signal} if outcome.signal else {})))
+        interrupted = outcome.status == "interrupted"
+        folder.write_text("result.json", dumps(result | ({"signal": outcome.signal} if interrupted else {})))
         if outcome.status == "finished":
             shutil.rmtree(replaced, ignore_errors=True)
+        if (
+            outcome.status == "finished" and outcome.signal
+        ):  # it came during the last save: this run is done, the next is not begun
+            raise KeyboardInterrupt
     except OSError as failure:
         if isinstance(failure, TorchrexError):
             raise
