@@ -178,3 +178,44 @@ def test_autocast_and_channels_last():
     plain, fast = (infos(run, 10, data())["energy"] for run in runs)
     torch.testing.assert_close(plain, fast, rtol=0.02, atol=0)
     assert runs[1].ensemble.modules[0].conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+class Reassigning(Net):
+    """Puts a new tensor in the place of a buffer, which a graph could not follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1.0
+        return super().forward(x)
+
+
+def test_a_buffer_that_is_replaced_is_not_captured(caplog):
+    run = make(model=Reassigning)
+    list(run.advance(10, data()))
+    (record,) = [r for r in caplog.records if r.name == "torchrex" and r.levelno == logging.WARNING]
+    assert "buffer 'calls'" in record.message
+    assert [float(module.calls) for module in run.ensemble.modules] == [10.0, 10.0, 10.0]
+
+
+def test_data_on_the_cpu_are_copied_into_the_graph():
+    x, y = torch.randn(N, 3, 8, 8), torch.randint(5, (N,))
+    inside = torchrex.DeviceLoader((x, y), 32, seed=3, device="cuda")
+    outside = torchrex.DeviceLoader((x, y), 32, seed=3)
+    runs = [make(deterministic=True), make(deterministic=True)]
+    for run, loader in zip(runs, (inside, outside), strict=True):
+        list(run.advance(20, loader))
+        assert not run._graphs.failed
+    assert_same(*runs)
+
+
+def test_a_graph_made_late_in_a_block_leaves_the_records_alone():
+    """A batch of another size comes first at step 254; its warm-up must not write over what was recorded before."""
+    run, loader = make(), data()
+    first = infos(run, 254, loader)["energy"]
+    x, y = torch.randn(7, 3, 8, 8, device="cuda"), torch.randint(5, (7,), device="cuda")
+    run.step((x, y))
+    assert len(run._graphs._graphs) == 2
+    assert torch.equal(run._records.read(0, 254).energy, first)
