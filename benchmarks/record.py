@@ -125,6 +125,21 @@ def module_cpu_table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def shared_batch_table(record: dict[str, Any]) -> str:
+    """Variance of rung 0 over the posterior's, by learning rate, and in the limit."""
+    names = list(record["limits"])
+    lrs = sorted({r["lr_times_stiffness"] for r in record["results"]}, reverse=True)
+    value = {(r["name"], r["lr_times_stiffness"]): f"{r['variance_ratio']:.3f} ± {r['se']:.3f}" for r in record["results"]}
+    lines = ["| variance ratio of rung 0 | " + " | ".join(f"lr {lr:g}" for lr in lrs) + " | lr to 0 |"]
+    lines.append("|---" * (len(lrs) + 2) + "|")
+    for name in names:
+        end = record["limits"][name]
+        lines.append(
+            f"| {name} | " + " | ".join(value[name, lr] for lr in lrs) + f" | **{end['variance_ratio']:.3f}** ± {end['se']:.3f} |"
+        )
+    return "\n".join(lines)
+
+
 def setting(record: dict[str, Any]) -> str:
     """One line on where and when."""
     hardware = record["hardware"]
@@ -144,6 +159,7 @@ def main() -> None:
         "module_profile": (module_profile_table, "module_step"),
         "networks": (networks_table, "module_step"),
         "module_cpu": (module_cpu_table, "module_cpu"),
+        "shared_batch": (shared_batch_table, "shared_batch"),
     }
     for page in (HERE / "README.md", HERE.parent / "README.md"):
         text = page.read_text()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "src" / "torchrex"
 ORDER = [
-    {"errors", "rng", "schedules"},
+    {"errors", "rng", "schedules", "durable"},
     {"targets"},
     {"samplers"},
     {"exchange"},
@@ -18,7 +18,7 @@ ORDER = [
     {"report"},
     {"cli"},
 ]
-FOUNDATIONS_KNOW = {"rng": {"errors"}, "schedules": {"errors"}, "errors": set()}
+FOUNDATIONS_KNOW = {"rng": {"errors"}, "schedules": {"errors"}, "errors": set(), "durable": set()}
 
 
 def level(room: str) -> int:

@@ -475,7 +475,7 @@ def test_masks_differ_from_step_to_step():
 
 
 def test_a_module_that_draws_nothing_leaves_the_generator_alone():
-    two_ways(lambda: make_run(mlp, seed=3))
+    assert len(two_ways(lambda: make_run(mlp, seed=3))) == 6
 
 
 class DropsLater(nn.Module):
@@ -491,7 +491,7 @@ class DropsLater(nn.Module):
 
 
 def test_dropout_that_begins_later_is_decided_by_the_seed():
-    two_ways(lambda: make_run(DropsLater, seed=3))
+    assert len(two_ways(lambda: make_run(DropsLater, seed=3))) == 6
 
 
 def test_a_module_put_into_training_mode_later():
@@ -1064,3 +1064,14 @@ def test_one_backward_pass_for_all_replicas_gives_the_same_numbers():
         for batch in batches(20):
             run.step(batch)
     assert torch.equal(runs[0].ensemble.position, runs[1].ensemble.position)
+
+
+def test_a_loaded_state_says_who_stands_where():
+    """At the same step as before, so that nothing remembered of that step may be believed."""
+    run = make_run(mlp, ladder=THREE)
+    run.step(batches(1)[0])
+    standing = [run.replica_at(rung) for rung in range(3)]
+    state = run.state_dict()
+    state["exchange"]["replica_at"] = state["exchange"]["replica_at"].flip(0)
+    run.load_state_dict(state)
+    assert [run.replica_at(rung) for rung in range(3)] == standing[::-1]

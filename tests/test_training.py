@@ -348,12 +348,13 @@ def test_a_last_move_into_nowhere_is_not_called_finished(tmp_path):
 class Remembering(list):
     """A list of batches with a position, begun where it was restored."""
 
-    position = 0
+    position = begun = 0
 
     def __iter__(self):
-        while self.position < len(self):
-            self.position += 1
-            yield self[self.position - 1]
+        self.begun += 1
+        for k in range(self.position, len(self)):
+            self.position = k + 1
+            yield self[k]
         self.position = 0
 
     def state_dict(self):
@@ -383,3 +384,18 @@ def test_leaving_advance_early_does_not_begin_the_data_anew():
     assert data.position == 256
     list(run.advance(2, data))
     assert data.position == 258
+    assert data.begun == 1
+
+
+def test_stored_draws_follow_to_the_older_checkpoint(tmp_path):
+    """With the newest checkpoint damaged, the draws that were replaced since the one before are still there."""
+    whole = go(tmp_path / "whole", 100, torchrex.DrawStore(tmp_path / "a", capacity=3))
+    go(tmp_path / "run", 85, torchrex.DrawStore(tmp_path / "b", capacity=3))
+    file = tmp_path / "run" / "step=000000085" / "shared.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    last = go(tmp_path / "run", 100, torchrex.DrawStore.load(tmp_path / "b"))
+    assert torch.equal(whole[0].ensemble.position, last[0].ensemble.position)
+    a, b = (torchrex.DrawStore.load(tmp_path / name) for name in "ab")
+    assert a.draws == b.draws
+    for (_, _, left), (_, _, right) in zip(a, b, strict=True):
+        assert all(torch.equal(left[name], right[name]) for name in left)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from torchrex.checkpoint import Checkpoints
 from torchrex.errors import CheckpointError, InvalidArgumentError, NonFiniteEnergyError
 from torchrex.exchange import ModuleExchange, ReplicaExchange
+from torchrex.exchange.divergence import LOWER_IT
 from torchrex.posterior import PosteriorAverage
 from torchrex.posterior.progress import progress_bar
 from torchrex.recording import Trace
@@ -55,9 +56,9 @@ def train(
     Returns how it ended: look at its `status`. `progress=True` shows a bar, a function is called as `progress(done, total)`.
 
     With `checkpoints` (a folder) everything is saved every `checkpoint_every` steps and at the end, and a call that finds
-    checkpoints there goes on from the newest one unless `resume=False`. Ctrl-C and SIGTERM finish the step, save, and return
-    "interrupted"; after `budget` seconds it saves and returns "paused". `setting` is written into the checkpoints, and a run with
-    another one cannot resume from them.
+    checkpoints there goes on from the newest one; with `resume=False` it begins anew, in a folder without later ones. Ctrl-C and
+    SIGTERM finish the step, save, and return "interrupted"; after `budget` seconds it saves and returns "paused". `setting` is
+    written into the checkpoints, and a run with another one cannot resume from them.
     """
     if not isinstance(run, ModuleExchange):
         raise InvalidArgumentError("train is for runs on modules; a run on a density goes on by run.advance or collect")
@@ -143,7 +144,9 @@ class _Loop:
         if not all(finite) and not self.run.heals:
             replica = finite.index(False)
             rung = next(rung for rung in range(self.run.n_rungs) if self.run.replica_at(rung) == replica)
-            failure = NonFiniteEnergyError(replica=replica, rung=rung, run=0, step=self.run.n_steps, value=float("nan"))
+            failure = NonFiniteEnergyError(
+                replica=replica, rung=rung, run=0, step=self.run.n_steps, value=float("nan"), advice=LOWER_IT
+            )
             raise failure.with_checkpoint(self._newest())
 
     def _newest(self) -> Path | None:

@@ -21,9 +21,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from torchrex.checkpoint.durable import sync_folder, write_synced
 from torchrex.checkpoint.setting import encode_setting, require_same
 from torchrex.checkpoint.tree import TreePath, agrees, decode, encode, place, short, tensor_name
+from torchrex.durable import sync_folder, write_synced
 from torchrex.errors import CheckpointError
 
 SCHEMA, VERSION = "torchrex.checkpoint", 1

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchrex.checkpoint.contents import DONE, Contents, DamagedError, read
-from torchrex.checkpoint.durable import remove_folder, sync_folder, write_synced
+from torchrex.durable import remove_folder, sync_folder, write_synced
 from torchrex.errors import CheckpointError, InvalidArgumentError
 
 log = logging.getLogger("torchrex")

@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 from torchrex.errors import InvalidArgumentError, TargetError
 from torchrex.exchange.forward_rng import ForwardRandomness
-from torchrex.exchange.module_ensemble import ModuleEnsemble, untouched_buffers
+from torchrex.exchange.module_ensemble import ModuleEnsemble
+from torchrex.exchange.module_work import untouched_buffers
 from torchrex.targets import Batch, DeviceLoader
 
 # Seconds of a forward pass on a CPU. Below, calling autograd costs more than its work, and one call for all replicas saves time

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from torchrex.exchange.algorithm import Exchanged, ExchangeState, Rules, StepInfo, StepInputs, exchange_rungs, step
 from torchrex.exchange.block import ExchangeInputs
 from torchrex.exchange.forward_rng import ForwardRandomness
-from torchrex.exchange.module_ensemble import ModuleEnsemble, assemble_energy, update_rows
+from torchrex.exchange.module_ensemble import ModuleEnsemble
+from torchrex.exchange.module_work import assemble_energy, update_rows
 from torchrex.targets import Batch, DeviceLoader, Energy
 
 logger = logging.getLogger("torchrex")
@@ -59,28 +60,34 @@ class Records:
         return StepInfo(*(values[first:last].clone() for values in self.info))
 
 
+class Workings(NamedTuple):
+    """What a captured step reads and writes in place."""
+
+    ensemble: ModuleEnsemble
+    state: ExchangeState
+    table: ExchangeInputs  # what the exchange of a block of steps takes from outside; the clock says which row
+    records: Records
+    rules: Rules
+
+
 class CapturedStep:
     """One step on batches of one form, ready to be replayed.
 
-    The graph reads the table of exchange inputs and the clock, and works in place on the ensemble, the state and the records.
     `generators` and the tensors `moving` are what `select` uses up besides.
     """
 
     def __init__(
         self,
-        ensemble: ModuleEnsemble,
-        state: ExchangeState,
-        table: ExchangeInputs,
-        records: Records,
-        rules: Rules,
+        workings: Workings,
         select: Callable[[], Batch],
         *,
         generators: Sequence[torch.Generator],
         moving: Sequence[Tensor],
         compiled: bool,
     ) -> None:
-        self._ensemble, self._state, self._table, self._records, self._rules = ensemble, state, table, records, rules
+        self._ensemble, self._state, self._table, self._records, self._rules = workings
         self._select = select
+        ensemble = workings.ensemble
         plain: list[Any] = [ensemble.energy.per_example, assemble_energy, update_rows, exchange_and_record]
         functions = [torch.compile(function, dynamic=False, options=COMPILER_OPTIONS) for function in plain]
         *of_ensemble, exchange = functions if compiled else plain
@@ -251,19 +258,8 @@ def compiled_or_plain(function: Callable[..., Any]) -> Callable[..., Any]:
 class Graphs:
     """The captured steps of a run, one for each form of batch, made when the form is first seen."""
 
-    def __init__(
-        self,
-        ensemble: ModuleEnsemble,
-        state: ExchangeState,
-        table: ExchangeInputs,
-        records: Records,
-        rules: Rules,
-        forward: ForwardRandomness,
-        *,
-        deterministic: bool,
-    ) -> None:
-        self._parts = (ensemble, state, table, records, rules)
-        self._forward, self._deterministic = forward, deterministic
+    def __init__(self, workings: Workings, forward: ForwardRandomness, *, deterministic: bool) -> None:
+        self._workings, self._forward, self._deterministic = workings, forward, deterministic
         self._graphs: dict[Any, tuple[CapturedStep, Batch]] = {}
         self.failed = False  # once something could not be captured, the run goes on eagerly
 
@@ -308,7 +304,7 @@ class Graphs:
         if len(self._graphs) >= MOST_GRAPHS:
             self._fail(f"batches came in more than {MOST_GRAPHS} shapes or from more loaders, and each is a graph of its own")
             return
-        device = self._parts[0].device
+        device = self._workings.ensemble.device
         default = torch.cuda.default_generators[device.index]
         states = [generator.get_state() for generator in (default, *generators)]
         reason = ""
@@ -316,7 +312,7 @@ class Graphs:
             forward = self._forward.state_dict()
             try:
                 with torch.cuda.device(device), convolutions(deterministic=self._deterministic), self._forward:
-                    graph = CapturedStep(*self._parts, select, generators=generators, moving=moving, compiled=compiled)
+                    graph = CapturedStep(self._workings, select, generators=generators, moving=moving, compiled=compiled)
                 self._graphs[key] = (graph, inputs)
                 return
             except Exception as error:

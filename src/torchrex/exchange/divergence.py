@@ -13,6 +13,7 @@ from torchrex.exchange.module_ensemble import ModuleEnsemble
 
 logger = logging.getLogger("torchrex")
 
+LOWER_IT = "Lower the learning rate of that rung, or check model, loss and data."
 NONE_LEFT = "No replica is left to copy it from: lower the learning rates."
 Divergence = Literal["stop", "respawn"]
 
@@ -29,7 +30,7 @@ def first_failure(infos: StepInfo, steps_done: int) -> NonFiniteEnergyError | No
         run=run,
         step=steps_done - len(infos.energy) + k,
         value=float(infos.energy[k, rung, run]),
-        advice="Lower the learning rate of that rung, or check model, loss and data.",
+        advice=LOWER_IT,
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from torchrex.errors import InvalidArgumentError, TargetError
 from torchrex.exchange.flat import FlatLayout
+from torchrex.exchange.module_work import assemble_energy, untouched_buffers, update_rows
 from torchrex.exchange.momentum import after_swap
 from torchrex.exchange.philox import MASK, keys_of, normals
 from torchrex.rng import Streams, derive_seed
@@ -105,7 +106,7 @@ class ModuleEnsemble:
         self.modules = modules
 
     def use(self, losses_of: Callable[..., Tensor], assemble: Callable[..., Energy], update: Callable[..., None]) -> None:
-        """The functions that do the work: `PosteriorEnergy.per_example` and two at the end of this file, or compiled forms."""
+        """The functions that do the work: `PosteriorEnergy.per_example` and two of `module_work.py`, or compiled forms."""
         self._losses_of, self._assemble, self._update = losses_of, assemble, update
 
     def _build(self, n_replicas: int, streams: Streams) -> list[nn.Module]:
@@ -337,73 +338,3 @@ class ModuleEnsemble:
             return f"ModuleEnsemble({self.energy!r}, {self.sampler!r})"
         model, dtype, energy, sampler, minibatches, *_ = self.setting().values()
         return f"ModuleEnsemble({len(self.modules)} x {model} of {dtype}, {energy}, {sampler}, {minibatches} minibatches)"
-
-
-def assemble_energy(
-    losses: list[Tensor], extra: list[Tensor | None], position: Tensor, precision: Tensor | float | None, n_data: int
-) -> Energy:
-    """Energies (replicas, 1) from per-example losses (n,) of every replica, the Gaussian prior and other terms."""
-    if len({len(terms) for terms in losses}) > 1:
-        raise TargetError(f"the minibatches of all replicas must have one size, got {[len(terms) for terms in losses]}")
-    per_example = torch.stack(losses)
-    total = (n_data / per_example.shape[1]) * per_example.sum(1, dtype=torch.float64)
-    if precision is not None:
-        total = total + 0.5 * (precision * position.square()).sum(1, dtype=torch.float64)
-    if extra[0] is not None:
-        total = total + torch.stack([term for term in extra if term is not None])
-    return Energy(total[:, None], per_example[:, None].double())
-
-
-def update_rows(
-    position: Tensor,
-    velocity: Tensor | None,
-    gradient: Tensor,
-    numbers: Tensor | None,
-    keys: Tensor,
-    clock: Tensor,
-    precision: Tensor | float | None,
-    rescaled: tuple[Tensor, Tensor, Tensor] | None,
-    lr: Tensor,
-    temperature: Tensor,
-    sampler: Sampler,
-) -> None:
-    """Prior, momentum rescaling, noise and move of all rows (replicas, size), in place: one pass over memory when compiled."""
-    dtype = position.dtype
-    if numbers is None:
-        numbers = normals(keys, clock, position.shape[1]).to(dtype)
-    if precision is not None:
-        gradient = gradient + precision * position
-    kept = velocity
-    if velocity is not None and rescaled is not None:
-        swapped, before, after = rescaled
-        kept = velocity * torch.where(swapped, after / before, 1.0).to(dtype)
-    moved, kicked = sampler.move(position, kept, gradient, numbers, lr=lr.to(dtype), temperature=temperature.to(dtype))
-    position.copy_(moved)
-    if velocity is not None and kicked is not None:
-        velocity.copy_(kicked)
-
-
-@contextlib.contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; every part of the module goes back to the mode it was in."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for part, training in modes:
-            part.training = training
-
-
-@contextlib.contextmanager
-def untouched_buffers(module: nn.Module) -> Iterator[None]:
-    """Put the buffers (BatchNorm statistics) back to what they were."""
-    parts = [(part, name, b) for part in module.modules() for name, b in part.named_buffers(recurse=False)]
-    kept = [(part, name, buffer, buffer.clone()) for part, name, buffer in parts]
-    try:
-        yield
-    finally:
-        for part, name, buffer, before in kept:
-            buffer.copy_(before)
-            part._buffers[name] = buffer  # a module may have put another tensor in its place

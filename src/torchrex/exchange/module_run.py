@@ -18,10 +18,11 @@ from torchrex.errors import InvalidArgumentError
 from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo, StepInputs, sa_step, step
 from torchrex.exchange.batches import batches_of, try_batch, warn_of_size
 from torchrex.exchange.block import ExchangeInputs, draw_exchange_inputs
-from torchrex.exchange.capture import CapturedStep, Graphs, Records, compiled_or_plain, convolutions
+from torchrex.exchange.capture import CapturedStep, Graphs, Records, Workings, compiled_or_plain, convolutions
 from torchrex.exchange.divergence import Divergence, first_failure, respawn
 from torchrex.exchange.forward_rng import ForwardRandomness
-from torchrex.exchange.module_ensemble import ModuleEnsemble, evaluating
+from torchrex.exchange.module_ensemble import ModuleEnsemble
+from torchrex.exchange.module_work import evaluating
 from torchrex.exchange.noise import RepeatedDraws
 from torchrex.exchange.run import ReplicaExchange
 from torchrex.rng import Streams
@@ -244,8 +245,8 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         if self._graphs is None:
             assert self._table is not None
             assert self._records is not None
-            parts = (self._ensemble, self._state, self._table, self._records, self.rules, self._forward)
-            self._graphs = Graphs(*parts, deterministic=self._deterministic)
+            workings = Workings(self._ensemble, self._state, self._table, self._records, self.rules)
+            self._graphs = Graphs(workings, self._forward, deterministic=self._deterministic)
             self._ensemble.clock.fill_(self.n_steps)
         return self._graphs
 

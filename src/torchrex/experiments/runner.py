@@ -16,16 +16,18 @@ from typing import Any
 
 import safetensors
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 import torchrex
 from torchrex.checkpoint import Checkpoints
+from torchrex.durable import replace_file
 from torchrex.errors import NonFiniteEnergyError, RunFolderError, TorchrexError
 from torchrex.experiments.config import dumps, to_json
 from torchrex.experiments.recipes import Config, DrawingConfig, TrainingConfig
 from torchrex.posterior import Draws
 from torchrex.posterior.progress import Callback
+from torchrex.recording import count_swaps
 
 logger = logging.getLogger("torchrex")
 
@@ -76,10 +78,7 @@ class RunFolder:
             raise RunFolderError(f"cannot read {path} ({error}); remove it or run again with --overwrite") from None
 
     def write_text(self, name: str, text: str) -> None:
-        """Write through a temporary name, so that a file is there whole or not at all."""
-        temporary = self.path / f".{name}.part"
-        temporary.write_text(text)
-        os.replace(temporary, self.path / name)
+        replace_file(self.path / name, text.encode())
 
 
 def run_recipe(
@@ -183,10 +182,8 @@ def _train(
         folder.write_text("result.json", dumps(result | ({"signal": outcome.signal} if interrupted else {})))
         if outcome.status == "finished":
             shutil.rmtree(replaced, ignore_errors=True)
-        if (
-            outcome.status == "finished" and outcome.signal
-        ):  # it came during the last save: this run is done, the next is not begun
-            raise KeyboardInterrupt
+            if outcome.signal:  # it came during the last save: this run is done, the next one is not begun
+                raise KeyboardInterrupt
     except OSError as failure:
         if isinstance(failure, TorchrexError):
             raise
@@ -255,15 +252,7 @@ def _remove_if_empty(folder: RunFolder) -> None:
 
 
 def _result(config: Config, seed: int, draws: Draws, metrics: dict[str, Any], seconds: float, device: str) -> dict[str, Any]:
-    swaps = [
-        {
-            "pair": [pair, pair + 1],
-            "proposed": int(proposed.sum()),
-            "accepted": int(accepted.sum()),
-            "acceptance_rate": float(accepted.sum() / proposed.sum()),
-        }
-        for pair, (accepted, proposed) in enumerate(zip(draws.accepted, draws.proposed, strict=True))
-    ]
+    swaps = count_swaps(draws.accepted.sum(1), draws.proposed.sum(1))
     return _header(config, seed, draws.status, metrics, swaps, seconds, device)
 
 
@@ -291,9 +280,7 @@ def _header(
 
 
 def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    temporary = path.with_name(f".{path.name}.part")
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, temporary)
-    os.replace(temporary, path)
+    replace_file(path, save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}))
 
 
 def same_config(folder: RunFolder, config: Config) -> bool:

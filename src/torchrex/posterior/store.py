@@ -24,6 +24,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from torchrex.durable import replace_file
 from torchrex.errors import CheckpointError, InvalidArgumentError
 from torchrex.posterior.average import Examples, predict_all, split_batch
 from torchrex.posterior.metrics import Prediction, predictive_entropy
@@ -241,15 +242,8 @@ class DrawStore:
         self._index = index
 
     def _replace_file(self, name: str, data: bytes) -> None:
-        """Write a file under a temporary name, sync and rename it: it is there whole or not at all."""
-        part = self.folder / f"{name}.part"
         try:
-            with part.open("wb") as written:
-                written.write(data)
-                written.flush()
-                os.fsync(written.fileno())
-            os.replace(part, self.folder / name)
-            _sync_folder(self.folder)
+            replace_file(self.folder / name, data)
         except OSError as error:
             words = f"cannot write {self.folder / name} ({error.strerror}); the draws before it are safe. Is the disk full?"
             raise CheckpointError(words) from None
@@ -267,16 +261,6 @@ class DrawStore:
         return (
             f"DrawStore({str(self.folder)!r}, {len(self)} of {self.n_seen} draws, keep={index.keep!r}, capacity={self.capacity})"
         )
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename last. Not every file system can; the rename has happened then, and the store goes on with it."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _whole_argument(name: str, value: Any) -> None:

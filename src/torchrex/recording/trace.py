@@ -14,6 +14,19 @@ from torchrex.exchange import StepInfo
 THINNED = ("energy", "noise_variance", "correction", "replica_at")
 
 
+def count_swaps(accepted: Tensor, proposed: Tensor) -> list[dict[str, Any]]:
+    """What result.json says of the swaps of each pair, from counts (pairs,)."""
+    return [
+        {
+            "pair": [pair, pair + 1],
+            "proposed": tested,
+            "accepted": made,
+            "acceptance_rate": made / tested if tested else None,
+        }
+        for pair, (made, tested) in enumerate(zip(accepted.tolist(), proposed.tolist(), strict=True))
+    ]
+
+
 class Trace:
     """Records StepInfo of consecutive steps; every `every`-th step is kept, swaps are counted and listed at all of them."""
 
@@ -55,19 +68,7 @@ class Trace:
 
     def swaps(self) -> list[dict[str, Any]]:
         """For each pair of rungs: proposed, accepted and the rate."""
-        tensors = self.tensors()
-        if not tensors:
-            return []
-        pairs = zip(tensors["accepted"].tolist(), tensors["proposed"].tolist(), strict=True)
-        return [
-            {
-                "pair": [pair, pair + 1],
-                "proposed": proposed,
-                "accepted": accepted,
-                "acceptance_rate": accepted / proposed if proposed else None,
-            }
-            for pair, (accepted, proposed) in enumerate(pairs)
-        ]
+        return [] if self._accepted is None or self._proposed is None else count_swaps(self._accepted, self._proposed)
 
     def state_dict(self) -> dict[str, Any]:
         return {"every": self.every, "n_steps": self.n_steps, "tensors": self.tensors()}

@@ -16,6 +16,14 @@ def write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file under a temporary name, sync and rename it: it is there whole or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    write_synced(part, data)
+    os.replace(part, path)
+    sync_folder(path.parent)
+
+
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable, as fsync does for the bytes of a file."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -1,0 +1,87 @@
+"""The work on modules and rows, without state: energies from losses, the move of all rows, and modes that are put back.
+
+`assemble_energy` and `update_rows` are what a captured step compiles; they must not look at values on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from torchrex.errors import TargetError
+from torchrex.exchange.philox import normals
+from torchrex.samplers import Sampler
+from torchrex.targets import Energy
+
+
+def assemble_energy(
+    losses: list[Tensor], extra: list[Tensor | None], position: Tensor, precision: Tensor | float | None, n_data: int
+) -> Energy:
+    """Energies (replicas, 1) from per-example losses (n,) of every replica, the Gaussian prior and other terms."""
+    if len({len(terms) for terms in losses}) > 1:
+        raise TargetError(f"the minibatches of all replicas must have one size, got {[len(terms) for terms in losses]}")
+    per_example = torch.stack(losses)
+    total = (n_data / per_example.shape[1]) * per_example.sum(1, dtype=torch.float64)
+    if precision is not None:
+        total = total + 0.5 * (precision * position.square()).sum(1, dtype=torch.float64)
+    if extra[0] is not None:
+        total = total + torch.stack([term for term in extra if term is not None])
+    return Energy(total[:, None], per_example[:, None].double())
+
+
+def update_rows(
+    position: Tensor,
+    velocity: Tensor | None,
+    gradient: Tensor,
+    numbers: Tensor | None,
+    keys: Tensor,
+    clock: Tensor,
+    precision: Tensor | float | None,
+    rescaled: tuple[Tensor, Tensor, Tensor] | None,
+    lr: Tensor,
+    temperature: Tensor,
+    sampler: Sampler,
+) -> None:
+    """Prior, momentum rescaling, noise and move of all rows (replicas, size), in place: one pass over memory when compiled."""
+    dtype = position.dtype
+    if numbers is None:
+        numbers = normals(keys, clock, position.shape[1]).to(dtype)
+    if precision is not None:
+        gradient = gradient + precision * position
+    kept = velocity
+    if velocity is not None and rescaled is not None:
+        swapped, before, after = rescaled
+        kept = velocity * torch.where(swapped, after / before, 1.0).to(dtype)
+    moved, kicked = sampler.move(position, kept, gradient, numbers, lr=lr.to(dtype), temperature=temperature.to(dtype))
+    position.copy_(moved)
+    if velocity is not None and kicked is not None:
+        velocity.copy_(kicked)
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; every part of the module goes back to the mode it was in."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+@contextlib.contextmanager
+def untouched_buffers(module: nn.Module) -> Iterator[None]:
+    """Put the buffers (BatchNorm statistics) back to what they were."""
+    parts = [(part, name, b) for part in module.modules() for name, b in part.named_buffers(recurse=False)]
+    kept = [(part, name, buffer, buffer.clone()) for part, name, buffer in parts]
+    try:
+        yield
+    finally:
+        for part, name, buffer, before in kept:
+            buffer.copy_(before)
+            part._buffers[name] = buffer  # a module may have put another tensor in its place
