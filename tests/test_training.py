@@ -390,8 +390,8 @@ def test_leaving_advance_early_does_not_begin_the_data_anew():
 def test_stored_draws_follow_to_the_older_checkpoint(tmp_path):
     """With the newest checkpoint damaged, the draws that were replaced since the one before are still there."""
     whole = go(tmp_path / "whole", 100, torchrex.DrawStore(tmp_path / "a", capacity=3))
-    go(tmp_path / "run", 85, torchrex.DrawStore(tmp_path / "b", capacity=3))
-    file = tmp_path / "run" / "step=000000085" / "shared.safetensors"
+    go(tmp_path / "run", 95, torchrex.DrawStore(tmp_path / "b", capacity=3))
+    file = tmp_path / "run" / "step=000000095" / "shared.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     last = go(tmp_path / "run", 100, torchrex.DrawStore.load(tmp_path / "b"))
     assert torch.equal(whole[0].ensemble.position, last[0].ensemble.position)
