@@ -77,11 +77,13 @@ def test_factor_rules():
     assert torch.allclose(factor, torch.full((1, 3), 15.0))  # so that the correction gap * sigma2 / F stays the same
     rule = TargetAcceptance(0.2, gain=0.5)
     learnt = torch.full((1, 2), 2.0)
-    adapted = rule.adapt(learnt, torch.tensor([[0.0, 1.0]]), torch.tensor([[True, True]]))
+    adapted = rule.adapt(learnt, torch.tensor([[0.0, 1.0]]), torch.tensor([[True, True]]), torch.tensor([[False, True]]))
     assert adapted[0, 0] == pytest.approx(2.0 * math.exp(0.1))  # too few swaps: a larger F, a smaller correction
     assert adapted[0, 1] == pytest.approx(2.0 * math.exp(-0.4))
-    assert torch.equal(rule.adapt(learnt, torch.zeros(1, 2), torch.tensor([[False, False]])), learnt)
-    assert rule.adapt(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool)) == 1.0  # never below unbiased
+    assert torch.equal(rule.adapt(learnt, torch.zeros(1, 2), *[torch.tensor([[False, False]])] * 2), learnt)
+    assert (
+        rule.adapt(torch.ones(1, 1), torch.ones(1, 1), *[torch.ones(1, 1, dtype=torch.bool)] * 2) == 1.0
+    )  # never below unbiased
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan")])

@@ -41,7 +41,7 @@ def one_swap_step(temperatures, pairing, *, correction_factor=1.0, known=NOISE_S
     inputs = block.inputs
     noise = tuple({name: values[0] for name, values in round_.items()} for round_ in inputs.target_noise)
     inputs = inputs._replace(
-        **{name: getattr(inputs, name)[0] for name in ("temperature", "lr", "first_gap", "proposed", "uniform")},
+        **{name: getattr(inputs, name)[0] for name in ("temperature", "lr", "move_temperature", "first_gap", "proposed", "uniform")},
         target_noise=tuple(noise[0] for _ in noise) if reuse_energies else noise,
         move_noise={"move": inputs.move_noise["move"][0]},
     )

@@ -47,7 +47,7 @@ def test_constructors():
 
 def test_annealing_multiplies_every_rung():
     ladder = tr.Ladder((1.0, 5.0), (0.1, 0.2), anneal=tr.schedules.geometric(0.5), decay=tr.schedules.hold_then_decay(1, 0.1))
-    temperature, lr = ladder.table(1, 2, device=CPU, dtype=torch.float64)
+    temperature, lr, _ = ladder.table(1, 2, device=CPU, dtype=torch.float64)
     assert torch.allclose(temperature, torch.tensor([[0.5, 2.5], [0.25, 1.25]], dtype=torch.float64))
     assert torch.allclose(lr, torch.tensor([[0.1, 0.2], [0.01, 0.02]], dtype=torch.float64))
 

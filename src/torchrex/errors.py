@@ -44,6 +44,14 @@ class CheckpointError(RunFolderError):
     """A checkpoint or a stored draw is missing, damaged, or that of another run."""
 
 
+class DataError(TorchrexError, OSError):
+    """A data set is missing, damaged, or not what it should be."""
+
+
+class DeviceError(TorchrexError, RuntimeError):
+    """A device is absent or has not enough memory."""
+
+
 class MissingDependencyError(TorchrexError, ImportError):
     """An optional dependency is not installed."""
 

@@ -35,6 +35,8 @@ class Rules:
     factor: FactorRule = field(default_factory=ConstantFactor)
     pairing: Pairing = field(default_factory=EvenOdd)
     swap_interval: int = 1  # attempt swaps at every such step
+    swap_start: int = 0  # and not before this one
+    swap_rest: int = 0  # a pair that has swapped is not tested for so many steps
     swap_intensity: float | None = None  # r of the paper; None fixes r * lr = 1
     momentum: MomentumPolicy = "rescale"
 
@@ -46,6 +48,7 @@ class ExchangeState(NamedTuple):
     noise_variance: Tensor  # (pairs, runs): sigma2, as the swaps of that pair need it
     noise_updates: Tensor  # (pairs, runs): SA steps taken so far
     correction_factor: Tensor  # (pairs, runs): memory of the rule for F
+    resting: Tensor  # (pairs, runs): for how many steps more the pair is not tested
 
     @property
     def rung_of(self) -> Tensor:
@@ -65,6 +68,7 @@ class ExchangeState(NamedTuple):
             noise_variance=per_pair * rules.noise.initial,
             noise_updates=torch.zeros_like(per_pair),
             correction_factor=per_pair * rules.factor.initial,
+            resting=torch.zeros_like(per_pair),
         )
 
 
@@ -73,6 +77,7 @@ class StepInputs(NamedTuple):
 
     temperature: Tensor  # (rungs,)
     lr: Tensor  # (rungs,)
+    move_temperature: Tensor  # (rungs,): that of the noise of the move, the same unless the ladder says otherwise
     first_gap: Tensor  # (pairs,): inverse gaps at step 0
     proposed: Tensor  # (rounds, pairs, runs or 1): which pairs are tested
     uniform: Tensor  # (rounds, pairs, runs)
@@ -165,7 +170,7 @@ def exchange_rungs(
         state, made, needed = swap_step(state, total, proposed, inputs.uniform[round_], inputs, rules)
         accepted, correction = (made, needed) if round_ == 0 else (accepted | made, correction)
 
-    lr, temperature = inputs.lr[:, None], inputs.temperature[:, None]
+    lr, temperature = inputs.lr[:, None], inputs.move_temperature[:, None]
     if rules.ladder.n_pairs:
         rung_of, rung_before, scale = state.rung_of, invert(stood), (lr * temperature).sqrt()
         exchanged = Exchanged(
@@ -222,7 +227,11 @@ def swap_step(
     swap_rate = 1.0 if rules.swap_intensity is None else rules.swap_intensity * inputs.lr[:-1, None]
     probability = acceptance_probability(log_ratio, swap_rate)
     finite = energy_at.isfinite()  # a broken replica stays where it is
+    if rules.swap_rest:
+        proposed = proposed & (state.resting <= 0)
     accepted = proposed & (uniform < probability) & finite[:-1] & finite[1:]
-    learnt = rules.factor.adapt(state.correction_factor, log_ratio.clamp(max=0.0).exp(), proposed)
+    learnt = rules.factor.adapt(state.correction_factor, log_ratio.clamp(max=0.0).exp(), proposed, accepted)
     state = state._replace(replica_at=change_places(state.replica_at, accepted), correction_factor=learnt)
+    if rules.swap_rest:
+        state = state._replace(resting=torch.where(accepted, float(rules.swap_rest), (state.resting - 1).clamp(min=0)))
     return state, accepted, inverse_gap * state.noise_variance / factor

@@ -64,6 +64,7 @@ class ExchangeInputs(NamedTuple):
 
     temperature: Tensor
     lr: Tensor
+    move_temperature: Tensor
     first_gap: Tensor
     proposed: Tensor
     uniform: Tensor
@@ -74,19 +75,20 @@ def draw_exchange_inputs(
 ) -> ExchangeInputs:
     """The schedules' values, the pairs to be tested and the uniforms of the swaps, for `length` steps from `start`."""
     n_pairs = rules.ladder.n_pairs
-    temperature, lr = rules.ladder.table(start, length, device=device, dtype=dtype)
-    first_temperature, _ = rules.ladder.table(0, 1, device=device, dtype=dtype)
+    temperature, lr, move_temperature = rules.ladder.table(start, length, device=device, dtype=dtype)
+    first_temperature, *_ = rules.ladder.table(0, 1, device=device, dtype=dtype)
     first_gap = (1.0 / first_temperature).neg().diff() if n_pairs else first_temperature[:, :0]
     steps = torch.arange(start, start + length, device=device)
-    due = steps % rules.swap_interval == 0
+    due = (steps % rules.swap_interval == 0) & (steps >= rules.swap_start)
     if n_pairs:
         proposed = rules.pairing.propose(streams["pairing"], steps // rules.swap_interval, n_pairs, runs)
-        proposed = proposed if rules.swap_interval == 1 else proposed & due[:, None, None, None]
+        always = rules.swap_interval == 1 and rules.swap_start == 0
+        proposed = proposed if always else proposed & due[:, None, None, None]
     else:
         proposed = torch.zeros(length, 0, 0, 1, dtype=torch.bool, device=device)
     shape = (length, rules.pairing.n_rounds(n_pairs), n_pairs, runs)
     uniform = torch.rand(shape, generator=streams["swap"], dtype=dtype, device=device)
-    return ExchangeInputs(temperature, lr, first_gap.expand(length, -1), proposed, uniform)
+    return ExchangeInputs(temperature, lr, move_temperature, first_gap.expand(length, -1), proposed, uniform)
 
 
 def draw_block(streams: Streams, rules: Rules, ensemble: TensorEnsemble, start: int, length: int) -> Block:

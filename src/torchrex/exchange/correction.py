@@ -21,8 +21,8 @@ class FactorRule(ABC):
     def factor(self, learnt: Tensor, inverse_gap: Tensor, first_gap: Tensor) -> Tensor:
         """F, to broadcast against (pairs, runs); gaps have shape (pairs, 1)."""
 
-    def adapt(self, learnt: Tensor, acceptance: Tensor, proposed: Tensor) -> Tensor:
-        """The memory after a round whose tests had these acceptance probabilities."""
+    def adapt(self, learnt: Tensor, acceptance: Tensor, proposed: Tensor, accepted: Tensor) -> Tensor:
+        """The memory after a round whose tests had these acceptance probabilities and outcomes."""
         return learnt
 
 
@@ -41,19 +41,26 @@ class ConstantFactor(FactorRule):
 
 @dataclass(frozen=True)
 class ProportionalToGap(FactorRule):
-    """F grows with the inverse gap under annealing: F = initial * gap / gap at step 0.
+    """F grows with the inverse gap under annealing: F = initial * gap / gap at step 0 * per_swap^(swaps of the pair so far).
 
     The correction gap * sigma2 / F, which is the threshold in energy units, then does not change when the ladder cools.
-    This is how the paper's F is 'adapted to counteract the annealing'.
+    This is how the paper's F is 'adapted to counteract the annealing'. `per_swap` below 1 makes every swap harder than the one
+    before; the authors' code has 0.7 to 0.8, of which the paper does not speak.
     """
 
     initial: float
+    per_swap: float = 1.0
 
     def __post_init__(self) -> None:
         _require_factor(self.initial)
+        if not 0 < self.per_swap <= 1:
+            raise InvalidArgumentError(f"per_swap must lie in (0, 1], 1 leaves F alone, got {self.per_swap}")
 
     def factor(self, learnt: Tensor, inverse_gap: Tensor, first_gap: Tensor) -> Tensor:
         return learnt * (inverse_gap / first_gap)
+
+    def adapt(self, learnt: Tensor, acceptance: Tensor, proposed: Tensor, accepted: Tensor) -> Tensor:
+        return learnt if self.per_swap == 1.0 else torch.where(accepted, self.per_swap * learnt, learnt)
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class TargetAcceptance(FactorRule):
     def factor(self, learnt: Tensor, inverse_gap: Tensor, first_gap: Tensor) -> Tensor:
         return learnt
 
-    def adapt(self, learnt: Tensor, acceptance: Tensor, proposed: Tensor) -> Tensor:
+    def adapt(self, learnt: Tensor, acceptance: Tensor, proposed: Tensor, accepted: Tensor) -> Tensor:
         better = (learnt * (self.gain * (self.rate - acceptance)).exp()).clamp(1.0, self.largest)
         return torch.where(proposed & acceptance.isfinite(), better, learnt)
 

@@ -19,13 +19,16 @@ class Ladder:
     """Rungs from cold to hot.
 
     `lrs` is one learning rate for all rungs or one per rung. `anneal` and `decay` are functions of the step that multiply every
-    temperature and every learning rate, so that the ratios between rungs stay as they are.
+    temperature and every learning rate, so that the ratios between rungs stay as they are. `noise`, another such function,
+    multiplies the temperature of the moves alone and not that of the swaps: with anything but 1 no rung samples its posterior.
+    It is there for code that kept its noise while its learning rate fell, as the paper's authors' did.
     """
 
     temperatures: tuple[float, ...]
     lrs: tuple[float, ...]
     anneal: Schedule | None
     decay: Schedule | None
+    noise: Schedule | None
 
     def __init__(
         self,
@@ -34,10 +37,11 @@ class Ladder:
         *,
         anneal: Schedule | None = None,
         decay: Schedule | None = None,
+        noise: Schedule | None = None,
     ) -> None:
         if isinstance(temperatures, int | float):
             raise LadderError(f"temperatures must be a sequence, one per rung, got {temperatures}; one rung is ({temperatures},)")
-        for name, schedule in (("anneal", anneal), ("decay", decay)):
+        for name, schedule in (("anneal", anneal), ("decay", decay), ("noise", noise)):
             if schedule is not None and not callable(schedule):
                 raise LadderError(f"{name} must be a function of the step, such as schedules.geometric(0.99), got {schedule!r}")
         temperatures = tuple(float(t) for t in temperatures)
@@ -55,7 +59,7 @@ class Ladder:
                     f"temperatures must rise from cold to hot, but rung {rung} ({hotter:g}) is not hotter than rung {rung - 1} "
                     f"({colder:g}); got temperatures={temperatures}. For inverse temperatures use Ladder.from_inverse(...)."
                 )
-        self._fill(temperatures, lrs, anneal, decay)
+        self._fill(temperatures, lrs, anneal, decay, noise)
 
     def _fill(
         self,
@@ -63,6 +67,7 @@ class Ladder:
         lrs: float | Sequence[float],
         anneal: Schedule | None,
         decay: Schedule | None,
+        noise: Schedule | None = None,
     ) -> None:
         rates = (float(lrs),) * len(temperatures) if isinstance(lrs, int | float) else tuple(float(lr) for lr in lrs)
         if len(rates) != len(temperatures):
@@ -70,7 +75,8 @@ class Ladder:
         for rung, lr in enumerate(rates):
             if not (math.isfinite(lr) and lr > 0):
                 raise LadderError(f"lrs must be positive and finite, but rung {rung} has {lr:g}; got {rates}")
-        for name, value in {"temperatures": temperatures, "lrs": rates, "anneal": anneal, "decay": decay}.items():
+        values = {"temperatures": temperatures, "lrs": rates, "anneal": anneal, "decay": decay, "noise": noise}
+        for name, value in values.items():
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -123,8 +129,8 @@ class Ladder:
         """Pairs of neighbouring rungs."""
         return self.n_rungs - 1
 
-    def table(self, start: int, n_steps: int, *, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Temperatures and learning rates of `n_steps` steps from `start`, each of shape (n_steps, rungs)."""
+    def table(self, start: int, n_steps: int, *, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Temperatures, learning rates and the temperatures of the moves, of `n_steps` steps from `start`: (n_steps, rungs)."""
 
         def column(base: tuple[float, ...], schedule: Schedule | None) -> Tensor:
             row = torch.tensor(base, dtype=dtype, device=device)
@@ -136,13 +142,15 @@ class Ladder:
                 raise LadderError(f"a schedule must stay positive and finite, but gave {factors[bad]} at step {start + bad}")
             return torch.tensor(factors, dtype=torch.float64).to(device)[:, None].mul(row.double()).to(dtype)
 
-        return column(self.temperatures, self.anneal), column(self.lrs, self.decay)
+        temperature = column(self.temperatures, self.anneal)
+        kept = temperature if self.noise is None else temperature * column((1.0,), self.noise)
+        return temperature, column(self.lrs, self.decay), kept
 
     def in_words(self) -> str:
         """All that distinguishes one ladder from another, schedules included by some of their values."""
         values = [
             f"{name} {[schedule(step) for step in (1, 10, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)]}"
-            for name, schedule in (("annealing", self.anneal), ("decay", self.decay))
+            for name, schedule in (("annealing", self.anneal), ("decay", self.decay), ("noise", self.noise))
             if schedule is not None
         ]
         return " ".join([f"Ladder({self.temperatures}, {self.lrs})", *values])

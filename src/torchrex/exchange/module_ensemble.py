@@ -174,7 +174,7 @@ class ModuleEnsemble:
             extra.append(None if added is None else added.detach())
         if self.backward_at_once:
             self._backward(list(range(len(self.modules))), objectives)
-        return self._assemble(losses, extra, self.position, self._precision, self.n_data), self.gradient
+        return self._energy(losses, extra), self.gradient
 
     def _backward(self, replicas: list[int], objectives: list[Tensor]) -> None:
         """Write the gradients of some replicas' objectives into their rows."""
@@ -193,6 +193,12 @@ class ModuleEnsemble:
                     terms = self.energy.per_example(module, self.batch_of(noise, replica))
                 losses.append(terms if terms.dtype == torch.float64 else terms.float())
                 extra.append(self._function_prior(replica))
+        return self._energy(losses, extra)
+
+    def _energy(self, losses: list[Tensor], extra: list[Tensor | None]) -> Energy:
+        """The energies that the swaps compare."""
+        if not self.energy.prior_in_swaps:
+            return self._assemble(losses, [None] * len(losses), self.position, None, self.n_data)
         return self._assemble(losses, extra, self.position, self._precision, self.n_data)
 
     def change_rungs(

@@ -61,6 +61,8 @@ class ReplicaExchange:
         correction_factor: float | FactorRule = 1.0,
         pairing: Pairing | None = None,
         swap_interval: int = 1,
+        swap_start: int = 0,
+        swap_rest: int = 0,
         swap_intensity: float | None = None,
         momentum: MomentumPolicy = "rescale",
         seed: int = 0,
@@ -80,6 +82,9 @@ class ReplicaExchange:
                 raise InvalidArgumentError(f"{name} must be of the kind of {example}, got {value!r}")
         if swap_interval < 1:
             raise InvalidArgumentError(f"swap_interval must be at least 1, got {swap_interval}")
+        for name, steps in (("swap_start", swap_start), ("swap_rest", swap_rest)):
+            if steps < 0:
+                raise InvalidArgumentError(f"{name} must be a number of steps >= 0, got {steps}")
         if momentum not in POLICIES:
             raise InvalidArgumentError(f"momentum must be one of {', '.join(POLICIES)}, got {momentum!r}")
         if swap_intensity is not None and not 0 < swap_intensity * max(ladder.lrs) <= 1:
@@ -99,6 +104,8 @@ class ReplicaExchange:
             factor=as_rule(correction_factor),
             pairing=EvenOdd() if pairing is None else pairing,
             swap_interval=swap_interval,
+            swap_start=swap_start,
+            swap_rest=swap_rest,
             swap_intensity=swap_intensity,
             momentum=momentum,
         )
@@ -152,6 +159,8 @@ class ReplicaExchange:
             "correction_factor": repr(rules.factor),
             "pairing": repr(rules.pairing),
             "swap_interval": str(rules.swap_interval),
+            "swap_start": str(rules.swap_start),
+            "swap_rest": str(rules.swap_rest),
             "swap_intensity": str(rules.swap_intensity),
             "momentum": rules.momentum,
         }

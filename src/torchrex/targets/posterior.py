@@ -58,7 +58,8 @@ class PosteriorEnergy:
 
     `loss` is a loss of torch, as a function or a module (its reduction is set to "none" here), or a function (output, target)
     that returns one value per example. `prior` is a GaussianPrior, None for a flat one, or a function from {name: parameter} to
-    a scalar energy. A batch is `(x, y)` or `(x1, x2, ..., y)`, which calls `loss(model(x1, x2, ...), y)`; a dict, which calls
+    a scalar energy; with `prior_in_swaps=False` it pulls on the weights but is left out of the energies that the swap test
+    compares, as in the paper's authors' code. A batch is `(x, y)` or `(x1, x2, ..., y)`, which calls `loss(model(x1, x2, ...), y)`; a dict, which calls
     `loss(model(**rest), batch[target_key])`; or one tensor, which calls `loss(model(x))`. For anything else see `of`.
 
     >>> import torch.nn.functional as F
@@ -66,13 +67,16 @@ class PosteriorEnergy:
     PosteriorEnergy(cross_entropy, n_data=50,000, prior=GaussianPrior(25))
     """
 
-    def __init__(self, loss: Loss, *, n_data: int, prior: Prior | None = None, target_key: str = "target") -> None:
+    def __init__(
+        self, loss: Loss, *, n_data: int, prior: Prior | None = None, target_key: str = "target", prior_in_swaps: bool = True
+    ) -> None:
         _require_count(n_data)
         if not callable(loss):
             raise InvalidArgumentError(f"loss must be a loss of torch or a function of (output, target), got {loss!r}")
         if prior is not None and not isinstance(prior, GaussianPrior) and not callable(prior):
             raise InvalidArgumentError(f"prior must be GaussianPrior(...), None or a function of the parameters, got {prior!r}")
         self.n_data, self.prior, self.target_key = n_data, prior, target_key
+        self.prior_in_swaps = prior_in_swaps
         self._name = getattr(loss, "__name__", type(loss).__name__)
         self._per_example: Callable[[nn.Module, Batch], Tensor] | None = None
         self._loss = _without_reduction(loss)
@@ -128,7 +132,8 @@ class PosteriorEnergy:
 
     def __repr__(self) -> str:
         prior = self.prior if isinstance(self.prior, GaussianPrior) or self.prior is None else "a function"
-        return f"PosteriorEnergy({self._name}, n_data={self.n_data:,}, prior={prior})"
+        where = "" if self.prior_in_swaps else ", not in swaps"
+        return f"PosteriorEnergy({self._name}, n_data={self.n_data:,}, prior={prior}{where})"
 
 
 def _without_reduction(loss: Loss) -> Loss:
