@@ -109,7 +109,7 @@ def captured(replicas: int, n_steps: int, repeats: int, *, averaging: bool = Tru
     average.update(run)
     torch.cuda.synchronize()
     setup = time.perf_counter() - began
-    graphs = run._graphs
+    graphs = run.alone.graphs
     assert graphs is not None
     assert not graphs.failed
     times = sorted(seconds_of(advance) / n_steps for _ in range(repeats))

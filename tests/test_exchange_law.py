@@ -11,7 +11,7 @@ import torch
 import torchrex as tr
 from assertions import FALSE_ALARM_SIGMAS, assert_mean_is, assert_mean_is_not, intercept
 from torchrex.exchange.algorithm import ExchangeState, Rules, step
-from torchrex.exchange.block import draw_block
+from torchrex.exchange.block import ExchangeInputs, draw_block
 from torchrex.exchange.correction import as_rule
 from torchrex.exchange.standing import take
 from torchrex.rng import Streams
@@ -41,7 +41,7 @@ def one_swap_step(temperatures, pairing, *, correction_factor=1.0, known=NOISE_S
     inputs = block.inputs
     noise = tuple({name: values[0] for name, values in round_.items()} for round_ in inputs.target_noise)
     inputs = inputs._replace(
-        **{name: getattr(inputs, name)[0] for name in ("temperature", "lr", "move_temperature", "first_gap", "proposed", "uniform")},
+        **{name: getattr(inputs, name)[0] for name in ExchangeInputs._fields},
         target_noise=tuple(noise[0] for _ in noise) if reuse_energies else noise,
         move_noise={"move": inputs.move_noise["move"][0]},
     )

@@ -18,6 +18,7 @@ from torchrex.exchange.noise import (
 )
 from torchrex.exchange.pairing import AllInTurn, EvenOdd, NoSwaps, Pairing, RandomPair
 from torchrex.exchange.run import ReplicaExchange
+from torchrex.exchange.side_by_side import SideBySide
 from torchrex.exchange.tensor_ensemble import TensorEnsemble
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "ReplicaExchange",
     "Rules",
     "RunningMean",
+    "SideBySide",
     "Smoothing",
     "StepInfo",
     "TargetAcceptance",

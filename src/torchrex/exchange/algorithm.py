@@ -162,7 +162,7 @@ def exchange_rungs(
         sample = rules.noise.feed.sample(energy.per_example, state.replica_at, n_data, replacement=replacement)
         state = sa_step(state, sample, rules)
 
-    stood = state.replica_at
+    stood, rested = state.replica_at, state.resting
     accepted = torch.zeros_like(state.noise_variance, dtype=torch.bool)
     correction = torch.zeros_like(state.noise_variance)
     for round_, proposed in enumerate(inputs.proposed):
@@ -186,7 +186,7 @@ def exchange_rungs(
         position=energy.total[:0],
         energy=take(energy.total, stood) if rules.ladder.n_pairs else energy.total,
         accepted=accepted,
-        proposed=inputs.proposed.any(0),
+        proposed=inputs.proposed.any(0) & (rested <= 0) if rules.swap_rest else inputs.proposed.any(0),
         noise_variance=state.noise_variance,
         correction=correction,
         replica_at=state.replica_at,

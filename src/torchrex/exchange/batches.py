@@ -50,17 +50,17 @@ def try_batch(ensemble: ModuleEnsemble, batch: Batch, forward: ForwardRandomness
         )
 
 
-def warn_of_size(ensemble: ModuleEnsemble, data: Any) -> None:
+def warn_of_size(counted: int, data: Any) -> None:
     """Warn if the data are not as many as the energy says: every energy would be on the wrong scale."""
     n_data = getattr(data, "n_data", None)
     dataset = getattr(data, "dataset", None)
     if n_data is None and dataset is not None and hasattr(dataset, "__len__"):
         n_data = len(dataset)
-    if n_data is not None and n_data != ensemble.n_data:
+    if n_data is not None and n_data != counted:
         warnings.warn(
-            f"the energy counts n_data={ensemble.n_data:,} examples but the data have {n_data:,}: energies, temperatures and the "
+            f"the energy counts n_data={counted:,} examples but the data have {n_data:,}: energies, temperatures and the "
             f"swap test are off by their ratio; pass n_data={n_data}",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

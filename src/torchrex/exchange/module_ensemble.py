@@ -187,10 +187,10 @@ class ModuleEnsemble:
     def energies(self, noise: Noise) -> Energy:
         """Energies alone, in the mode of a step; the buffers stay as they were."""
         losses, extra = [], []
-        for replica, module in enumerate(self.modules):
+        for replica, module in self._in_lanes():
             with torch.no_grad(), untouched_buffers(module):
                 with self.casting():
-                    terms = self.energy.per_example(module, self.batch_of(noise, replica))
+                    terms = self._losses_of(module, self.batch_of(noise, replica))
                 losses.append(terms if terms.dtype == torch.float64 else terms.float())
                 extra.append(self._function_prior(replica))
         return self._energy(losses, extra)

@@ -7,7 +7,7 @@ of steps at once; energies, swaps and variances are looked at when a stretch of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,19 +16,18 @@ from torch.utils import _pytree as pytree
 
 from torchrex.errors import InvalidArgumentError
 from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo, StepInputs, sa_step, step
-from torchrex.exchange.batches import batches_of, try_batch, warn_of_size
 from torchrex.exchange.block import ExchangeInputs, draw_exchange_inputs
-from torchrex.exchange.capture import CapturedStep, Graphs, Records, Workings, compiled_or_plain, convolutions
+from torchrex.exchange.capture import Records, Workings, compiled_or_plain, convolutions
 from torchrex.exchange.divergence import Divergence, first_failure, respawn
 from torchrex.exchange.forward_rng import ForwardRandomness
 from torchrex.exchange.module_ensemble import ModuleEnsemble
 from torchrex.exchange.module_work import evaluating
 from torchrex.exchange.noise import RepeatedDraws
 from torchrex.exchange.run import ReplicaExchange
+from torchrex.exchange.side_by_side import BLOCK, SideBySide
 from torchrex.rng import Streams
-from torchrex.targets import Batch, DeviceLoader
+from torchrex.targets import Batch
 
-BLOCK = 256  # steps whose exchange inputs are drawn at once; part of the random stream
 BLOCK_STREAMS = ("pairing", "swap")
 
 
@@ -64,21 +63,19 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         on_gpu = self.device.type == "cuda"
         # Energies are sums over all data: single precision would lose what the swap test looks at.
         self._state = ExchangeState.start(rules, 1, device=self.device, dtype=torch.float64, standing=torch.int64)
-        self._forward = ForwardRandomness(self.streams, self.device)
+        self.forward = ForwardRandomness(self.streams, self.device)
         self._block_start, self._streams_at_block = -1, self.streams.state_dict()
         self._table: ExchangeInputs | None = None
         self._rows: list[ExchangeInputs] = []
-        self._records = Records(rules, BLOCK, self.device) if on_gpu else None
-        self._graphs: Graphs | None = None
-        self._capturing = on_gpu and compiled is not False
-        self._deterministic = deterministic
+        self.records = Records(rules, BLOCK, self.device) if on_gpu else None
+        self.capturing = on_gpu and compiled is not False
+        self.deterministic = deterministic
         # Without a compiled form the predictions of a thinned average took 5 % of the time of ResNet-20.
-        self._output = compiled_or_plain(ensemble.energy.output) if self._capturing else ensemble.energy.output
+        self._output = compiled_or_plain(ensemble.energy.output) if self.capturing else ensemble.energy.output
         self._divergence = divergence
         self.respawns: list[dict[str, int]] = []
         self._standing: tuple[int, list[int]] | None = None
-        self._feeding: tuple[Any, Callable[[], Batch]] | None = None
-        self._batch_tried = False
+        self.alone = SideBySide([self])
 
     # Looking at it
 
@@ -107,7 +104,7 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         """Output of that module for a batch as in training, in evaluation mode, without gradients."""
         module = self.module_at(rung)
         with evaluating(module), self._ensemble.casting():
-            output = self._output(module, self._to_device(batch))
+            output = self._output(module, self.to_device(batch))
         return output.float() if isinstance(output, Tensor) and output.dtype == torch.bfloat16 else output
 
     # Going on
@@ -116,63 +113,21 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         """One step of every replica on a batch (with independent minibatches: a list of them, one for each replica)."""
         if batch is None:
             raise InvalidArgumentError("a step on a module needs a batch: run.step((x, y))")
-        info = self._step(self._to_device(batch))
-        if self._records is None:
-            assert info is not None
-            self._look(StepInfo(*(values[None] for values in info)))
-            return info
-        row = (self.n_steps - 1) % BLOCK
-        if row == BLOCK - 1:
-            self._look(self._records.info)
-        return StepInfo(*(values[0] for values in self._records.read(row, row + 1))) if info is None else info
+        info = self.alone.step(batch)
+        if self.records is None:
+            self.look(StepInfo(*(values[None] for values in info)))
+        elif self.n_steps % BLOCK == 0:
+            self.look(self.records.info)
+        return info
 
-    def advance(self, n_steps: int, data: Any = None) -> Iterator[StepInfo]:
+    def advance(self, n_steps: int, data: Any = None, extra: Any = None) -> Iterator[StepInfo]:
         """`n_steps` steps on the batches of `data`, a DeviceLoader or any iterable of batches that is begun anew when it ends.
 
-        Yields up to 256 steps at a time. With RepeatedDraws the extra batches are taken from `data` as well.
+        Yields up to 256 steps at a time. With RepeatedDraws the extra batches are taken from `extra`, or else from `data` too.
         """
-        if n_steps < 0:
-            raise InvalidArgumentError(f"n_steps must be at least 0, got {n_steps}")
-        if data is None:
-            raise InvalidArgumentError("a run on a module needs data: run.advance(n_steps, loader)")
-        if self._feeding is None or self._feeding[0] is not data:  # the same data go on where they were
-            warn_of_size(self._ensemble, data)
-            self._feeding = (data, batches_of(data, 1 if self._ensemble.shares_minibatch else self.n_rungs))
-        next_batch = self._feeding[1]
-        try:
-            yield from self._advance(n_steps, data, next_batch)
-        except GeneratorExit:
-            raise
-        except BaseException:
-            self._feeding = None  # data that failed in the middle begin anew
-            raise
-
-    def _advance(self, n_steps: int, data: Any, next_batch: Callable[[], Batch]) -> Iterator[StepInfo]:
-        feed = self.rules.noise.feed
-        remaining = n_steps
-        while remaining > 0:
-            stretch = min(remaining, BLOCK - self.n_steps % BLOCK)
-            infos = []
-            for _ in range(stretch):
-                if isinstance(feed, RepeatedDraws) and self.n_steps > 0 and self.n_steps % feed.every == 0:
-                    self.measure(next_batch() for _ in range(feed.n_draws))
-                if self._step_inside(data):
-                    continue
-                info = self._step(self._to_device(next_batch()))
-                if self._records is None:
-                    assert info is not None
-                    self._look(StepInfo(*(values[None] for values in info)))
-                    infos.append(info)
-            remaining -= stretch
-            if self._records is None:
-                yield StepInfo(*(torch.stack(values) for values in zip(*infos, strict=True)))
-                continue
-            last = (self.n_steps - 1) % BLOCK + 1
-            block = self._records.read(last - stretch, last)
-            # Respawning happens at the ends of blocks only, wherever a run was stopped in between.
-            if last == BLOCK or self._divergence == "stop":
-                self._look(block)
-            yield block
+        for (infos,) in self.alone.advance(n_steps, data, extra):
+            assert infos is not None
+            yield infos
 
     def measure(self, batches: Iterable[Batch]) -> None:
         """SA step of the paper from energies of extra batches at the current weights; `advance` does it by itself."""
@@ -184,21 +139,23 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         batches = list(batches)
         if len(batches) != feed.n_draws:
             raise InvalidArgumentError(f"{feed!r} needs {feed.n_draws} batches, got {len(batches)}")
-        with torch.no_grad(), self._forward, self._eager_algorithms():
-            energies = [self._ensemble.energies({"batch": self._to_device(batch)}).total for batch in batches]
-        variance = feed.sample(torch.stack(energies), self._state.replica_at)
-        self._set_state(sa_step(self._state, variance, self.rules))
+        with torch.no_grad(), self.forward, self._eager_algorithms():
+            energies = [self._ensemble.energies({"batch": self.to_device(batch)}).total for batch in batches]
+        self.learn_variance(torch.stack(energies))
 
-    def _step(self, batch: Batch) -> StepInfo | None:
-        """One step on a batch that is on the device; None if it was captured and its information is in the records."""
-        self._try_batch(batch)
-        graph = self._captured().for_batch(batch) if self._capturing else None
-        if graph is not None:
-            self._replay(graph)
-            return None
-        inputs = self._inputs()
+    # What `SideBySide` asks of a run
+
+    def learn_variance(self, energies: Tensor) -> None:
+        """SA step from repeated energies (draws, replicas, 1)."""
+        feed = self.rules.noise.feed
+        assert isinstance(feed, RepeatedDraws)
+        self._set_state(sa_step(self._state, feed.sample(energies, self._state.replica_at), self.rules))
+
+    def eager_step(self, batch: Batch) -> StepInfo:
+        """One step on a batch that is on the device, not captured."""
+        inputs = self.prepare()
         self._ensemble.clock.fill_(self.n_steps)
-        with torch.no_grad(), self._forward, self._eager_algorithms():
+        with torch.no_grad(), self.forward, self._eager_algorithms():
             _, state, info = step(
                 self._ensemble,
                 self._state,
@@ -206,60 +163,34 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
                 self.rules,
             )
         self._set_state(state)
-        if self._records is not None:
-            self._records.write(self.n_steps % BLOCK, info)
+        if self.records is not None:
+            self.records.write(self.n_steps % BLOCK, info)
             self._ensemble.clock += 1
         self.n_steps += 1
         return info
 
+    def workings(self) -> Workings:
+        """What a captured step of this run reads and writes."""
+        self.prepare()
+        assert self._table is not None
+        assert self.records is not None
+        self._ensemble.clock.fill_(self.n_steps)
+        return Workings(self._ensemble, self._state, self._table, self.records, self.rules)
+
     def _eager_algorithms(self) -> contextlib.AbstractContextManager[None]:
         """Deterministic convolutions where they are asked for; otherwise torch as the user has set it."""
-        return convolutions(deterministic=True) if self._deterministic else contextlib.nullcontext()
-
-    def _step_inside(self, data: Any) -> bool:
-        """One captured step that takes its batch from a DeviceLoader by itself; False if that cannot be done."""
-        if not (self._capturing and isinstance(data, DeviceLoader) and self._ensemble.shares_minibatch):
-            return False
-        if data.cursor.device != self.device:
-            return False
-        if not self._batch_tried:
-            position = data.state_dict()
-            self._try_batch(self._to_device(data.next()))
-            data.load_state_dict(position)
-        size = data.prepare()
-        graph = self._captured().for_loader(data, size)
-        if graph is None:
-            return False
-        self._replay(graph)
-        data.advanced(size)
-        return True
-
-    def _replay(self, graph: CapturedStep) -> None:
-        self._inputs()
-        with self._forward:
-            graph.replay()
-        self.n_steps += 1
-
-    def _captured(self) -> Graphs:
-        self._inputs()
-        if self._graphs is None:
-            assert self._table is not None
-            assert self._records is not None
-            workings = Workings(self._ensemble, self._state, self._table, self._records, self.rules)
-            self._graphs = Graphs(workings, self._forward, deterministic=self._deterministic)
-            self._ensemble.clock.fill_(self.n_steps)
-        return self._graphs
+        return convolutions(deterministic=True) if self.deterministic else contextlib.nullcontext()
 
     def _set_state(self, state: ExchangeState) -> None:
         """Take over a new state; where there may be a graph that reads the old one's memory, by copying."""
-        if self._records is None:
+        if self.records is None:
             self._state = state
             return
         for mine, given in zip(self._state, state, strict=True):
             mine.copy_(given)
 
-    def _inputs(self) -> ExchangeInputs:
-        """What the exchange of this step takes from outside."""
+    def prepare(self) -> ExchangeInputs:
+        """What the exchange of the next step takes from outside, drawn if its block has not been."""
         start = self.n_steps - self.n_steps % BLOCK
         if start != self._block_start:
             self._draw_block(start)
@@ -279,14 +210,7 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
                 mine.copy_(drawn)
         self._block_start = start
 
-    # Bad data and bad energies
-
-    def _try_batch(self, batch: Batch) -> None:
-        if not self._batch_tried:
-            try_batch(self._ensemble, batch, self._forward)
-            self._batch_tried = True
-
-    def _look(self, infos: StepInfo) -> None:
+    def look(self, infos: StepInfo) -> None:
         """Are the energies of these latest steps finite?"""
         failure = first_failure(infos, self.n_steps)
         if failure is None:
@@ -305,7 +229,7 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
             "exchange": {name: tensor.clone() for name, tensor in self._state._asdict().items()},
             "replicas": [pytree.tree_map(torch.clone, self._ensemble.tensors_of(replica)) for replica in range(self.n_rungs)],
             "streams": self._streams_at_step(),
-            "forward": self._forward.state_dict(),
+            "forward": self.forward.state_dict(),
             "respawns": [dict(event) for event in self.respawns],
         }
 
@@ -318,11 +242,12 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         self.streams.seed = int(state["seed"])
         self._ensemble.take_seed(self.streams.seed)
         self.streams.load_state_dict(state["streams"])
-        self._forward.load_state_dict(state["forward"])
+        self.forward.load_state_dict(state["forward"])
         self.respawns = [dict(event) for event in state["respawns"]]
-        self._block_start, self._standing, self._feeding = -1, None, None
-        if self._records is not None:
-            for values in self._records.info:
+        self._block_start, self._standing = -1, None
+        self.alone.begin_data_anew()
+        if self.records is not None:
+            for values in self.records.info:
                 values.zero_()
         self._ensemble.clock.fill_(self.n_steps)
 
@@ -338,7 +263,7 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         """What must agree between a state and the run that loads it."""
         return {**self._ensemble.setting(), **self._rule_settings()}
 
-    def _to_device(self, batch: Batch) -> Batch:
+    def to_device(self, batch: Batch) -> Batch:
         def move(leaf: Any) -> Any:
             return leaf.to(self.device, non_blocking=True) if isinstance(leaf, Tensor) and leaf.device != self.device else leaf
 

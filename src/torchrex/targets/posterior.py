@@ -59,8 +59,9 @@ class PosteriorEnergy:
     `loss` is a loss of torch, as a function or a module (its reduction is set to "none" here), or a function (output, target)
     that returns one value per example. `prior` is a GaussianPrior, None for a flat one, or a function from {name: parameter} to
     a scalar energy; with `prior_in_swaps=False` it pulls on the weights but is left out of the energies that the swap test
-    compares, as in the paper's authors' code. A batch is `(x, y)` or `(x1, x2, ..., y)`, which calls `loss(model(x1, x2, ...), y)`; a dict, which calls
-    `loss(model(**rest), batch[target_key])`; or one tensor, which calls `loss(model(x))`. For anything else see `of`.
+    compares, as in the paper's authors' code. A batch is `(x, y)` or `(x1, x2, ..., y)`, which calls
+    `loss(model(x1, x2, ...), y)`; a dict, which calls `loss(model(**rest), batch[target_key])`; or one tensor, which calls
+    `loss(model(x))`. For anything else see `of`.
 
     >>> import torch.nn.functional as F
     >>> PosteriorEnergy(F.cross_entropy, n_data=50_000, prior=GaussianPrior(25.0))

@@ -1,0 +1,237 @@
+"""Several runs on the same batches, side by side in one captured step; a run by itself is the case of one.
+
+Runs share the data, their order and their augmentation, and nothing else: each is, number for number, the run it would be alone.
+One replica of a small network does not fill a large GPU, and neither do two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchrex.errors import InvalidArgumentError, NonFiniteEnergyError
+from torchrex.exchange.algorithm import StepInfo
+from torchrex.exchange.batches import batches_of, try_batch, warn_of_size
+from torchrex.exchange.capture import Captured, Graphs
+from torchrex.exchange.noise import RepeatedDraws
+from torchrex.targets import Batch, DeviceLoader
+
+if TYPE_CHECKING:
+    from torchrex.exchange.module_run import ModuleExchange
+
+BLOCK = 256  # steps whose exchange inputs are drawn at once; part of the random stream
+
+
+class SideBySide:
+    """Runs on networks (`ReplicaExchange` of a `ModuleEnsemble`) that go on together.
+
+    A run whose energy becomes NaN is left out from then on, with the reason in `failures`, and the others go on; a run by itself
+    raises it.
+    """
+
+    def __init__(self, runs: Sequence[ModuleExchange]) -> None:
+        if not runs or len(set(map(id, runs))) < len(runs):
+            raise InvalidArgumentError(f"runs must be different runs, at least one, got {len(runs)}")
+        devices = sorted({str(run.device) for run in runs})
+        if len(devices) > 1:
+            raise InvalidArgumentError(f"runs side by side must be on one device, got {', '.join(devices)}")
+        if len(runs) > 1 and not all(run.ensemble.shares_minibatch for run in runs):
+            raise InvalidArgumentError("runs side by side share every batch; make their ensembles with shared_batches=True")
+        feeds = {run.rules.noise.feed for run in runs if isinstance(run.rules.noise.feed, RepeatedDraws)}
+        rhythms = {(feed.every, feed.n_draws) for feed in feeds if isinstance(feed, RepeatedDraws)}
+        if len(rhythms) > 1:
+            raise InvalidArgumentError(
+                f"runs side by side measure repeated energies at the same steps, got (every, n_draws) {sorted(rhythms)}"
+            )
+        self.runs = list(runs)
+        self.failures: dict[int, NonFiniteEnergyError] = {}
+        self.graphs: Graphs | None = None
+        self._device = runs[0].device
+        self._feeding: tuple[Any, Any, Callable[[], Batch], Callable[[], Batch]] | None = None
+        self._batch_tried = False
+
+    def begin_data_anew(self) -> None:
+        """Forget the position in data that cannot keep their own."""
+        self._feeding = None
+
+    def step(self, batch: Any) -> StepInfo:
+        """One step of the only run on a batch."""
+        (run,) = self.runs
+        (info,) = self._step(run.to_device(batch))
+        if info is not None:
+            return info
+        assert run.records is not None
+        row = (run.n_steps - 1) % BLOCK
+        return StepInfo(*(values[0] for values in run.records.read(row, row + 1)))
+
+    def advance(self, n_steps: int, data: Any = None, extra: Any = None) -> Iterator[list[StepInfo | None]]:
+        """`n_steps` steps of all runs; yields up to 256 at a time, for each run its information, or None if it has failed.
+
+        Batches for repeated energies come from `extra`, else from `data`.
+        """
+        if n_steps < 0:
+            raise InvalidArgumentError(f"n_steps must be at least 0, got {n_steps}")
+        if data is None:
+            raise InvalidArgumentError("a run on a module needs data: run.advance(n_steps, loader)")
+        steps = {run.n_steps for k, run in enumerate(self.runs) if k not in self.failures}
+        if len(steps) > 1:
+            raise InvalidArgumentError(f"runs side by side must stand at the same step, got {sorted(steps)}")
+        measuring = [isinstance(run.rules.noise.feed, RepeatedDraws) for run in self.runs]
+        if extra is None and any(measuring) and not all(measuring):
+            raise InvalidArgumentError(
+                "some of the runs take repeated energies from the data and some do not, so that none would see the batches it "
+                "sees alone; give a second loader as extra=..."
+            )
+        if self._feeding is None or self._feeding[0] is not data or self._feeding[1] is not extra:  # else they go on
+            for n_data in {run.ensemble.n_data for run in self.runs}:
+                warn_of_size(n_data, data)
+            n_at_once = 1 if self.runs[0].ensemble.shares_minibatch else self.runs[0].n_rungs
+            following = batches_of(data, n_at_once)
+            self._feeding = (data, extra, following, following if extra is None else batches_of(extra, n_at_once))
+        _, _, next_batch, next_extra = self._feeding
+        try:
+            yield from self._advance(n_steps, data, data if extra is None else extra, next_batch, next_extra)
+        except GeneratorExit:
+            raise
+        except BaseException:
+            self._feeding = None  # data that failed in the middle begin anew
+            raise
+
+    def _advance(
+        self, n_steps: int, data: Any, extra: Any, next_batch: Callable[[], Batch], next_extra: Callable[[], Batch]
+    ) -> Iterator[list[StepInfo | None]]:
+        remaining = n_steps
+        while remaining > 0 and len(self.failures) < len(self.runs):
+            now = next(run.n_steps for k, run in enumerate(self.runs) if k not in self.failures)
+            stretch = min(remaining, BLOCK - now % BLOCK)
+            eager: list[list[StepInfo]] = [[] for _ in self.runs]
+            for _ in range(stretch):
+                self._measure_if_due(extra, next_extra)
+                if self._step_inside(data):
+                    continue
+                for k, info in enumerate(self._step(self.runs[0].to_device(next_batch()))):
+                    if info is not None and self.runs[k].records is None:
+                        self._look(k, StepInfo(*(values[None] for values in info)))
+                        eager[k].append(info)
+            remaining -= stretch
+            yield [self._information(k, eager[k], stretch) for k in range(len(self.runs))]
+
+    def _information(self, k: int, eager: list[StepInfo], stretch: int) -> StepInfo | None:
+        """What a run did in the stretch that is over."""
+        run = self.runs[k]
+        if k in self.failures:
+            return None
+        if run.records is None:
+            return StepInfo(*(torch.stack(values) for values in zip(*eager, strict=True)))
+        last = (run.n_steps - 1) % BLOCK + 1
+        block = run.records.read(last - stretch, last)
+        # Respawning happens at the ends of blocks only, wherever a run was stopped in between.
+        if last == BLOCK or not run.heals:
+            self._look(k, block)
+        return None if k in self.failures else block
+
+    def _look(self, k: int, infos: StepInfo) -> None:
+        try:
+            self.runs[k].look(infos)
+        except NonFiniteEnergyError as failure:
+            if len(self.runs) == 1:
+                raise
+            self.failures[k] = failure
+
+    # One step
+
+    def _step(self, batch: Batch) -> list[StepInfo | None]:
+        """One step of each run on a batch that is on the device; None where it was captured and is in the records."""
+        self._try_batch(batch)
+        graphs = self._captured()
+        graph = None if graphs is None else graphs.for_batch(batch)
+        if graph is not None:
+            self._replay(graph)
+            return [None] * len(self.runs)
+        going = [run for k, run in enumerate(self.runs) if k not in self.failures]
+        if graphs is not None and len(self.runs) > 1:  # what cannot be captured together may be captured alone
+            done = {id(run): run.alone._step(batch)[0] for run in going}
+        else:
+            done = {id(run): run.eager_step(batch) for run in going}
+        return [done.get(id(run)) for run in self.runs]
+
+    def _step_inside(self, data: Any) -> bool:
+        """One captured step that takes its batch from a DeviceLoader by itself; False if that cannot be done."""
+        graphs = self._captured()
+        if graphs is None or not self._is_here(data):
+            return False
+        if not self._batch_tried:
+            position = data.state_dict()
+            self._try_batch(data.next())
+            data.load_state_dict(position)
+        size = data.prepare()
+        graph = graphs.for_loader(data, size)
+        if graph is None:
+            return False
+        self._replay(graph)
+        data.advanced(size)
+        return True
+
+    def _measure_if_due(self, extra: Any, next_extra: Callable[[], Batch]) -> None:
+        """Repeated energies, where it is time for them: from one captured pass over a loader's batch, or eagerly."""
+        due = []
+        for k, run in enumerate(self.runs):
+            feed = run.rules.noise.feed
+            if k not in self.failures and isinstance(feed, RepeatedDraws) and run.n_steps > 0 and run.n_steps % feed.every == 0:
+                due.append((run, feed))
+        if not due:
+            return
+        n_draws = due[0][1].n_draws
+        graphs = self._captured()
+        size = extra.prepare() if graphs is not None and self._is_here(extra) else 0
+        graph = None if graphs is None or not size else graphs.energies(extra, size, [run.ensemble for run, _ in due])
+        if graph is None:
+            batches = [next_extra() for _ in range(n_draws)]
+            for run, _ in due:
+                run.measure(batches)
+            return
+        repeated: list[list[torch.Tensor]] = []
+        for _ in range(n_draws):
+            if extra.prepare() != size:
+                raise InvalidArgumentError(
+                    'repeated energies need batches of one size; make their loader with last="drop" or "wrap"'
+                )
+            with self.runs[0].forward:
+                graph.replay()
+            extra.advanced(size)
+            repeated.append([energy.clone() for energy in graph.energies])
+        for (run, _), energies in zip(due, zip(*repeated, strict=True), strict=True):
+            run.learn_variance(torch.stack(energies))
+
+    def _replay(self, graph: Captured) -> None:
+        for run in self.runs:
+            run.prepare()
+        with self.runs[0].forward:  # of several runs none draws anything there, see `CapturedStep`
+            graph.replay()
+        for run in self.runs:
+            run.n_steps += 1
+
+    def _captured(self) -> Graphs | None:
+        if not all(run.capturing for run in self.runs):
+            return None
+        if self.graphs is None:
+            deterministic = any(run.deterministic for run in self.runs)
+            workings = [run.workings() for run in self.runs]
+            self.graphs = Graphs(workings, self.runs[0].forward, deterministic=deterministic)
+        return self.graphs
+
+    def _is_here(self, data: Any) -> bool:
+        """Can a captured step take its batches from these data?"""
+        here = isinstance(data, DeviceLoader) and data.cursor.device == self._device
+        return here and self.runs[0].ensemble.shares_minibatch
+
+    def _try_batch(self, batch: Batch) -> None:
+        if not self._batch_tried:
+            for run in self.runs:
+                try_batch(run.ensemble, batch, run.forward)
+            self._batch_tried = True
+
+    def __repr__(self) -> str:
+        return f"SideBySide({len(self.runs)} runs, {sum(run.n_rungs for run in self.runs)} replicas, step {self.runs[0].n_steps})"
