@@ -14,7 +14,7 @@ import logging
 import operator
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,14 +90,16 @@ class Checkpoints:
         self._remove_surplus(step)
         return complete
 
-    def load_newest(self, *, setting: Mapping[str, Any] | None = None) -> Checkpoint | None:
-        """The newest checkpoint that passes every check, or None where none was ever completed.
+    def load_newest(self, *, setting: Mapping[str, Any] | None = None, among: Collection[int] | None = None) -> Checkpoint | None:
+        """The newest checkpoint that passes every check, or None where none was ever completed; if asked for `among` some steps.
 
         Damaged ones are skipped with a warning, but one of another `setting` or schema version is an error: older ones would
         be so as well. Nothing that is read is executed.
         """
         wrong: list[str] = []
         for step, path in reversed(self._complete().items()):
+            if among is not None and step not in among:
+                continue
             try:
                 state = read(path, step, setting)
             except DamagedError as damage:
