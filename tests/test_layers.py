@@ -14,7 +14,8 @@ ORDER = [
     {"posterior", "recording", "checkpoint", "distributed"},
     {"training"},
     {"diagnostics"},
-    {"vision", "experiments"},
+    {"vision"},
+    {"experiments"},
     {"report"},
     {"cli"},
 ]

@@ -17,6 +17,7 @@ from rich.logging import RichHandler
 from rich.table import Table
 
 import torchrex
+from torchrex.cli.data import data_app
 from torchrex.cli.reproduce import RECIPES, reproduce_it
 from torchrex.errors import ConfigError, TorchrexError
 from torchrex.experiments import recipes
@@ -32,6 +33,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.add_typer(data_app, name="data")
 stdout, stderr = Console(), Console(stderr=True)
 
 Set = Annotated[

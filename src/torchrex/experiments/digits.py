@@ -6,8 +6,8 @@ without swaps, at equal compute. Settings were chosen on a part of the training 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torchrex.errors import ConfigError, MissingDependencyError
 from torchrex.exchange import Ladder, ModuleEnsemble, NoSwaps, PairedVariance, ReplicaExchange
 from torchrex.exchange.run import steps_on
 from torchrex.exchange.threads import few_threads
+from torchrex.experiments.jobs import Job, Trained
 from torchrex.posterior import PosteriorAverage
 from torchrex.posterior.progress import Callback
 from torchrex.recording import Trace
@@ -89,17 +90,23 @@ class DigitsConfig:
         lrs = [scale.lr * self.hot_lr ** (rung / max(1, self.n_rungs - 1)) for rung in rungs]
         return Ladder(self.temperatures, lrs)
 
+    company = None  # each seed has its own order of the data
+
+    @property
+    def most_replicas(self) -> int:
+        return self.n_rungs
+
     def execute(
         self,
-        seed: int,
-        checkpoints: Path | None,
+        jobs: Sequence[Job],
         *,
         device: str = "auto",
         resume: bool = False,
         budget: float | None = None,
         progress: Callback | None = None,
-    ) -> tuple[Outcome, dict[str, Any], Trace, dict[str, Tensor]]:
-        """Train with one seed; the outcome, and if it is finished metrics, trace and further tensors for the run folder."""
+    ) -> tuple[Outcome, list[Trained]]:
+        """Train with one seed."""
+        ((_, seed, checkpoints),) = [(job.config, job.seed, job.checkpoints) for job in jobs]
         on = steps_on("cpu" if device == "auto" else device)
         (x, y), test = digits()
         scale = from_sgd(n_data=len(x), lr=self.lr_of_mean, momentum=self.momentum, weight_decay=self.weight_decay)
@@ -133,8 +140,9 @@ class DigitsConfig:
                 setting={"recipe": self.recipe},
             )
         if outcome.status != "finished":
-            return outcome, {}, trace, {}
-        return outcome, self.metrics(average), trace, {"probabilities": average.probabilities(self.answer)}
+            return outcome, [Trained(trace, device=str(on))]
+        tensors = {"probabilities": average.probabilities(self.answer)}
+        return outcome, [Trained(trace, self.metrics(average), tensors=tensors, device=str(on))]
 
     @property
     def answer(self) -> int | None:

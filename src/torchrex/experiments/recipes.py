@@ -6,19 +6,20 @@ A config for a density draws, and measures what it drew; a config for a network 
 from __future__ import annotations
 
 import difflib
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from torchrex.errors import RecipeError
 from torchrex.experiments.digits import digits_recipes
+from torchrex.experiments.image_recipes import image_recipes
+from torchrex.experiments.jobs import Job, Trained
 from torchrex.experiments.mixtures import figure1_recipes
 from torchrex.experiments.tall import tall_recipes
 from torchrex.posterior import Draws
 from torchrex.posterior.progress import Callback
 from torchrex.posterior.sampling import Progress
-from torchrex.recording import Trace
 from torchrex.training import Outcome
 
 
@@ -43,20 +44,20 @@ class DrawingConfig(Config, Protocol):
 class TrainingConfig(Config, Protocol):
     """What the runner asks of a config for a network."""
 
+    @property
+    def company(self) -> str | None: ...  # jobs with the same word may train side by side; None: each by itself
+    @property
+    def n_rungs(self) -> int: ...
+    @property
+    def most_replicas(self) -> int: ...  # so many of all jobs together train side by side
+
     def execute(
-        self,
-        seed: int,
-        checkpoints: Path | None,
-        *,
-        device: str,
-        resume: bool,
-        budget: float | None,
-        progress: Callback | None,
-    ) -> tuple[Outcome, dict[str, Any], Trace, dict[str, Tensor]]: ...
+        self, jobs: Sequence[Job], *, device: str, resume: bool, budget: float | None, progress: Callback | None
+    ) -> tuple[Outcome, list[Trained]]: ...
 
 
 def recipes() -> dict[str, Config]:
-    return {**figure1_recipes(), **tall_recipes(), **digits_recipes()}
+    return {**figure1_recipes(), **tall_recipes(), **digits_recipes(), **image_recipes()}
 
 
 def get_recipe(name: str) -> Config:

@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,10 +25,12 @@ from torchrex.checkpoint import Checkpoints
 from torchrex.durable import replace_file
 from torchrex.errors import NonFiniteEnergyError, RunFolderError, TorchrexError
 from torchrex.experiments.config import dumps, to_json
+from torchrex.experiments.jobs import Job, Trained
 from torchrex.experiments.recipes import Config, DrawingConfig, TrainingConfig
 from torchrex.posterior import Draws
 from torchrex.posterior.progress import Callback
 from torchrex.recording import count_swaps
+from torchrex.training import Outcome
 
 logger = logging.getLogger("torchrex")
 
@@ -97,22 +100,15 @@ def run_recipe(
     A folder that holds a run already is left alone unless `overwrite` or `resume` says otherwise. Resuming goes on from the
     checkpoints of an unfinished run, and does nothing about a finished one.
     """
-    folder = RunFolder.of(out, config.recipe, seed)
-    there = None if overwrite else folder.result
-    if resume and there is not None and there.get("status") == "finished" and same_config(folder, config):
-        return folder
-    if there is not None and not (resume and isinstance(config, TrainingConfig)):
-        advice = "add --resume to go on, or " if isinstance(config, TrainingConfig) and there["status"] != "finished" else ""
-        raise RunFolderError(
-            f"{folder.path} already holds a run that {'is' if there['status'] == 'finished' else 'was'} {there['status']}; "
-            f"{advice}choose another --out or --seed, or add --overwrite"
-        )
-    try:
-        folder.path.mkdir(parents=True, exist_ok=True)  # before the work, not after it
-    except OSError as failure:
-        raise RunFolderError(f"cannot make {folder.path} ({failure.strerror}); choose another --out") from None
     if isinstance(config, TrainingConfig):
-        return _train(config, seed, folder, device=device, overwrite=overwrite, resume=resume, budget=budget, progress=progress)
+        (folder,) = run_together(
+            [(config, seed)], out, device=device, overwrite=overwrite, resume=resume, budget=budget, progress=progress
+        )
+        return folder
+    folder = RunFolder.of(out, config.recipe, seed)
+    if _is_done(folder, config, overwrite=overwrite, resume=resume):
+        return folder
+    _make(folder)
     if resume:
         logger.warning("%s samples a density and keeps no checkpoints: it begins anew", config.recipe)
     if budget is not None:
@@ -121,74 +117,150 @@ def run_recipe(
     return _draw(config, seed, folder, device=device, progress=progress)
 
 
-def _train(
-    config: TrainingConfig,
-    seed: int,
-    folder: RunFolder,
+def run_together(
+    jobs: Sequence[tuple[TrainingConfig, int]],
+    out: Path,
     *,
-    device: str,
-    overwrite: bool,
-    resume: bool,
-    budget: float | None,
-    progress: Callback | None,
-) -> RunFolder:
-    """A run with checkpoints. A finished run that is overwritten waits beside it until the new one is finished too."""
-    checkpoints, replaced = folder.path / "checkpoints", folder.path.with_name(f"{folder.path.name}.replaced")
-    finished = _is_finished(folder)
-    unfinished = checkpoints.exists() and not finished
-    if overwrite and finished:
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.replace(folder.path, replaced)
-        folder.path.mkdir()
-    elif overwrite:
-        shutil.rmtree(checkpoints, ignore_errors=True)
-    elif unfinished and not resume:
-        raise RunFolderError(
-            f"{folder.path} holds an unfinished run; add --resume to go on with it, or --overwrite to begin anew"
-        )
-    elif resume and folder.config is not None and not same_config(folder, config):
-        raise RunFolderError(
-            f"{folder.path} holds a run with other settings ({_differences(folder.config, to_json(config))}); resume it with the "
-            f"same --set, or choose another --out"
-        )
+    device: str = "auto",
+    overwrite: bool = False,
+    resume: bool = False,
+    budget: float | None = None,
+    progress: Callback | None = None,
+) -> list[RunFolder]:
+    """Train configs of one company, each with its seed, side by side; no result depends on the others."""
+    folders = [RunFolder.of(out, config.recipe, seed) for config, seed in jobs]
+    todo = [
+        (config, seed, folder)
+        for (config, seed), folder in zip(jobs, folders, strict=True)
+        if not _is_done(folder, config, overwrite=overwrite, resume=resume)
+    ]
+    if not todo:
+        return folders
+    for _, _, folder in todo:
+        _make(folder)
+    slots = [_Slot(config, seed, folder) for config, seed, folder in todo]
+    for slot in slots:
+        slot.require_room(overwrite=overwrite, resume=resume)
     try:
-        folder.write_text("config.json", dumps(config))
+        for slot in slots:
+            slot.begin(overwrite=overwrite)
         began = time.perf_counter()
         try:
-            outcome, metrics, trace, more = config.execute(
-                seed, checkpoints, device=device, resume=resume, budget=budget, progress=progress
+            outcome, trained = todo[0][0].execute(
+                [Job(slot.config, slot.seed, slot.checkpoints) for slot in slots],
+                device=device,
+                resume=resume,
+                budget=budget,
+                progress=progress,
             )
         except NonFiniteEnergyError as failure:
-            seconds = time.perf_counter() - began
-            folder.write_text(
-                "result.json", dumps({**_header(config, seed, "failed", {}, [], seconds, device), "error": str(failure)})
-            )
+            for slot in slots:
+                slot.write_failure(failure, time.perf_counter() - began, device)
             raise
         except BaseException:
-            if not any(Checkpoints(checkpoints).steps()):  # not a step is done: as if nothing had happened
-                shutil.rmtree(checkpoints, ignore_errors=True)
-                if replaced.exists():
-                    shutil.rmtree(folder.path, ignore_errors=True)
-                    os.replace(replaced, folder.path)
-                elif folder.result is None:
-                    (folder.path / "config.json").unlink(missing_ok=True)
-                    _remove_if_empty(folder)
+            for slot in slots:
+                slot.undo_if_nothing_is_done()
             raise
-        if outcome.status == "finished":
-            _save_tensors({**trace.tensors(), **more}, folder.path / "trace.safetensors")
-        result = _header(config, seed, outcome.status, metrics, trace.swaps(), outcome.seconds, device)
-        result["steps_done"] = trace.n_steps
-        interrupted = outcome.status == "interrupted"
-        folder.write_text("result.json", dumps(result | ({"signal": outcome.signal} if interrupted else {})))
-        if outcome.status == "finished":
-            shutil.rmtree(replaced, ignore_errors=True)
-            if outcome.signal:  # it came during the last save: this run is done, the next one is not begun
-                raise KeyboardInterrupt
+        for slot, one in zip(slots, trained, strict=True):
+            if one.failure is not None:
+                slot.write_failure(one.failure, outcome.seconds, device)
+            else:
+                slot.write(outcome, one)
+        if outcome.status == "finished" and outcome.signal:  # it came during the last save: the next one is not begun
+            raise KeyboardInterrupt
     except OSError as failure:
         if isinstance(failure, TorchrexError):
             raise
-        raise RunFolderError(f"cannot write {folder.path} ({failure}); choose another --out") from None
-    return folder
+        raise RunFolderError(f"cannot write {slots[0].folder.path} ({failure}); choose another --out") from None
+    return folders
+
+
+def _is_done(folder: RunFolder, config: Config, *, overwrite: bool, resume: bool) -> bool:
+    """Is there nothing to do? Or is there something in the way?"""
+    there = None if overwrite else folder.result
+    if there is None:
+        return False
+    training = isinstance(config, TrainingConfig)
+    if resume and there.get("status") == "finished" and same_config(folder, config):
+        return True
+    if not (resume and training):
+        advice = "add --resume to go on, or " if training and there["status"] != "finished" else ""
+        raise RunFolderError(
+            f"{folder.path} already holds a run that {'is' if there['status'] == 'finished' else 'was'} {there['status']}; "
+            f"{advice}choose another --out or --seed, or add --overwrite"
+        )
+    return False
+
+
+def _make(folder: RunFolder) -> None:
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)  # before the work, not after it
+    except OSError as failure:
+        raise RunFolderError(f"cannot make {folder.path} ({failure.strerror}); choose another --out") from None
+
+
+class _Slot:
+    """The folder of one run with checkpoints. A finished run that is overwritten waits beside it until the new one is."""
+
+    def __init__(self, config: TrainingConfig, seed: int, folder: RunFolder) -> None:
+        self.config, self.seed, self.folder = config, seed, folder
+        self.checkpoints = folder.path / "checkpoints"
+        self._replaced = folder.path.with_name(f"{folder.path.name}.replaced")
+
+    def require_room(self, *, overwrite: bool, resume: bool) -> None:
+        """Refuse to go on with a run that was not asked for, or that is another one."""
+        folder = self.folder
+        if overwrite:
+            return
+        if self.checkpoints.exists() and not _is_finished(folder) and not resume:
+            raise RunFolderError(
+                f"{folder.path} holds an unfinished run; add --resume to go on with it, or --overwrite to begin anew"
+            )
+        if resume and folder.config is not None and not same_config(folder, self.config):
+            raise RunFolderError(
+                f"{folder.path} holds a run with other settings ({_differences(folder.config, to_json(self.config))}); resume it "
+                f"with the same --set, or choose another --out"
+            )
+
+    def begin(self, *, overwrite: bool) -> None:
+        path = self.folder.path
+        if overwrite and _is_finished(self.folder):
+            shutil.rmtree(self._replaced, ignore_errors=True)
+            os.replace(path, self._replaced)
+            path.mkdir()
+        elif overwrite:
+            shutil.rmtree(self.checkpoints, ignore_errors=True)
+        self.folder.write_text("config.json", dumps(self.config))
+
+    def undo_if_nothing_is_done(self) -> None:
+        """Not a step is done: as if nothing had happened."""
+        if any(Checkpoints(self.checkpoints).steps()):
+            return
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+        if self._replaced.exists():
+            shutil.rmtree(self.folder.path, ignore_errors=True)
+            os.replace(self._replaced, self.folder.path)
+        elif self.folder.result is None:
+            (self.folder.path / "config.json").unlink(missing_ok=True)
+            _remove_if_empty(self.folder)
+
+    def write_failure(self, failure: NonFiniteEnergyError, seconds: float, device: str) -> None:
+        header = _header(self.config, self.seed, "failed", {}, [], seconds, device)
+        self.folder.write_text("result.json", dumps({**header, "error": str(failure)}))
+
+    def write(self, outcome: Outcome, trained: Trained) -> None:
+        finished = outcome.status == "finished"
+        if finished:
+            _save_tensors({**trained.trace.tensors(), **trained.tensors}, self.folder.path / "trace.safetensors")
+        result = _header(
+            self.config, self.seed, outcome.status, trained.metrics, trained.trace.swaps(), outcome.seconds, trained.device
+        )
+        result["steps_done"] = trained.trace.n_steps
+        result |= {"curves": trained.curves} if trained.curves else {}
+        result |= {"signal": outcome.signal} if outcome.status == "interrupted" else {}
+        self.folder.write_text("result.json", dumps(result))
+        if finished:
+            shutil.rmtree(self._replaced, ignore_errors=True)
 
 
 def _differences(one: dict[str, Any], other: dict[str, Any]) -> str:

@@ -125,7 +125,8 @@ class PosteriorAverage:
     """Streaming average of predictions: one draw every `every` steps after `burn_in`, of the replicas on `rungs`.
 
     `data` is any re-iterable of batches as they are given in training. With a `store` the weights of every draw go there as well.
-    Only rung 0 samples the posterior; hotter rungs are recorded to be compared with it, or pooled with `rung=None`.
+    Only rung 0 samples the posterior; hotter rungs are recorded to be compared with it, or pooled with `rung=None`. With
+    `history` the accuracies after every draw are kept as well.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class PosteriorAverage:
         rungs: Sequence[int] = (0,),
         store: DrawStore | None = None,
         target_key: str = "target",
+        history: bool = False,
     ) -> None:
         for name, value, least in (("every", every, 1), ("burn_in", burn_in, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -152,6 +154,7 @@ class PosteriorAverage:
             raise InvalidArgumentError("data must give batches, got one tuple of tensors: give a DataLoader or a list [(x, y)]")
         self.data, self.every, self.burn_in, self.rungs = data, every, burn_in, tuple(rungs)
         self.store, self.target_key = store, target_key
+        self._history: list[Tensor] | None = [] if history else None
         self._n_draws = 0
         self._last_step = -1
         self._examples: Examples | None = None
@@ -199,7 +202,29 @@ class PosteriorAverage:
         self._last, self._last_step = logits, step
         self._examples = examples if self._examples is None else self._examples
         self._n_draws += 1
+        if self._history is not None:
+            self._history.append(self._accuracies())
         return True
+
+    def _accuracies(self) -> Tensor:
+        """(kinds, rungs + 1), the last column pooled: of the mean probabilities, of the summed logits, of the newest draw alone.
+
+        It stays on the device: nothing waits.
+        """
+        assert self._last is not None
+        kinds = self._sums["probabilities"], self._sums["logits"], self._last.double().softmax(-1)
+        votes = torch.stack([torch.cat([sums, sums.sum(0, keepdim=True)]).argmax(-1) for sums in kinds])
+        return (votes == self.labels.to(votes.device)).double().mean(-1)
+
+    def history(self, rung: int | None = 0) -> dict[str, Tensor]:
+        """After each draw: its `step`, and accuracies of the mean `probabilities`, the summed `logits`, the `last` draw alone."""
+        if self._history is None:
+            raise InvalidArgumentError("no history was kept; make the average with history=True")
+        self._rows(rung)
+        column = len(self.rungs) if rung is None else self.rungs.index(rung)
+        values = torch.stack([row.cpu() for row in self._history])[..., column]
+        steps = self.burn_in + self.every * torch.arange(1, self._n_draws + 1)
+        return {"step": steps, **dict(zip(("probabilities", "logits", "last"), values.unbind(1), strict=True))}
 
     def probabilities(self, rung: int | None = 0) -> Tensor:
         """Mean over draws of softmax(logits), (n, classes), float64; `rung=None` pools all recorded rungs."""
@@ -242,13 +267,19 @@ class PosteriorAverage:
             raise InvalidArgumentError("the batches of data hold inputs alone, without targets; give batches (x, y)")
         return self._examples.marks
 
+    def _settings(self) -> dict[str, Any]:
+        kept = {"history": True} if self._history is not None else {}
+        return {"every": self.every, "burn_in": self.burn_in, "rungs": list(self.rungs), **kept}
+
     def state_dict(self) -> dict[str, Any]:
         """All that an exact continuation needs, the store's state included: nested dicts of tensors and plain values."""
         tensors = {f"sum.{name}": value.clone() for name, value in self._sums.items()}
         if self._last is not None and self._examples is not None:
             tensors |= {"last": self._last.clone(), "marks": self._examples.marks.clone()}
+        if self._history:
+            tensors["history"] = torch.stack([row.cpu() for row in self._history])
         return {
-            "settings": {"every": self.every, "burn_in": self.burn_in, "rungs": list(self.rungs)},
+            "settings": self._settings(),
             "n_draws": self._n_draws,
             "last_step": self._last_step,
             "labelled": self._examples is not None and self._examples.labelled,
@@ -258,12 +289,13 @@ class PosteriorAverage:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go back to a `state_dict`, and the store with it; refused if it was taken with other settings."""
-        settings = {"every": self.every, "burn_in": self.burn_in, "rungs": list(self.rungs)}
+        settings = self._settings()
         try:
             given = {**state["settings"], "rungs": list(state["settings"]["rungs"])}
             n_draws, last_step, labelled = int(state["n_draws"]), int(state["last_step"]), bool(state["labelled"])
             tensors = {name: tensor.clone() for name, tensor in state["tensors"].items()}
             last, marks = (tensors.pop("last"), tensors.pop("marks")) if n_draws else (None, None)
+            history = tensors.pop("history", None)
             sums = {name: tensors[f"sum.{name}"] for name in (("probabilities", "logits", "entropy") if n_draws else ())}
             store = state["store"]
         except (KeyError, TypeError, AttributeError) as error:
@@ -280,6 +312,8 @@ class PosteriorAverage:
             self.store.load_state_dict(store)
         self._n_draws, self._last_step, self._sums, self._last = n_draws, last_step, sums, last
         self._examples = None if marks is None else Examples(marks, labelled)
+        if self._history is not None:
+            self._history = [] if history is None else list(history)
 
     def _rows(self, rung: int | None) -> list[int]:
         """Where a rung, or all of them, lie in the sums."""

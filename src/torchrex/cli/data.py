@@ -1,0 +1,102 @@
+"""`torchrex data`: fetch, import and list image sets. One line says where a set is; a bar on stderr where that is a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from torchrex.errors import DataError
+from torchrex.posterior.progress import Callback
+from torchrex.vision.data import data_folder, fetch_images, import_images
+from torchrex.vision.data.cache import cache_path, read_about
+from torchrex.vision.data.sources import SOURCES
+
+data_app = typer.Typer(
+    help="Image sets: get them, and see which are there.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+)
+
+Name = Annotated[str, typer.Argument(help=f"One of {', '.join(SOURCES)}.")]
+To = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Cache folder; by default TORCHREX_DATA, else the user's cache folder.")
+]
+
+
+@data_app.command()
+def fetch(
+    name: Name,
+    to: To = None,
+    mirror: Annotated[str | None, typer.Option(metavar="URL", help="A folder with the official files, by http.")] = None,
+) -> None:
+    """Download the official files of a set; after a broken connection the same command goes on."""
+    with _bar(f"download {name}") as progress, _told("what was downloaded is kept, and the same command goes on"):
+        fetch_images(name, to, progress, mirror)
+    _say_where(name, to)
+
+
+@data_app.command("import")
+def import_(
+    name: Name,
+    from_: Annotated[
+        Path, typer.Option("--from", metavar="FOLDER", help="Holds the official archive or its files, arrays or packed shards.")
+    ],
+    to: To = None,
+) -> None:
+    """Check a set that lies in a folder and bring it into the cache."""
+    with _bar(f"import {name}") as progress, _told("nothing was written"):
+        import_images(name, from_, to, progress)
+    _say_where(name, to)
+
+
+@data_app.command("list")
+def list_(
+    folder: Annotated[Path | None, typer.Option("--in", metavar="FOLDER", help="Cache folder, as --to of the others.")] = None,
+) -> None:
+    """Show which sets are there, where they are and where they come from."""
+    width = max(map(len, SOURCES))
+    for name in SOURCES:
+        if not cache_path(name, folder).exists():
+            _print(f"{name:{width}}  not there ({data_folder(folder)})")
+            continue
+        try:
+            about = read_about(name, folder)
+            _print(f"{name:{width}}  {about.n_images:,} images in {about.path} ({about.provenance})")
+        except DataError as error:
+            _print(f"{name:{width}}  {error}")
+
+
+def _say_where(name: str, folder: Path | None) -> None:
+    about = read_about(name, folder)
+    _print(f"{name}: {about.n_images:,} images in {about.path} ({about.provenance})")
+
+
+def _print(line: str) -> None:
+    Console().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Ctrl-C is one line that says what it leaves behind."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        Console(stderr=True).print(f"torchrex: interrupted; {what}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(130) from None
+
+
+@contextlib.contextmanager
+def _bar(title: str) -> Iterator[Callback | None]:
+    """A callback (done, total) that draws one line, or None where stderr is not a terminal. The total may be 0 for not known."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total or None)

@@ -1,0 +1,156 @@
+"""Training on images: data, averages, traces and numbers of some jobs that go side by side."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrex.checkpoint import Checkpoints
+from torchrex.exchange.run import steps_on
+from torchrex.experiments.images import ImageConfig
+from torchrex.experiments.jobs import Job, Trained
+from torchrex.posterior import PosteriorAverage
+from torchrex.posterior.progress import Callback
+from torchrex.recording import Trace
+from torchrex.rng import derive_seed
+from torchrex.targets import DeviceLoader
+from torchrex.training import Member, Outcome, train_together
+from torchrex.vision.augment import Augment, Normalise, evaluation_batches
+from torchrex.vision.data import load_images, stratified_split, stratified_subset
+
+logger = logging.getLogger("torchrex")
+
+TRACES_PER_EPOCH = 15  # energies kept of an epoch
+EVALUATION_BATCH = 2500
+SIGNIFICANT = 5  # digits of a curve in result.json
+
+
+def train_images(
+    jobs: Sequence[Job], *, device: str, resume: bool, budget: float | None, progress: Callback | None
+) -> tuple[Outcome, list[Trained]]:
+    """Train jobs of one company side by side; what came of each, in the same order."""
+    config: ImageConfig = jobs[0].config
+    on = steps_on(device)
+    loader, extra, test = data_of(config, on)
+    energies: dict[str, Any] = {}
+    members = []
+    for job in jobs:
+        energy = job.config.energy()
+        energy = energies.setdefault(repr(energy), energy)
+        average = PosteriorAverage(
+            test,
+            every=config.steps_per_epoch,
+            burn_in=job.config.burn_in,
+            rungs=tuple(range(job.config.n_rungs)),
+            history=True,
+        )
+        members.append(
+            Member(
+                job.config.run(job.seed, on, energy),
+                [average],
+                Trace(max(1, config.steps_per_epoch // TRACES_PER_EPOCH)),
+                None if job.checkpoints is None else Checkpoints(job.checkpoints),
+                {"recipe": job.config.recipe},
+            )
+        )
+    began = members[0].run.n_steps
+    outcome = train_together(
+        members,
+        loader,
+        config.n_steps,
+        checkpoint_every=config.checkpoint_every * config.steps_per_epoch,
+        resume=resume,
+        budget=budget,
+        progress=progress,
+        extra=extra,
+    )
+    done = max(member.run.n_steps for member in members) - began
+    if outcome.status == "paused" and done < config.steps_per_epoch:
+        logger.warning(
+            "the budget of %.0f s was used up after %d of the %d steps of an epoch; they are saved, but give it more time",
+            budget or 0.0,
+            done,
+            config.steps_per_epoch,
+        )
+    return outcome, [_trained(job.config, member, outcome, on) for job, member in zip(jobs, members, strict=True)]
+
+
+def data_of(config: ImageConfig, device: torch.device) -> tuple[DeviceLoader, DeviceLoader, list[tuple[Tensor, Tensor]]]:
+    """Training batches, batches for repeated energies (the same images in another order), and what is evaluated.
+
+    The order and the augmentation depend on `data_seed` alone, not on who takes part.
+    """
+    images = load_images(config.data)
+    x, y = images.train_images, images.train_labels
+    held_out = (images.test_images, images.test_labels)
+    if config.validation:
+        chosen, validation = stratified_split(y, config.validation, seed=config.data_seed)
+        held_out = (x[validation], y[validation])
+        x, y = x[chosen], y[chosen]
+    if config.subset is not None:
+        few = stratified_subset(y, config.subset, seed=config.data_seed)
+        x, y = x[few], y[few]
+    if config.test_subset is not None:
+        few = stratified_subset(held_out[1], config.test_subset, seed=config.data_seed)
+        held_out = (held_out[0][few], held_out[1][few])
+    x, y = x.to(device), y.to(device)
+    loader, extra = (
+        DeviceLoader((x, y), config.batch_size, seed=derive_seed(config.data_seed, name), augment=Augment())
+        for name in ("training", "repeated energies")
+    )
+    return loader, extra, evaluation_batches(*held_out, Normalise(), EVALUATION_BATCH, device)
+
+
+def _trained(config: ImageConfig, member: Member, outcome: Outcome, device: torch.device) -> Trained:
+    assert member.trace is not None
+    if member.failure is not None or outcome.status != "finished":
+        return Trained(member.trace, failure=member.failure, device=str(device))
+    (average,) = member.averages
+    metrics = metrics_of(config, average) | {"seconds_per_epoch": outcome.seconds / config.epochs}
+    curves = curves_of(config, member.trace.tensors(), average)
+    return Trained(member.trace, metrics, curves, {"probabilities": average.probabilities(0)}, device=str(device))
+
+
+def metrics_of(config: ImageConfig, average: PosteriorAverage) -> dict[str, Any]:
+    """Of rung 0, and with the prefix `pooled_` of both rungs: the average of probabilities, `logits_` the paper's sum of logits,
+    `single_` the newest network alone, `best_` the best over epochs on the evaluated images, as the authors reported it.
+    """
+    metrics: dict[str, Any] = {"n_draws": average.n_draws}
+    for prefix, rung in (("", 0), ("pooled_", None)) if config.n_rungs > 1 else (("", 0),):
+        for kind, of in (("", "probabilities"), ("logits_", "logits"), ("single_", "last")):
+            numbers = average.metrics(rung, of=of)  # type: ignore[arg-type]
+            metrics |= {f"{prefix}{kind}{name}": value for name, value in numbers.items()}
+            metrics[f"{prefix}{kind}best_accuracy"] = float(average.history(rung)[of].max())
+    metrics["mutual_information"] = float(average.mutual_information(0).mean())
+    return metrics
+
+
+def curves_of(config: ImageConfig, trace: dict[str, Tensor], average: PosteriorAverage) -> dict[str, Any]:
+    """Per epoch: mean energies per rung, noise variance and correction; every swap; the accuracies after each draw."""
+    epoch = trace["steps"] // config.steps_per_epoch
+    curves: dict[str, Any] = {
+        "epoch": list(range(config.epochs)),
+        "energy": [_rounded(_per_epoch(values, epoch, config.epochs)) for values in trace["energy"].unbind(1)],
+    }
+    for name in ("noise_variance", "correction"):
+        curves[name] = [_rounded(_per_epoch(values, epoch, config.epochs)) for values in trace[name].unbind(1)]
+    curves["swap_epochs"] = _rounded(trace["swap_steps"].double()[:1000] / config.steps_per_epoch)
+    for prefix, rung in (("", 0), ("pooled_", None)) if config.n_rungs > 1 else (("", 0),):
+        history = average.history(rung)
+        curves["draw_epoch"] = (history["step"] // config.steps_per_epoch).tolist()
+        curves |= {f"{prefix}{of}_accuracy": _rounded(history[of]) for of in ("probabilities", "logits", "last")}
+    return curves
+
+
+def _per_epoch(values: Tensor, epoch: Tensor, n_epochs: int) -> Tensor:
+    """Means over the values of each epoch."""
+    sums = torch.zeros(n_epochs, dtype=torch.float64).index_add_(0, epoch, values.double())
+    return sums / torch.bincount(epoch, minlength=n_epochs)
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [float(f"{value:.{SIGNIFICANT}g}") for value in values.tolist()]

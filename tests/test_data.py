@@ -1,0 +1,423 @@
+"""Image sets: every form gives the same tensors, the cache is checked and whole, and what is wrong is said in one line.
+
+The sets here are small ones of the official formats, put in the place of the real ones by `tiny`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.io import savemat
+
+from torchrex.errors import DataError
+from torchrex.vision.data import ImageSet, cache, data_folder, import_images, load_images, save_images
+from torchrex.vision.data.sources import SOURCES, Source, sha256_of
+
+NAMES = ("cifar10", "cifar100", "svhn")
+PER_CLASS = {
+    "cifar10": ((5,) * 10, (2,) * 10),
+    "cifar100": ((2,) * 100, (1,) * 100),
+    "svhn": ((3, 5, 4, 3, 3, 2, 2, 2, 2, 2), (2, 3, 1, 1, 1, 1, 1, 1, 1, 1)),
+}
+SHORT = {"images": "x", "labels": "y", "coarse_labels": "ycoarse"}
+
+
+def arrays_of(name):
+    """Random pictures; labels in a random order with the right number of each class."""
+    random = np.random.default_rng(len(name))
+    arrays = {}
+    for part, per_class in zip(("train", "test"), PER_CLASS[name], strict=True):
+        labels = random.permutation(np.repeat(np.arange(len(per_class)), per_class))
+        arrays[f"{part}_images"] = random.integers(0, 256, (len(labels), 32, 32, 3), dtype=np.uint8)
+        arrays[f"{part}_labels"] = labels
+        if name == "cifar100":
+            arrays[f"{part}_coarse_labels"] = labels // 5
+    return arrays
+
+
+def records(arrays, part):
+    """The official binary format, picture by picture."""
+    out = []
+    for k, image in enumerate(arrays[f"{part}_images"]):
+        labels = [arrays[f"{part}_labels"][k]]
+        if f"{part}_coarse_labels" in arrays:
+            labels.insert(0, arrays[f"{part}_coarse_labels"][k])
+        out.append(bytes(int(label) for label in labels) + b"".join(image[:, :, c].tobytes() for c in range(3)))
+    return out
+
+
+def binary_files(name, arrays):
+    """{name in the archive: bytes}"""
+    files = {}
+    for part, names in (("train", SOURCES[name].train_files), ("test", SOURCES[name].test_files)):
+        rows = records(arrays, part)
+        each = len(rows) // len(names)
+        files |= {file: b"".join(rows[k * each : (k + 1) * each]) for k, file in enumerate(names)}
+    return files
+
+
+def tar_of(files):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for name, data in {"cifar-readme.html": b"hello", **files}.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def official_files(name, arrays):
+    """{file: bytes} as the official place has them."""
+    if name != "svhn":
+        return {SOURCES[name].archives[0].file: tar_of(binary_files(name, arrays))}
+    files = {}
+    for part in ("train", "test"):
+        labels = arrays[f"{part}_labels"].astype(np.uint8)
+        buffer = io.BytesIO()
+        savemat(
+            buffer,
+            {"X": arrays[f"{part}_images"].transpose(1, 2, 3, 0), "y": np.where(labels == 0, 10, labels)[:, None]},
+            do_compression=True,
+        )
+        files[f"{part}_32x32.mat"] = buffer.getvalue()
+    return files
+
+
+def write_npy(name, arrays, folder):
+    for key, array in arrays.items():
+        part, kind = key.split("_", 1)
+        np.save(folder / f"{name}_{part}_{SHORT[kind]}.npy", array)
+
+
+def small_source(name, arrays, files) -> Source:
+    train, test = PER_CLASS[name]
+    archives = tuple(
+        dataclasses.replace(archive, md5=hashlib.md5(files[archive.file]).hexdigest()) for archive in SOURCES[name].archives
+    )
+    sha256 = {} if name == "svhn" else {key: sha256_of(array) for key, array in arrays.items()}
+    return dataclasses.replace(SOURCES[name], train_per_class=train, test_per_class=test, archives=archives, sha256=sha256)
+
+
+@pytest.fixture
+def tiny(monkeypatch, tmp_path):
+    """Puts a small set in the place of a real one; gives (arrays, official files)."""
+    monkeypatch.setenv("TORCHREX_DATA", str(tmp_path / "cache"))
+
+    def replace(name):
+        arrays = arrays_of(name)
+        files = official_files(name, arrays)
+        monkeypatch.setitem(SOURCES, name, small_source(name, arrays, files))
+        return arrays, files
+
+    return replace
+
+
+def put(folder: Path, files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        (folder / Path(name).name).write_bytes(data)
+    return folder
+
+
+def assert_holds(images: ImageSet, arrays):
+    for key, array in arrays.items():
+        tensor = getattr(images, key)
+        assert tensor.dtype == (torch.uint8 if key.endswith("images") else torch.int64)
+        assert torch.equal(tensor, torch.from_numpy(array)), key
+
+
+def one_line(error) -> str:
+    words = str(error.value)
+    assert "\n" not in words
+    return words
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_official_archive(tiny, tmp_path, name):
+    arrays, files = tiny(name)
+    path = import_images(name, put(tmp_path / "official", files))
+    assert path == tmp_path / "cache" / f"{name}.safetensors"
+    images = load_images(name)
+    assert_holds(images, arrays)
+    assert (images.name, images.n_classes) == (name, len(PER_CLASS[name][0]))
+    assert images.provenance.startswith("official")
+    assert (images.train_coarse_labels is None) == (name != "cifar100")
+    # The archive itself may be given too, and another folder for the cache.
+    first = tmp_path / "official" / next(iter(files))
+    assert import_images(name, first, tmp_path / "other").parent == tmp_path / "other"
+    assert_holds(load_images(name, tmp_path / "other"), arrays)
+
+
+def test_where_a_pixel_lies_in_a_record(tiny, tmp_path):
+    """By the published layout: labels, 1024 red, 1024 green, 1024 blue, row by row."""
+    arrays, files = tiny("cifar100")
+    row = binary_files("cifar100", arrays)["cifar-100-binary/test.bin"][:3074]
+    import_images("cifar100", put(tmp_path / "official", files))
+    images = load_images("cifar100")
+    assert (row[0], row[1]) == (images.test_coarse_labels[0], images.test_labels[0])
+    assert row[2 + 2 * 1024 + 5 * 32 + 9] == images.test_images[0, 5, 9, 2]
+
+
+@pytest.mark.parametrize("inner", [".", "cifar-10-batches-bin"])
+def test_the_extracted_binary_files(tiny, tmp_path, inner):
+    arrays, _ = tiny("cifar10")
+    put(tmp_path / "extracted" / inner, binary_files("cifar10", arrays))
+    import_images("cifar10", tmp_path / "extracted")
+    assert_holds(load_images("cifar10"), arrays)
+    assert "same bytes as the official set" in load_images("cifar10").provenance
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plain_arrays(tiny, tmp_path, name):
+    arrays, _ = tiny(name)
+    write_npy(name, arrays, tmp_path)
+    import_images(name, tmp_path)
+    assert_holds(load_images(name), arrays)
+    words = "not compared bit by bit with the official files" if name == "svhn" else "the same bytes as the official set"
+    assert words in load_images(name).provenance
+
+
+def test_the_wrong_md5(tiny, tmp_path):
+    _, files = tiny("svhn")
+    files["test_32x32.mat"] += b"x"
+    with pytest.raises(DataError, match=r"test_32x32\.mat has md5 .* instead of .*download it again") as error:
+        import_images("svhn", put(tmp_path / "official", files))
+    one_line(error)
+    assert not (tmp_path / "cache").exists()
+
+
+def wrong_archive(monkeypatch, data):
+    """An archive with the right md5 and the wrong content."""
+    source = SOURCES["cifar10"]
+    archive = dataclasses.replace(source.archives[0], md5=hashlib.md5(data).hexdigest())
+    monkeypatch.setitem(SOURCES, "cifar10", dataclasses.replace(source, archives=(archive,)))
+
+
+def test_archives_that_are_not_what_they_say(tiny, tmp_path, monkeypatch):
+    arrays, _ = tiny("cifar10")
+    good = binary_files("cifar10", arrays)
+    name = "cifar-10-batches-bin/data_batch_3.bin"
+    link = io.BytesIO()
+    with tarfile.open(fileobj=link, mode="w:gz") as tar:
+        member = tarfile.TarInfo(name)
+        member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(member)
+    cases = [
+        (tar_of({**good, name: good[name] + b"x"}), "data_batch_3.bin in .* has .* bytes instead of"),
+        (tar_of({key: data for key, data in good.items() if key != name}), "does not hold .*data_batch_3.bin"),
+        (tar_of({f"../{key}": data for key, data in good.items()}), "does not hold"),
+        (link.getvalue(), "data_batch_3.bin in .* has 0 bytes"),
+        (tar_of(good)[:-200], "cannot read .*cifar-10-binary.tar.gz"),
+        (b"not a tar", "cannot read .*cifar-10-binary.tar.gz"),
+    ]
+    for data, words in cases:
+        wrong_archive(monkeypatch, data)
+        with pytest.raises(DataError, match=words) as error:
+            import_images("cifar10", put(tmp_path / "official", {"cifar-10-binary.tar.gz": data}))
+        one_line(error)
+    assert not (tmp_path / "cache").exists()
+    assert sorted(p.name for p in (tmp_path / "official").iterdir()) == ["cifar-10-binary.tar.gz"], "something was extracted"
+
+
+def test_arrays_that_are_not_the_set(tiny, tmp_path, monkeypatch):
+    arrays, _ = tiny("cifar10")
+    labels = arrays["train_labels"]
+    nines = np.flatnonzero(labels == 9)
+    relabelled, too_large, negative = labels.copy(), labels.copy(), labels.copy()
+    relabelled[nines[0]] = 0
+    too_large[nines[0]] = 10
+    negative[0] = -1
+    changed = arrays["test_images"].copy()
+    changed[3, 4, 5, 1] ^= 1
+    cases = [
+        ({"train_images": arrays["train_images"][:-1]}, r"cifar10_train_x.npy has uint8 of shape \(49, 32, 32, 3\)"),
+        ({"train_images": arrays["train_images"].transpose(0, 3, 1, 2)}, r"shape \(50, 3, 32, 32\)"),
+        ({"train_images": arrays["train_images"] / np.float32(255)}, "float32"),
+        ({"train_images": arrays["train_images"].astype(np.uint16)}, "the train images are uint16"),
+        ({"train_labels": labels.astype(float)}, "cifar10_train_y.npy has float64"),
+        ({"train_labels": too_large}, "the train labels lie between 0 and 10 instead of 0 and 9"),
+        ({"train_labels": negative}, "the train labels lie between -1 and 9"),
+        ({"train_labels": relabelled}, "class 0 has 6 train images instead of 5"),
+        ({"test_images": changed}, "the test images of .* have sha256"),
+        ({"train_labels": labels.astype(object)}, "cannot read .*cifar10_train_y.npy as an array of numbers"),
+    ]
+    known = SOURCES["cifar10"]
+    for change, words in cases:
+        # Wrong numbers must be caught for what they are, with no checksum to help; only the changed pixel is up to that.
+        unknown = known if "test_images" in change else dataclasses.replace(known, sha256={})
+        monkeypatch.setitem(SOURCES, "cifar10", unknown)
+        write_npy("cifar10", {**arrays, **change}, tmp_path)
+        with pytest.raises(DataError, match=words) as error:
+            import_images("cifar10", tmp_path)
+        one_line(error)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_labels_of_other_integer_types_and_orders_of_bytes(tiny, tmp_path):
+    arrays, _ = tiny("cifar10")
+    write_npy("cifar10", {**arrays, "train_labels": arrays["train_labels"].astype(">i2")}, tmp_path)
+    np.save(tmp_path / "cifar10_train_x.npy", np.asfortranarray(arrays["train_images"]))
+    import_images("cifar10", tmp_path)
+    assert_holds(load_images("cifar10"), arrays)
+
+
+@pytest.mark.parametrize("inner", ["cifar-10-python.tar.gz", "cifar-10-batches-py", "."])
+def test_the_pickled_version_is_refused(tiny, tmp_path, inner):
+    tiny("cifar10")
+    folder = tmp_path / ("cifar-10-batches-py" if inner == "." else "downloads")
+    put(folder, {"data_batch_1": b"\x80\x02}q\x01."})
+    (folder / inner).mkdir(exist_ok=True)
+    with pytest.raises(DataError, match=r"python version of cifar10, which is pickled.*cifar-10-binary\.tar\.gz") as error:
+        import_images("cifar10", folder)
+    one_line(error)
+    archive = put(tmp_path / "one", {"cifar-10-python.tar.gz": b"anything"}) / "cifar-10-python.tar.gz"
+    with pytest.raises(DataError, match="pickled"):
+        import_images("cifar10", archive)
+
+
+def test_folders_without_the_set(tiny, tmp_path):
+    arrays, _ = tiny("cifar10")
+    with pytest.raises(DataError, match=r"there is no folder .*nowhere") as error:
+        import_images("cifar10", tmp_path / "nowhere")
+    one_line(error)
+    with pytest.raises(DataError, match=r"does not hold cifar10; put cifar-10-binary\.tar\.gz there"):
+        import_images("cifar10", put(tmp_path / "empty", {}))
+    incomplete = binary_files("cifar10", arrays)
+    del incomplete["cifar-10-batches-bin/data_batch_4.bin"]
+    with pytest.raises(DataError, match=r"binary files\) is not complete: data_batch_4\.bin is missing"):
+        import_images("cifar10", put(tmp_path / "incomplete", incomplete))
+    with pytest.raises(DataError, match=r"notes\.txt is not an archive of cifar10; give cifar-10-binary\.tar\.gz"):
+        import_images("cifar10", put(tmp_path / "notes", {"notes.txt": b"x"}) / "notes.txt")
+    short = {**incomplete, "cifar-10-batches-bin/data_batch_4.bin": b"short"}
+    with pytest.raises(DataError, match=r"data_batch_4\.bin has 5 bytes instead of 30,730"):
+        import_images("cifar10", put(tmp_path / "short", short))
+    tiny("svhn")
+    with pytest.raises(DataError, match=r"test_32x32\.mat is missing"):
+        import_images("svhn", put(tmp_path / "half", {"train_32x32.mat": b"x"}))
+
+
+def test_names(tmp_path):
+    with pytest.raises(DataError, match="there is no image set 'CIFAR-10'; did you mean cifar10") as error:
+        load_images("CIFAR-10", tmp_path)
+    assert "cifar10, cifar100, svhn" in one_line(error)
+    with pytest.raises(DataError, match="no image set 'mnist'"):
+        import_images("mnist", tmp_path)
+
+
+def test_a_missing_set_names_both_commands(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHREX_DATA", str(tmp_path))
+    with pytest.raises(DataError) as error:
+        load_images("cifar10")
+    words = one_line(error)
+    assert f"cifar10 is not in {tmp_path}" in words
+    assert "`torchrex data fetch cifar10`" in words
+    assert "`torchrex data import cifar10 --from FOLDER`" in words
+    with pytest.raises(DataError, match=f"fetch svhn --to {tmp_path / 'b'}`"):
+        load_images("svhn", tmp_path / "b")
+
+
+def test_which_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHREX_DATA", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert data_folder() == tmp_path / ".cache" / "torchrex" / "data"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    assert data_folder() == tmp_path / "x" / "torchrex" / "data"
+    monkeypatch.setenv("TORCHREX_DATA", "~/d")
+    assert data_folder() == tmp_path / "d"
+    assert data_folder("here") == Path("here")
+
+
+@pytest.fixture
+def cached(tiny, tmp_path):
+    """The cache file of a small cifar10."""
+    arrays, files = tiny("cifar10")
+    return import_images("cifar10", put(tmp_path / "official", files)), arrays
+
+
+def flip(path, place):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def test_damage_is_seen(cached):
+    path, _ = cached
+    good = path.read_bytes()
+    damages = [good[:100], good[:-1], b"", b"\xff" * 200, good.replace(b"schema", b"schemo"), good + b"x"]
+    for damage in damages:
+        path.write_bytes(damage)
+        with pytest.raises(DataError, match=r"is damaged .*import it again with `torchrex data import cifar10") as error:
+            load_images("cifar10")
+        one_line(error)
+    for place in (-1, -100_000, len(good) // 2):
+        path.write_bytes(good)
+        flip(path, place)
+        with pytest.raises(DataError, match="have another sha256"):
+            load_images("cifar10")
+    path.write_bytes(good)
+    assert load_images("cifar10").n_classes == 10
+
+
+def test_checksums_once_per_process_unless_the_file_changes(cached, monkeypatch):
+    path, _ = cached
+    calls = []
+    real = cache._sha256
+    monkeypatch.setattr(cache, "_sha256", lambda tensor: calls.append(0) or real(tensor))
+    load_images("cifar10")
+    assert len(calls) == 4
+    load_images("cifar10")
+    assert len(calls) == 4
+    flip(path, -1)
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(DataError, match="sha256"):
+        load_images("cifar10")
+
+
+def test_the_cache_of_another_set_or_schema(cached):
+    path, _ = cached
+    path.rename(path.with_name("svhn.safetensors"))
+    with pytest.raises(DataError, match="it holds cifar10 in schema 1"):
+        load_images("svhn")
+
+
+def test_loaded_images_are_the_callers_own(cached):
+    """Changing them changes neither the file nor what is loaded next."""
+    images = load_images("cifar10")
+    images.train_images.zero_()
+    assert_holds(load_images("cifar10"), cached[1])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        images.name = "x"
+    assert repr(images) == "ImageSet(cifar10: 50 / 20 images, 10 classes)"
+
+
+needs_full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full, the device that is always full, here")
+
+
+@needs_full_disk
+def test_a_full_disk_leaves_the_old_cache_and_no_part(cached):
+    path, arrays = cached
+    part = path.with_name(f"{path.name}.part")
+    part.symlink_to("/dev/full")
+    images = dataclasses.replace(load_images("cifar10"), provenance="new")
+    with pytest.raises(DataError, match=r"No space left on device.*nothing was written, free some space") as error:
+        save_images(images)
+    one_line(error)
+    assert sorted(p.name for p in path.parent.iterdir()) == ["cifar10.safetensors"]
+    assert_holds(load_images("cifar10"), arrays)
+
+
+def test_a_cache_folder_that_cannot_be(tiny, tmp_path):
+    _, files = tiny("cifar10")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(DataError, match=r"cannot write .*choose another folder") as error:
+        import_images("cifar10", put(tmp_path / "official", files), tmp_path / "file" / "data")
+    one_line(error)

@@ -1,0 +1,97 @@
+"""`torchrex data`: what a person sees of fetch, import and list."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from test_data import assert_holds, put, tiny  # noqa: F401 - tiny is a fixture
+from test_data_download import cifar, server  # noqa: F401 - fixtures
+from torchrex.cli import data as cli_data
+from torchrex.errors import DataError
+from torchrex.vision.data import load_images
+
+app = typer.Typer()
+app.add_typer(cli_data.data_app, name="data")
+
+
+def data(*words):
+    return CliRunner().invoke(app, ["data", *map(str, words)])
+
+
+def test_import_and_list(tiny, tmp_path):  # noqa: F811
+    arrays, files = tiny("cifar10")
+    source, cache = put(tmp_path / "off[icial]", files), tmp_path / "cache"
+    result = data("import", "cifar10", "--from", source)
+    assert result.exit_code == 0, result.output
+    where = cache / "cifar10.safetensors"
+    assert result.stdout == f"cifar10: 70 images in {where} (official cifar-10-binary.tar.gz, md5 checked)\n"
+    assert result.stderr == "", "silent where stderr is not a terminal"
+    assert_holds(load_images("cifar10"), arrays)
+
+    lines = data("list").stdout.splitlines()
+    assert lines == [
+        f"cifar10   70 images in {where} (official cifar-10-binary.tar.gz, md5 checked)",
+        f"cifar100  not there ({cache})",
+        f"svhn      not there ({cache})",
+    ]
+    other = tmp_path / "other"
+    assert data("import", "cifar10", "--from", source, "--to", other).stdout.startswith(f"cifar10: 70 images in {other}")
+    assert f"70 images in {other}" in data("list", "--in", other).stdout
+
+
+def test_list_shows_damage(tiny, tmp_path):  # noqa: F811
+    _, files = tiny("svhn")
+    data("import", "svhn", "--from", put(tmp_path / "official", files))
+    path = tmp_path / "cache" / "svhn.safetensors"
+    path.write_bytes(path.read_bytes()[:50])
+    result = data("list")
+    assert result.exit_code == 0
+    assert "is damaged" in result.stdout.splitlines()[2]
+    assert "import it again" in result.stdout.splitlines()[2]
+
+
+def test_fetch(server, cifar, tmp_path):  # noqa: F811
+    result = data("fetch", "cifar10", "--to", tmp_path / "there", "--mirror", server.url)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(f"cifar10: 70 images in {tmp_path / 'there' / 'cifar10.safetensors'}")
+    assert_holds(load_images("cifar10", tmp_path / "there"), cifar)
+
+
+def test_errors_are_ours(tiny, tmp_path):  # noqa: F811
+    """The command line's main turns them into one line and exit code 2."""
+    tiny("cifar10")
+    for words in (["fetch", "cifar11"], ["import", "cifar10", "--from", tmp_path / "nowhere"]):
+        assert isinstance(data(*words).exception, DataError)
+    assert data("import", "cifar10").exit_code == 2
+
+
+def test_a_bar_on_a_terminal(server, cifar, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    result = data("fetch", "cifar10", "--mirror", server.url)
+    assert result.exit_code == 0, result.output
+    assert "download cifar10" in result.stderr
+    assert "100%" in result.stderr
+    assert "download" not in result.stdout
+
+
+def test_a_bar_without_a_total(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with cli_data._bar("x") as progress:
+        progress(5, 0)
+        progress(10, 10)
+
+
+@pytest.mark.parametrize(("command", "words"), [("fetch", "the same command goes on"), ("import", "nothing was written")])
+def test_ctrl_c(monkeypatch, tmp_path, command, words):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_data, f"{command}_images", interrupted)
+    result = data(command, "cifar10", *(["--from", tmp_path] if command == "import" else []))
+    assert result.exit_code == 130
+    assert result.stderr.startswith("torchrex: interrupted; ")
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1

@@ -1,0 +1,242 @@
+"""The networks: as many parameters as the paper's, the right structure, and fit for channels-last, autocast and the compiler."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchrex.errors import InvalidArgumentError
+from torchrex.vision.narrow_conv import NarrowConv2d
+from torchrex.vision.nets import NETS, build_net
+from torchrex.vision.resnet import BasicBlock, Bottleneck, ResNet
+from torchrex.vision.wide_resnet import WideBlock, WideResNet
+
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
+SMALL = {  # of every kind the smallest
+    "basic": lambda: ResNet(1, 7),
+    "bottleneck": lambda: ResNet(1, 7, block=Bottleneck),
+    "wide": lambda: WideResNet(10, 2, 7),
+}
+
+
+def count(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def small(kind):
+    torch.manual_seed(0)
+    return SMALL[kind]()
+
+
+def images(n=4, size=32):
+    x = torch.randn(n, 3, size, size, generator=torch.Generator().manual_seed(1))
+    return x.to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("name", "ten", "hundred"),
+    [
+        ("resnet8", 78_042, 83_892),
+        ("resnet20", 272_474, 278_324),
+        ("resnet32", 466_906, 472_756),
+        ("resnet56", 869_530, 892_660),
+        ("resnet56-basic", 855_770, 861_620),
+        ("wrn-16-8", 10_961_370, 11_007_540),
+        ("wrn-28-10", 36_479_194, 36_536_884),
+    ],
+)
+def test_parameter_counts(name, ten, hundred):
+    with torch.device("meta"):
+        assert count(build_net(name, 10)) == ten
+        assert count(build_net(name, 100)) == hundred
+
+
+def test_every_net_is_counted():
+    assert list(NETS) == ["resnet8", "resnet20", "resnet32", "resnet56", "resnet56-basic", "wrn-16-8", "wrn-28-10"]
+
+
+def test_resnet56_with_identity_shortcuts_is_the_one_of_he():
+    with torch.device("meta"):
+        net = build_net("resnet56-basic", 10)
+        projections = sum(count(block.shortcut) for block in net.blocks)
+        assert count(net) - projections == 853_018
+
+
+def test_six_bottlenecks_are_not_the_authors_net():
+    """Depth 9 n + 2 = 56 would mean n = 6; their number of parameters says n = 9."""
+    with torch.device("meta"):
+        assert count(ResNet(6, block=Bottleneck)) == 591_322
+        net = build_net("resnet56", 10)
+    assert len(net.blocks) == 27
+    main = [m for name, m in net.named_modules() if isinstance(m, nn.Conv2d | nn.Linear) and "shortcut" not in name]
+    assert len(main) == 83
+
+
+def test_names_of_parameters():
+    """Stored draws and checkpoints go by them."""
+    with torch.device("meta"):
+        basic, bottleneck, wide = (set(SMALL[kind]().state_dict()) for kind in SMALL)
+    assert {"conv1.weight", "bn1.weight", "blocks.0.conv2.weight", "blocks.1.shortcut.0.weight", "linear.bias"} <= basic
+    assert {"blocks.0.conv3.weight", "blocks.0.bn3.running_var", "blocks.0.shortcut.1.weight"} <= bottleneck
+    assert {"conv1.weight", "blocks.0.projection.weight", "blocks.2.bn1.bias", "bn.weight", "linear.weight"} <= wide
+
+
+# Against the definition, written out
+
+
+def conv_bn(conv, bn, x):
+    y = F.conv2d(x, conv.weight, stride=conv.stride, padding=conv.kernel_size[0] // 2)
+    return F.batch_norm(y, None, None, bn.weight, bn.bias, training=True)
+
+
+def activated(bn, x):
+    return F.relu(F.batch_norm(x, None, None, bn.weight, bn.bias, training=True))
+
+
+def reference_basic(block, x):
+    y = conv_bn(block.conv2, block.bn2, F.relu(conv_bn(block.conv1, block.bn1, x)))
+    return F.relu(y + (x if isinstance(block.shortcut, nn.Identity) else conv_bn(*block.shortcut, x)))
+
+
+def reference_bottleneck(block, x):
+    y = F.relu(conv_bn(block.conv1, block.bn1, x))
+    y = conv_bn(block.conv3, block.bn3, F.relu(conv_bn(block.conv2, block.bn2, y)))
+    return F.relu(y + (x if isinstance(block.shortcut, nn.Identity) else conv_bn(*block.shortcut, x)))
+
+
+def reference_wide(block, x):
+    a = activated(block.bn1, x)
+    y = F.conv2d(a, block.conv1.weight, stride=block.conv1.stride, padding=1)
+    y = F.conv2d(activated(block.bn2, y), block.conv2.weight, padding=1)
+    if block.projection is None:
+        return y + x
+    return y + F.conv2d(a, block.projection.weight, stride=block.projection.stride)
+
+
+@pytest.mark.parametrize(
+    ("block", "reference", "expansion"),
+    [(BasicBlock, reference_basic, 1), (Bottleneck, reference_bottleneck, 4), (WideBlock, reference_wide, 1)],
+)
+@pytest.mark.parametrize(("width_in", "width", "stride"), [(16, 16, 1), (64, 16, 1), (16, 32, 2), (32, 32, 2)])
+def test_blocks(block, reference, expansion, width_in, width, stride):
+    torch.manual_seed(0)
+    part = block(width_in, width, stride)
+    for module in part.modules():
+        if isinstance(module, nn.BatchNorm2d):  # else all weights of them are alike
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias)
+    x = torch.randn(3, width_in, 8, 8)
+    y = part(x)
+    assert y.shape == (3, expansion * width, 8 // stride, 8 // stride)
+    assert torch.allclose(y, reference(part, x), atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "widths"), [("basic", [16, 32, 64]), ("bottleneck", [64, 128, 256]), ("wide", [32, 64, 128])])
+def test_stages(kind, widths):
+    """Widths and image sizes after each stage; then the mean over the image and a linear map."""
+    net, x = small(kind), images()
+    shapes = []
+    for block in net.blocks:
+        block.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape)))
+    logits = net(x)
+    assert shapes == [(4, width, size, size) for width, size in zip(widths, (32, 16, 8), strict=True)]
+    assert logits.shape == (4, 7)
+    features = []
+    net.blocks.register_forward_hook(lambda module, inputs, output: features.append(output))
+    net(x)
+    last = activated(net.bn, features[0]) if kind == "wide" else features[0]
+    assert torch.allclose(logits, net.linear(last.mean((2, 3))), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_he_initialisation(kind):
+    """Standard deviation sqrt(2 / fan out), fan out = channels out times kernel; five standard errors."""
+    for module in small(kind).modules():
+        if isinstance(module, nn.Conv2d):
+            weight = module.weight.detach().double()
+            expected = 2 / (module.out_channels * module.kernel_size[0] ** 2)
+            assert abs(float(weight.square().mean()) / expected - 1) < 5 * (2 / weight.numel()) ** 0.5
+            assert module.bias is None
+        elif isinstance(module, nn.BatchNorm2d):
+            assert bool((module.weight == 1).all() and (module.bias == 0).all())
+
+
+def test_which_convolutions_have_kernels_of_their_own():
+    """All 3x3 ones of the narrow nets (the layer itself knows which fit), none of the wide ones."""
+    for kind in ("basic", "bottleneck"):
+        large = [m for m in small(kind).modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
+        assert all(isinstance(module, NarrowConv2d) for module in large)
+    assert not any(isinstance(module, NarrowConv2d) for module in small("wide").modules())
+
+
+# Fit for the fast path
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_channels_last_under_autocast(kind):
+    """Every layer keeps the memory order, and bfloat16 changes the loss and the gradient by little."""
+    net = small(kind).to(memory_format=torch.channels_last)
+    x, y = images(8), torch.arange(8) % 7
+    orders = []
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d | nn.BatchNorm2d):
+            module.register_forward_hook(
+                lambda module, inputs, output: orders.append(output.is_contiguous(memory_format=torch.channels_last))
+            )
+    exact = F.cross_entropy(net(x), y)
+    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(exact, list(net.parameters()))])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = net(x)
+        loss = F.cross_entropy(logits, y)
+    rounded = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))])
+    assert logits.dtype == torch.bfloat16
+    assert all(orders)
+    assert torch.allclose(loss, exact, rtol=0.05)
+    assert float(F.cosine_similarity(gradient, rounded, dim=0)) > 0.98
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["bottleneck", "wide"])
+def test_compiled_in_one_graph(kind):
+    net = small(kind).to(memory_format=torch.channels_last).eval()
+    compiled = torch.compile(net, fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        assert torch.allclose(compiled(images(2, 8)), net(images(2, 8)), atol=1e-4)
+
+
+# By name
+
+
+def test_a_net_by_name():
+    net = build_net("resnet8", 5)
+    assert isinstance(net, ResNet)
+    assert net(images(2)).shape == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("resnet-20", "no network is called 'resnet-20'; did you mean 'resnet20'"),
+        ("WRN28-10", "did you mean 'wrn-28-10'"),
+        ("resnet56_basic", "did you mean 'resnet56-basic'"),
+        ("?", r"no network is called '\?'; take one of these. There are resnet8, resnet20"),
+    ],
+)
+def test_an_unknown_name(name, words):
+    with pytest.raises(InvalidArgumentError, match=words):
+        build_net(name, 10)
+
+
+def test_what_is_refused():
+    with pytest.raises(InvalidArgumentError, match="n_classes must be a whole number from 1 on, got 0"):
+        build_net("resnet8", 0)
+    with pytest.raises(InvalidArgumentError, match=r"depth must be 6 n [+] 4, like 10, 16, 22 or 28, got 20"):
+        WideResNet(20, 1)
+    with pytest.raises(InvalidArgumentError, match=r"depth must be 6 n [+] 4"):
+        WideResNet(4, 1)
+    with pytest.raises(InvalidArgumentError, match="widening must be at least 1, got 0"):
+        WideResNet(16, 0)
