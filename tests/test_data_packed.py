@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -175,13 +176,23 @@ def test_import_of_the_packed_form_in_this_process(folder, shards):
 
 
 @pytest.mark.parametrize("procs", [1, 2])
-def test_a_shard_that_cannot_be_decoded(folder, shards, procs):
+def test_a_shard_that_cannot_be_decoded(folder, shards, procs, monkeypatch):
+    started = []
+
+    class Recorded(packed.subprocess.Popen):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            started.append(self)
+
+    monkeypatch.setattr(packed.subprocess, "Popen", Recorded)
     files, *_ = shards
     (folder / "svhn_train_00.npz").write_bytes(files["svhn_train_00.npz"][:500])
     with pytest.raises(DataError, match=r"cannot decode .*svhn_train_00\.npz with model_small\.npz \(.*zip file") as error:
         import_images("svhn", folder, procs=procs)
     one_line(error)
     assert not (folder / "cache").exists()
+    # The other process was in the middle of its work, and is not waited for.
+    assert [process.returncode for process in started[1:2]] == [-signal.SIGKILL] * (procs - 1)
 
 
 @pytest.mark.usefixtures("decoded_at_once")

@@ -7,7 +7,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -22,8 +22,9 @@ from torchrex.cli.reproduce import RECIPES, reproduce_it
 from torchrex.errors import ConfigError, TorchrexError
 from torchrex.experiments import recipes
 from torchrex.experiments.config import override, to_json
-from torchrex.experiments.recipes import Config, get_recipe
-from torchrex.experiments.runner import RunFolder, run_recipe
+from torchrex.experiments.groups import Group, group
+from torchrex.experiments.recipes import Config, TrainingConfig, get_recipe
+from torchrex.experiments.runner import RunFolder, run_recipe, run_together
 from torchrex.posterior.progress import progress_bar
 
 app = typer.Typer(
@@ -100,8 +101,17 @@ def run(
         raise ConfigError("--resume goes on with a run and --overwrite begins it anew; give one of them")
     config = override(get_recipe(recipe), set_ or [])
     clock = Clock(budget)
-    for s in range(seed, seed + seeds):
-        folder = run_one(config, s, out, device=device, overwrite=overwrite, resume=resume, budget=clock.left())
+    for each in group([(config, s) for s in range(seed, seed + seeds)], out, overwrite=overwrite):
+        folders = run_group(each, out, device=device, overwrite=overwrite, resume=resume, budget=clock.left())
+        show(folders, config)
+        for folder in folders:
+            if not goes_on(folder, f"the same command with --resume{' instead of --overwrite' if overwrite else ''}"):
+                return
+
+
+def show(folders: Sequence[RunFolder], config: Config) -> None:
+    """The numbers of finished runs, and how far the others came."""
+    for folder in folders:
         result = folder.result or {}
         metrics = Table("metric", "value", box=None, header_style="bold")
         for name, value in result["metrics"].items():
@@ -111,16 +121,17 @@ def run(
             if result["status"] in ("paused", "interrupted") and "steps_done" in result
             else ""
         )
-        stdout.print(f"{recipe}, seed {s}: {result['status']}{where} in {result['wall_seconds']:.1f} s", highlight=False)
+        head = f"{config.recipe}, seed {result['seed']}: {result['status']}{where} in {result['wall_seconds']:.1f} s"
+        stdout.print(f"{head}{f' ({len(folders)} runs side by side)' if len(folders) > 1 else ''}", highlight=False)
         if result["metrics"]:
             for pair in result["swaps"] if "steps_done" in result else ():
                 metrics.add_row(
                     f"swaps of rungs {pair['pair'][0]} and {pair['pair'][1]}", f"{pair['accepted']:,} of {pair['proposed']:,}"
                 )
             stdout.print(metrics)
+        if "error" in result:
+            stdout.print(result["error"], soft_wrap=True, markup=False, highlight=False)
         stdout.print(f"run folder: {folder.path}", soft_wrap=True)
-        if not goes_on(folder, f"the same command with --resume{' instead of --overwrite' if overwrite else ''}"):
-            return
 
 
 @app.command()
@@ -138,14 +149,15 @@ def reproduce(
     """Run what is missing of a figure or table, draw it, and print the numbers, beside the paper's where it has some."""
     clock = Clock(budget)
 
-    def one(config: Config, s: int) -> RunFolder:
-        unfinished = not overwrite and RunFolder.of(out, config.recipe, s).can_resume(config)
-        folder = run_one(config, s, out, device=device, overwrite=not unfinished, resume=unfinished, budget=clock.left())
-        if not goes_on(folder, f"the same command{' without --overwrite' if overwrite else ''}"):
-            raise typer.Exit
-        return folder
+    def run_them(each: Group) -> list[RunFolder]:
+        unfinished = not overwrite and (bool(each.steps) or len(each.jobs) > 1)
+        folders = run_group(each, out, device=device, overwrite=not unfinished, resume=unfinished, budget=clock.left())
+        for folder in folders:
+            if not goes_on(folder, f"the same command{' without --overwrite' if overwrite else ''}"):
+                raise typer.Exit
+        return folders
 
-    reproduce_it(what, set_ or [], seed, seeds, only, out, overwrite=overwrite, run_one=one, console=stdout)
+    reproduce_it(what, set_ or [], seed, seeds, only, out, overwrite=overwrite, run_them=run_them, console=stdout)
 
 
 class Clock:
@@ -168,12 +180,17 @@ class Clock:
         return None if self.budget is None else max(0.0, self.budget - (time.monotonic() - self.began))
 
 
-def run_one(
-    config: Config, seed: int, out: Path, *, device: str, overwrite: bool, resume: bool, budget: float | None
-) -> RunFolder:
-    folder = RunFolder.of(out, config.recipe, seed)
-    with progress_bar(f"{config.recipe} seed {seed}", config.n_steps, stderr) as progress, told_if_early(folder):
-        return run_recipe(config, seed, out, device=device, overwrite=overwrite, resume=resume, budget=budget, progress=progress)
+def run_group(each: Group, out: Path, *, device: str, overwrite: bool, resume: bool, budget: float | None) -> list[RunFolder]:
+    """Run the jobs of a group, with a progress bar."""
+    (config, seed), n_steps = each.jobs[0], each.jobs[0][0].n_steps
+    with progress_bar(each.name, n_steps, stderr) as progress, told_if_early(RunFolder.of(out, config.recipe, seed)):
+        if len(each.jobs) == 1:
+            folder = run_recipe(
+                config, seed, out, device=device, overwrite=overwrite, resume=resume, budget=budget, progress=progress
+            )
+            return [folder]
+        jobs = [(config, seed) for config, seed in each.jobs if isinstance(config, TrainingConfig)]
+        return run_together(jobs, out, device=device, overwrite=overwrite, resume=resume, budget=budget, progress=progress)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from rich.console import Console
 from torchrex.errors import MissingDependencyError, RecipeError, RunFolderError
 from torchrex.experiments.config import dumps, override
 from torchrex.experiments.digits import digits_recipes
+from torchrex.experiments.groups import Group, group
 from torchrex.experiments.mixtures import figure1_recipes
 from torchrex.experiments.recipes import Config
 from torchrex.experiments.runner import RunFolder, same_config
@@ -19,7 +20,7 @@ from torchrex.report import digits, figure1
 
 RECIPES: dict[str, Callable[[], Mapping[str, Config]]] = {"figure1": figure1_recipes, "digits": digits_recipes}
 DEFAULT_SEEDS = {"figure1": 1, "digits": 5}
-RunOne = Callable[[Config, int], RunFolder]
+RunThem = Callable[[Group], list[RunFolder]]
 
 
 def reproduce_it(
@@ -31,7 +32,7 @@ def reproduce_it(
     out: Path,
     *,
     overwrite: bool,
-    run_one: RunOne,
+    run_them: RunThem,
     console: Console,
 ) -> None:
     """Run the missing recipes for every seed, then write pictures, tables and numbers beside the run folders."""
@@ -44,14 +45,14 @@ def reproduce_it(
     if not chosen:
         raise RecipeError(f"no recipe of {what} has {only!r} in its name; they are {', '.join(known)}")
     each = list(range(seed, seed + (DEFAULT_SEEDS[what] if seeds is None else seeds)))
-    folders = run_missing(chosen, each, out, overwrite=overwrite, run_one=run_one, console=console)
+    folders = run_missing(chosen, each, out, overwrite=overwrite, run_them=run_them, console=console)
     name = f"{what}-{only.replace('/', '-')}" if only else what  # a part does not replace the whole
     report = {"figure1": report_figure1, "digits": report_digits}[what]
     report(chosen, folders, each, out / name, console)
 
 
 def run_missing(
-    configs: Mapping[str, Config], seeds: Sequence[int], out: Path, *, overwrite: bool, run_one: RunOne, console: Console
+    configs: Mapping[str, Config], seeds: Sequence[int], out: Path, *, overwrite: bool, run_them: RunThem, console: Console
 ) -> dict[str, list[RunFolder]]:
     """All run folders by recipe, those that were not there just made."""
     todo, folders = [], {}
@@ -65,9 +66,11 @@ def run_missing(
                 )
             if overwrite or not folder.finished:
                 todo.append((config, seed))
-    for config, seed in todo:
-        seconds = (run_one(config, seed).result or {})["wall_seconds"]
-        console.print(f"{config.recipe}, seed {seed}: {seconds:.1f} s", soft_wrap=True, highlight=False)
+    for each in group(todo, out, overwrite=overwrite):
+        for (config, seed), folder in zip(each.jobs, run_them(each), strict=True):
+            result = folder.result or {}
+            told = f"{result['wall_seconds']:.1f} s" if result["status"] == "finished" else result.get("error", result["status"])
+            console.print(f"{config.recipe}, seed {seed}: {told}", soft_wrap=True, highlight=False)
     if not todo:
         console.print(f"all {len(configs) * len(seeds)} runs are there already; nothing was run again", highlight=False)
     return folders

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import json
 import math
+import re
 import types
 import typing
 from typing import Any, TypeVar
@@ -99,4 +100,6 @@ def to_json(value: Any) -> Any:
 
 
 def dumps(value: Any) -> str:
-    return json.dumps(to_json(value), indent=2, allow_nan=False) + "\n"
+    """JSON for people: indented, but a list of numbers on one line."""
+    text = json.dumps(to_json(value), indent=2, allow_nan=False) + "\n"
+    return re.sub(r"\[\n\s+([^\[\]{}\"]*?)\n\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text)

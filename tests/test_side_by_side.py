@@ -1,0 +1,279 @@
+"""Runs side by side: each is, bit for bit, the run it would be alone, whoever is beside it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchrex as tr
+from modules import same
+from torchrex.errors import CheckpointError, DeviceError, InvalidArgumentError, NonFiniteEnergyError
+from torchrex.exchange import NoSwaps, RepeatedDraws, SideBySide, Smoothing
+from torchrex.training import Member, train_together
+
+N = 200
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")),
+]
+
+
+class Net(nn.Module):
+    """A convolution with BatchNorm and, by choice, dropout."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(8)
+        self.dropout = nn.Dropout(dropout)
+        self.linear = nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.linear(self.dropout(F.relu(self.bn(self.conv(x))).mean((2, 3))))
+
+
+def jitter(batch, generator):
+    x, y = batch
+    return x + 0.1 * torch.rand(x.shape, device=x.device, generator=generator), y
+
+
+def loaders(device):
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(N, 3, 8, 8, generator=generator), torch.randint(5, (N,), generator=generator)
+    return [tr.DeviceLoader((x, y), 32, seed=seed, augment=jitter, device=device) for seed in (3, 4)]
+
+
+ENERGY = tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=tr.GaussianPrior(2.0))
+
+
+def make(method, seed, device, model=Net, lr=1e-5, **options):
+    """A run of one method; `re` and `pair` measure repeated energies, `paired` has the free variance."""
+    ensemble = tr.ModuleEnsemble(model, ENERGY, tr.SGHMC(0.1), device=device)
+    if method == "msgd":
+        return tr.ReplicaExchange(ensemble, tr.Ladder.descent(lr), seed=seed, deterministic=True, **options)
+    noise = tr.PairedVariance(0.3) if method == "paired" else Smoothing(0.3, RepeatedDraws(4, every=7))
+    temperatures = (1.0,) if method == "sghmc" else (1.0, 1.002)
+    return tr.ReplicaExchange(
+        ensemble,
+        tr.Ladder(temperatures, (lr, 1.5 * lr)[: len(temperatures)]),
+        noise=None if method == "sghmc" else noise,
+        pairing=NoSwaps() if method == "pair" else None,
+        seed=seed,
+        deterministic=True,
+        **options,
+    )
+
+
+def advance(runs, n, device, data=None):
+    data, extra = loaders(device) if data is None else data
+    blocks = list(SideBySide(runs).advance(n, data, extra))
+    return [torch.cat([block[k].energy for block in blocks]) for k in range(len(runs))]
+
+
+def numbers(run):
+    """Everything a run is, but for its settings and the generators that only a captured step leaves alone."""
+    state = run.state_dict()
+    return {key: state[key] for key in ("n_steps", "exchange", "replicas")}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_run_is_the_one_it_would_be_alone(device):
+    jobs = [("msgd", 0), ("re", 0), ("pair", 0), ("re", 1), ("paired", 1)]
+    together = [make(method, seed, device) for method, seed in jobs]
+    energies = advance(together, 40, device)
+    assert not torch.equal(energies[1], energies[3])  # seeds differ
+    for (method, seed), run, energy in zip(jobs, together, energies, strict=True):
+        alone = make(method, seed, device)
+        assert torch.equal(advance([alone], 40, device)[0], energy)
+        assert same(numbers(alone), numbers(run))
+    swapped = [run.state.replica_at[:, 0].tolist() for run in together]
+    assert swapped[2] == [0, 1]
+    assert float(together[1].state.noise_updates) == 5.0  # at steps 7, 14, ..., 35
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sghmc_is_rung_0_of_the_independent_pair(device):
+    """So that a table needs to train only one of them."""
+    sghmc, pair = make("sghmc", 5, device), make("pair", 5, device)
+    advance([sghmc], 30, device)
+    advance([pair], 30, device)
+    assert same(sghmc.state_dict()["replicas"][0], pair.state_dict()["replicas"][0])
+    assert not same(*pair.state_dict()["replicas"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_apart_and_together_again(device):
+    """Ten steps together, ten apart, ten in other company: still the same run."""
+    whole = make("re", 0, device)
+    advance([whole], 30, device)
+    data = loaders(device)
+    run, first, second = (make(method, seed, device) for method, seed in (("re", 0), ("msgd", 1), ("pair", 2)))
+    advance([run, first], 10, device, data)
+    advance([run], 10, device, data)
+    other = loaders(device)
+    advance([second], 20, device, other)
+    advance([second, run], 10, device, other)
+    assert same(numbers(whole), numbers(run))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_captured_repeated_energies_are_the_eager_ones():
+    captured, eager = make("re", 0, "cuda"), make("re", 0, "cuda", compiled=False)
+    for run in (captured, eager):
+        advance([run], 30, "cuda")
+    assert captured.alone.graphs is None or not captured.alone.graphs.failed
+    torch.testing.assert_close(captured.state.noise_variance, eager.state.noise_variance, rtol=1e-3, atol=0.0)
+    torch.testing.assert_close(captured.ensemble.position, eager.ensemble.position, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_runs_with_dropout_are_captured_one_by_one(caplog):
+    def model():
+        return Net(0.3)
+
+    together = [make("paired", seed, "cuda", model) for seed in (0, 1)]
+    with caplog.at_level(logging.WARNING, "torchrex"):
+        advance(together, 12, "cuda")
+    assert "one after another" in caplog.text
+    for seed, run in enumerate(together):
+        assert run.alone.graphs is not None
+        assert not run.alone.graphs.failed
+        alone = make("paired", seed, "cuda", model)
+        data, _ = loaders("cuda")
+        for _ in range(12):
+            alone.step(data.next())
+        assert same(numbers(alone), numbers(run))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_run_that_diverges_is_left_behind(device):
+    good, bad = make("paired", 0, device), make("paired", 1, device, lr=1e30)
+    data, extra = loaders(device)
+    group = SideBySide([bad, good])
+    blocks = list(group.advance(300, data, extra))
+    assert isinstance(group.failures[0], NonFiniteEnergyError)
+    assert blocks[-1][0] is None
+    alone = make("paired", 0, device)
+    advance([alone], 300, device)
+    assert same(numbers(alone), numbers(good))
+
+
+def members(tmp_path, jobs, device="cpu", **options):
+    return [
+        Member(
+            make(method, seed, device, **options),
+            [tr.PosteriorAverage([next(iter(loaders(device)[0]))], every=5, burn_in=10, rungs=(0,), history=True)],
+            tr.Trace(3),
+            tr.Checkpoints(tmp_path / f"{method}{seed}"),
+            {"method": method},
+        )
+        for method, seed in jobs
+    ]
+
+
+JOBS = [("msgd", 0), ("re", 0), ("re", 1)]
+
+
+def test_stopped_and_resumed_together_equals_never_stopped(tmp_path):
+    data, extra = loaders("cpu")
+    whole = members(tmp_path / "whole", JOBS)
+    assert train_together(whole, data, 40, extra=extra, checkpoint_every=10).status == "finished"
+
+    parts = members(tmp_path / "parts", JOBS)
+    data, extra = loaders("cpu")
+    assert train_together(parts, data, 40, extra=extra, checkpoint_every=10, budget=0.0).status == "paused"
+    outcome, calls = "paused", 0
+    while outcome == "paused":
+        parts = members(tmp_path / "parts", JOBS)
+        data, extra = loaders("cpu")
+        outcome = train_together(parts, data, 40, extra=extra, checkpoint_every=10, budget=1e-9).status
+        calls += 1
+    assert calls > 3
+    for one, other in zip(whole, parts, strict=True):
+        assert same(numbers(one.run), numbers(other.run))
+        assert same(one.averages[0].state_dict(), other.averages[0].state_dict())
+        assert same(one.trace.tensors(), other.trace.tensors())
+
+
+def test_one_that_is_a_checkpoint_behind_takes_the_others_back(tmp_path):
+    """A crash between two members' saves: all go on from the step that all have."""
+    data, extra = loaders("cpu")
+    whole = members(tmp_path / "whole", JOBS)
+    train_together(whole, data, 40, extra=extra, checkpoint_every=10)
+    first = members(tmp_path / "parts", JOBS)
+    data, extra = loaders("cpu")
+    train_together(first, data, 30, extra=extra, checkpoint_every=10)
+    for path in sorted((tmp_path / "parts" / "re1").glob("step=000000030/*")):
+        path.unlink()
+    again = members(tmp_path / "parts", JOBS)
+    data, extra = loaders("cpu")
+    train_together(again, data, 40, extra=extra, checkpoint_every=10)
+    for one, other in zip(whole, again, strict=True):
+        assert same(numbers(one.run), numbers(other.run))
+
+
+def test_runs_without_a_common_checkpoint_are_told(tmp_path):
+    for name, steps in (("re", 30), ("msgd", 10)):
+        data, extra = loaders("cpu")
+        train_together(members(tmp_path, [(name, 0)]), data, steps, extra=extra, checkpoint_every=10)
+    data, extra = loaders("cpu")
+    with pytest.raises(CheckpointError, match="no checkpoint of the same step"):
+        train_together(members(tmp_path, [("re", 0), ("msgd", 0)]), data, 40, extra=extra, checkpoint_every=10)
+
+
+def test_a_member_that_diverges_is_named_and_the_others_finish(tmp_path):
+    data, extra = loaders("cpu")
+    group = [*members(tmp_path, [("paired", 0)]), *members(tmp_path, [("paired", 1)], lr=1e30)]
+    outcome = train_together(group, data, 40, extra=extra, checkpoint_every=10)
+    assert outcome.status == "finished"
+    assert group[0].failure is None
+    assert "checkpoint before it" in str(group[1].failure)
+    lost = [*members(tmp_path / "lost", [("paired", 0), ("paired", 1)], lr=1e30)]
+    data, extra = loaders("cpu")
+    with pytest.raises(NonFiniteEnergyError):
+        train_together(lost, data, 40, extra=extra, checkpoint_every=10)
+
+
+def test_out_of_memory_says_what_to_lower_and_keeps_the_state(tmp_path, monkeypatch):
+    group = members(tmp_path, JOBS)
+    data, extra = loaders("cpu")
+    calls = []
+
+    def full(*_):
+        calls.append(1)
+        if len(calls) > 15:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(*_)
+
+    original = Net.forward
+    monkeypatch.setattr(Net, "forward", full)
+    with pytest.raises(DeviceError, match=r"5 replicas in 3 runs side by side on batches of 32; train fewer.*step=000000000"):
+        train_together(group, data, 40, extra=extra, checkpoint_every=10)
+
+
+def test_what_cannot_go_side_by_side():
+    run = make("re", 0, "cpu")
+    data, extra = loaders("cpu")
+    with pytest.raises(InvalidArgumentError, match="different runs"):
+        SideBySide([run, run])
+    with pytest.raises(InvalidArgumentError, match="at least one"):
+        SideBySide([])
+    other = tr.ReplicaExchange(
+        tr.ModuleEnsemble(Net, ENERGY),
+        tr.Ladder((1.0, 2.0), 1e-5),
+        noise=Smoothing(0.3, RepeatedDraws(4, every=8)),
+    )
+    with pytest.raises(InvalidArgumentError, match=r"\[\(7, 4\), \(8, 4\)\]"):
+        SideBySide([run, other])
+    with pytest.raises(InvalidArgumentError, match="second loader as extra"):
+        list(SideBySide([run, make("msgd", 0, "cpu")]).advance(3, data))
+    advance([run], 3, "cpu")
+    with pytest.raises(InvalidArgumentError, match=r"same step, got \[0, 3\]"):
+        list(SideBySide([run, make("re", 1, "cpu")]).advance(3, data, extra))
+    apart = tr.ReplicaExchange(tr.ModuleEnsemble(Net, ENERGY, shared_batches=False), tr.Ladder((1.0, 2.0), 1e-5))
+    with pytest.raises(InvalidArgumentError, match="shared_batches=True"):
+        SideBySide([make("re", 2, "cpu"), apart])
