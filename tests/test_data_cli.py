@@ -22,7 +22,7 @@ def data(*words):
 
 def test_import_and_list(tiny, tmp_path):  # noqa: F811
     arrays, files = tiny("cifar10")
-    source, cache = put(tmp_path / "off[icial]", files), tmp_path / "cache"
+    source, cache = put(tmp_path / "official", files), tmp_path / "cache"
     result = data("import", "cifar10", "--from", source)
     assert result.exit_code == 0, result.output
     where = cache / "cifar10.safetensors"
@@ -36,7 +36,7 @@ def test_import_and_list(tiny, tmp_path):  # noqa: F811
         f"cifar100  not there ({cache})",
         f"svhn      not there ({cache})",
     ]
-    other = tmp_path / "other"
+    other = tmp_path / "[red]other"
     assert data("import", "cifar10", "--from", source, "--to", other).stdout.startswith(f"cifar10: 70 images in {other}")
     assert f"70 images in {other}" in data("list", "--in", other).stdout
 
@@ -79,9 +79,11 @@ def test_a_bar_on_a_terminal(server, cifar, monkeypatch):  # noqa: F811
 
 def test_a_bar_without_a_total(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with cli_data._bar("x") as progress:
+    with cli_data._bar("title") as progress:
         progress(5, 0)
-        progress(10, 10)
+    shown = capsys.readouterr().err
+    assert "title" in shown
+    assert "%" not in shown
 
 
 @pytest.mark.parametrize(("command", "words"), [("fetch", "the same command goes on"), ("import", "nothing was written")])

@@ -160,6 +160,11 @@ class ImageConfig:
     def steps_of(self, paper_epochs: float) -> int:
         return round(paper_epochs * self.epochs / PAPER_EPOCHS * self.steps_per_epoch)
 
+    @property
+    def swap_start(self) -> int:
+        """The first step with a swap test: not before there is a variance to correct it by."""
+        return max(self.steps_of(self.swaps_after), self.steps_per_epoch if self.variance == "repeated" else 1)
+
     def ladder(self) -> Ladder:
         def decay(step: int) -> float:
             return float(LR_RATE ** max(0.0, self.in_paper_epochs(step) - HOLD))
@@ -206,7 +211,7 @@ class ImageConfig:
             noise=self.noise(),
             correction_factor=ProportionalToGap(self.correction_factor, per_swap=self.factor_per_swap),
             pairing=NoSwaps() if self.method == "independent" else None,
-            swap_start=self.steps_of(self.swaps_after),
+            swap_start=self.swap_start,
             swap_rest=self.steps_of(self.rest_after_swap),
             momentum=self.momentum_at_swap,
             deterministic=self.deterministic,
