@@ -139,11 +139,14 @@ def reproduce(
     what: Annotated[str, typer.Argument(help=f"One of {', '.join(RECIPES)}.")],
     set_: Set = None,
     seed: Seed = 0,
-    seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds; by default 1 for figure1, 5 for digits.")] = None,
-    only: Annotated[str, typer.Option(help="Only recipes with this in their name, e.g. case1.")] = "",
+    seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds; by default 5 for digits, 1 for the others.")] = None,
+    only: Annotated[
+        str, typer.Option(help="Only recipes with this in their name, e.g. case1, or with all of resnet20/cifar10.")
+    ] = "",
     out: Out = Path("runs"),
     device: Device = "auto",
     overwrite: Overwrite = False,
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Run nothing, use the runs that are there.")] = False,
     budget: Budget = "",
 ) -> None:
     """Run what is missing of a figure or table, draw it, and print the numbers, beside the paper's where it has some."""
@@ -157,7 +160,9 @@ def reproduce(
                 raise typer.Exit
         return folders
 
-    reproduce_it(what, set_ or [], seed, seeds, only, out, overwrite=overwrite, run_them=run_them, console=stdout)
+    reproduce_it(
+        what, set_ or [], seed, seeds, only, out, overwrite=overwrite, rebuild=rebuild, run_them=run_them, console=stdout
+    )
 
 
 class Clock:

@@ -1,8 +1,9 @@
 """Recipes for tables 1 and 2 and figure 2, in two families, with the paper's numbers beside them.
 
 `icml2020/...` is like for like with the authors' code, where it differs from the paper too: the noise keeps the initial learning
-rate, the prior is in the gradient but not in the swap energy, every swap lowers F, the variance comes from ten energies once an
-epoch. Their threshold has the sum of the two variances where the paper has one, so that their F0 of 3e5 is 1.5e5 here.
+rate, the prior is in the gradient but not in the swap energy, every swap lowers F, momenta are not rescaled at a swap, the
+variance comes from ten energies once an epoch, and a wide network swaps no more for 20 epochs after a swap. Their threshold has
+the sum of the two variances where the paper has one, so that their F0 of 3e5 is 1.5e5 here.
 `clean/...` does it right, with the free paired variance at every step.
 
 Without a method at its end a name means reSGHMC; `-independent` is the same ladder without swaps, the baseline of equal compute.

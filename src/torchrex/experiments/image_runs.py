@@ -71,7 +71,7 @@ def train_images(
     done = max(member.run.n_steps for member in members) - began
     if outcome.status == "paused" and done < config.steps_per_epoch:
         logger.warning(
-            "the budget of %.0f s was used up after %d of the %d steps of an epoch; they are saved, but give it more time",
+            "the budget of %.3g s was used up after %d of the %d steps of an epoch; they are saved, but give it more time",
             budget or 0.0,
             done,
             config.steps_per_epoch,

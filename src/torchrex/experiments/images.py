@@ -7,6 +7,7 @@ an epoch still has as many steps: the paper ran "the same iterations".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -103,6 +104,8 @@ class ImageConfig:
             ("correction_factor", self.correction_factor > 0, "positive"),
             ("factor_per_swap", 0 < self.factor_per_swap <= 1, "in (0, 1]"),
             ("smoothing", 0 < self.smoothing <= 1, "in (0, 1]"),
+            ("swaps_after", 0 <= self.swaps_after < math.inf, "at least 0 and finite"),
+            ("rest_after_swap", 0 <= self.rest_after_swap < math.inf, "at least 0 and finite"),
             ("average_after", 0 <= self.average_after < PAPER_EPOCHS, f"at least 0 and less than {PAPER_EPOCHS}"),
             ("checkpoint_every", self.checkpoint_every >= 1, "at least 1"),
         ):
