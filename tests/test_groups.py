@@ -234,7 +234,6 @@ def test_when_all_diverge_it_is_an_error_and_each_folder_says_so(tmp_path):
         assert (result["seed"], "became" in result["error"]) == (seed, True)
 
 
-@pytest.mark.xfail(strict=True, reason="the failure of the last one is written into all folders")
 def test_when_all_diverge_each_folder_has_its_own_reason(tmp_path):
     bad = tiny(NAME, "lr_of_mean=1e20")
     with pytest.raises(NonFiniteEnergyError):

@@ -110,10 +110,10 @@ def test_z_score_by_hand():
 
 def test_a_row_has_mean_and_two_sd_over_seeds(write, rebuild):
     for seed, accuracy in enumerate((94.0, 94.3, 94.6)):
-        write(R20, seed, accuracy, accuracy + 1, swaps=seed + 2)
+        write(R20, seed, accuracy, accuracy + 1, swaps=seed + 2, epochs=500)
     out, numbers, markdown = rebuild("table1")
     row = the(numbers["rows"], method="reSGHMC")
-    assert (row["n"], row["seeds"], row["recipes"], row["epochs"]) == (3, [0, 1, 2], [R20], 6)
+    assert (row["n"], row["seeds"], row["recipes"], row["epochs"]) == (3, [0, 1, 2], [R20], 500)
     assert row["ours"]["mean"] == pytest.approx(94.3)
     assert row["ours"]["two_sd"] == pytest.approx(0.6)  # sd 0.3 with n - 1
     paper, two_sd = PAPER[2]
@@ -135,7 +135,7 @@ def test_a_row_has_mean_and_two_sd_over_seeds(write, rebuild):
     line = next(line for line in markdown.splitlines() if "| reSGHMC |" in line)
     cells = [each.strip() for each in line.strip("|").split("|")]
     assert cells[4:8] == [f"{paper:.2f}±{two_sd:.2f}", "94.30±0.60", "3", f"{row['z']:+.1f}"]
-    assert cells[8:] == ["94.20", "94.30", "93.80", "94.00", "92.30", "0.250", "3.10", "2, 3, 4", "6/500", "1.5"]
+    assert cells[8:] == ["94.20", "94.30", "93.80", "94.00", "92.30", "0.250", "3.10", "2, 3, 4", "500", "1.5"]
     assert "94.30±0.60" in out
 
 
@@ -148,7 +148,7 @@ def test_the_families_report_what_they_say(write, rebuild):
 
 
 def test_one_seed_has_no_error_and_a_mark(write, rebuild):
-    write(f"{R20}-msgd", headline=94.0)
+    write(f"{R20}-msgd", headline=94.0, epochs=500)
     out, numbers, markdown = rebuild("table1")
     row = the(numbers["rows"], method="M-SGD")
     sd = PAPER[0][1] / 2
@@ -173,9 +173,9 @@ def test_table_2_has_its_own_recipes_and_numbers(write, rebuild):
 
 
 def test_sghmc_is_rung_0_of_the_pair_where_it_was_not_run(write, rebuild):
-    write(f"{R20}-sghmc", 0, 94.0)
-    write(f"{R20}-independent", 0, 80.0, 95.0)  # its rung 0 gives way to the own run
-    write(f"{R20}-independent", 1, 94.4, 95.2)
+    write(f"{R20}-sghmc", 0, 94.0, epochs=500)
+    write(f"{R20}-independent", 0, 80.0, 95.0, epochs=500)  # its rung 0 gives way to the own run
+    write(f"{R20}-independent", 1, 94.4, 95.2, epochs=500)
     out, numbers, markdown = rebuild("table1")
     row = the(numbers["rows"], method="SGHMC")
     assert row["ours"]["values"] == pytest.approx({"0": 94.0, "1": 94.4})
@@ -274,6 +274,7 @@ def test_compressed_epochs_are_seen_and_not_mixed(write, rebuild):
     out, numbers, markdown = rebuild("table1")
     rows = [row for row in numbers["rows"] if row["method"] == "reSGHMC"]
     assert [(row["epochs"], row["seeds"]) for row in rows] == [(500, [0]), (150, [1, 2])]
+    assert [row["z"] is None for row in rows] == [False, True]  # another experiment than the paper's
     assert {effect["n"] for effect in numbers["swaps"]} == {0}  # seed 0 is not paired with other settings
     for text in (out, markdown):
         assert "150/500" in text
@@ -518,7 +519,7 @@ def test_the_paper_s_numbers_are_those_of_the_recipes(write, tmp_path):
     for (data, net), columns in PAPER_TABLE1.items():
         for method, (mean, _) in zip(("msgd", "sghmc", "resghmc"), columns, strict=True):
             config: ImageConfig = cell("icml2020", data, net, method)
-            write(config.recipe, headline=mean)
+            write(config.recipe, headline=mean, epochs=500)
     table = tabulate("table1", tmp_path, table1_recipes())
     rows = [row_of(each, line) for each in table.cells for line in each.lines if line.paper is not None]
     assert len(rows) == 3 * len(PAPER_TABLE1) == 30

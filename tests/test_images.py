@@ -387,7 +387,6 @@ def test_a_budget_too_short_for_an_epoch_is_told_and_loses_nothing(tmp_path, fol
     assert (run / "checkpoints/step=000000001").is_dir()
 
 
-@pytest.mark.xfail(strict=True, reason="steps before the resume are counted as steps of this call")
 def test_it_is_told_again_when_the_run_goes_on(cli, tmp_path, caplog):
     words = ["run", "clean/cifar10-resnet20-msgd", "--device", "cpu", "--budget", "0.001s", "--out", tmp_path]
     for resume in ([], ["--resume"]):

@@ -166,7 +166,6 @@ def test_only_a_swap_is_followed_by_a_rest():
     assert times(info.proposed)[1:] == times(info.accepted)[1:] == [[1, 5], [0, 4, 8]]
 
 
-@pytest.mark.xfail(strict=True, reason="a rest is counted down once a round")
 def test_a_rest_counts_steps_however_many_rounds_a_step_has():
     info = advance(flat_run(n_rungs=4, swap_rest=4, pairing=tr.AllInTurn()), 11)
     assert times(info.proposed) == times(info.accepted) == [[0, 5, 10]] * 3

@@ -39,6 +39,7 @@ class Outcome(NamedTuple):
     status: str  # "finished"; "paused", its budget used up; or "interrupted" by a signal
     signal: int | None = None
     seconds: float = 0.0  # of all calls together, those before a resume included
+    steps: int = 0  # of this call
 
 
 @dataclass
@@ -122,7 +123,7 @@ def train_together(
     if loop.n_steps > n_steps:
         raise InvalidArgumentError(f"the run stands at step {loop.n_steps} already, beyond n_steps={n_steps}, which is the total")
     began = time.monotonic()
-    earlier = loop.seconds
+    earlier, first = loop.seconds, loop.n_steps
 
     def elapsed() -> float:
         return earlier + time.monotonic() - began
@@ -130,7 +131,7 @@ def train_together(
     def outcome(status: str, number: int | None = None) -> Outcome:
         loop.seconds = elapsed()
         loop.save()
-        return Outcome(status, number, loop.seconds)
+        return Outcome(status, number, loop.seconds, loop.n_steps - first)
 
     stretch = 1
     with contextlib.ExitStack() as stack:
@@ -207,7 +208,7 @@ class _Loop:
             member.failure = failure.with_checkpoint(self._newest(member))
             if not self.going:
                 raise member.failure
-            logger.warning("%s is left behind, the others go on: %s", member.setting.get("name", "a run"), member.failure)
+            logger.warning("%s is left behind, the others go on: %s", _name_of(member), member.failure)
 
     def _out_of_memory(self) -> DeviceError:
         replicas = sum(member.run.n_rungs for member in self.members)
@@ -332,6 +333,10 @@ class _Loop:
 
 def _setting_of(member: Member) -> dict[str, Any]:
     return {**member.setting, **member.run.setting, "seed": member.run.streams.seed}
+
+
+def _name_of(member: Member) -> str:
+    return f"{member.setting.get('recipe', 'a run')} with seed {member.run.streams.seed}"
 
 
 def _position_of(data: Any) -> Any:

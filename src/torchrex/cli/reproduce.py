@@ -18,7 +18,7 @@ from torchrex.experiments.image_recipes import table1_recipes, table2_recipes
 from torchrex.experiments.mixtures import figure1_recipes
 from torchrex.experiments.recipes import Config
 from torchrex.experiments.runner import RunFolder, same_config
-from torchrex.report import digits, figure1, figure2, images
+from torchrex.report import digits, figure1, figure2, image_pictures, image_tables, images
 
 RECIPES: dict[str, Callable[[], Mapping[str, Config]]] = {
     "figure1": figure1_recipes,
@@ -177,12 +177,12 @@ def report_table(what: str, chosen: Mapping[str, Any], out: Path, path: Path, co
     """Table 1 or 2 from all runs of the chosen recipes that are there, whatever their seeds."""
     table = images.tabulate(what, out, chosen)
     require_runs(what, table.cells, table.unfinished, out)
-    write_numbers(table.as_numbers(), images.as_markdown(what, table), path)
-    console.print(images.as_table(table, console))
-    told = [images.SWAPS_HEAD, *images.swap_lines(table), *images.notes(table)]
+    write_numbers(table.as_numbers(), image_tables.as_markdown(what, table), path)
+    console.print(image_tables.as_table(table, console))
+    told = [image_tables.SWAPS_HEAD, *image_tables.swap_lines(table), *image_tables.notes(table)]
     for words in (*told, *(["not finished: " + ", ".join(table.unfinished)] if table.unfinished else [])):
         console.print(words, highlight=False, markup=False)
-    with_picture(path, console, lambda picture: figure2.draw_cells(table.cells, picture))
+    with_picture(path, console, lambda picture: image_pictures.draw_cells(table.cells, picture))
     console.print(f"all columns: {path}.md, numbers: {path}.json", soft_wrap=True, highlight=False)
 
 
@@ -193,7 +193,7 @@ def report_figure2(what: str, chosen: Mapping[str, Any], out: Path, path: Path, 
     console.print(figure2.as_table(figure))
     for words in figure2.notes(figure):
         console.print(words, highlight=False, markup=False)
-    with_picture(path, console, lambda picture: figure2.draw(figure, picture))
+    with_picture(path, console, lambda picture: image_pictures.draw(figure, picture))
     console.print(f"table: {path}.md, numbers: {path}.json", soft_wrap=True, highlight=False)
 
 

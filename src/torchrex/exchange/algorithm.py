@@ -170,6 +170,8 @@ def exchange_rungs(
         state, made, needed = swap_step(state, total, proposed, inputs.uniform[round_], inputs, rules)
         accepted, correction = (made, needed) if round_ == 0 else (accepted | made, correction)
 
+    if rules.swap_rest:  # counted in steps, however many rounds a step has
+        state = state._replace(resting=torch.where(accepted, float(rules.swap_rest), (rested - 1).clamp(min=0)))
     lr, temperature = inputs.lr[:, None], inputs.move_temperature[:, None]
     if rules.ladder.n_pairs:
         rung_of, rung_before, scale = state.rung_of, invert(stood), (lr * temperature).sqrt()
@@ -232,6 +234,4 @@ def swap_step(
     accepted = proposed & (uniform < probability) & finite[:-1] & finite[1:]
     learnt = rules.factor.adapt(state.correction_factor, log_ratio.clamp(max=0.0).exp(), proposed, accepted)
     state = state._replace(replica_at=change_places(state.replica_at, accepted), correction_factor=learnt)
-    if rules.swap_rest:
-        state = state._replace(resting=torch.where(accepted, float(rules.swap_rest), (state.resting - 1).clamp(min=0)))
     return state, accepted, inverse_gap * state.noise_variance / factor

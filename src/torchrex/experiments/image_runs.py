@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrex.checkpoint import Checkpoints
+from torchrex.errors import NonFiniteEnergyError
 from torchrex.exchange.run import steps_on
 from torchrex.experiments.images import ImageConfig
 from torchrex.experiments.jobs import Job, Trained
@@ -57,23 +58,26 @@ def train_images(
                 {"recipe": job.config.recipe},
             )
         )
-    began = members[0].run.n_steps
-    outcome = train_together(
-        members,
-        loader,
-        config.n_steps,
-        checkpoint_every=config.checkpoint_every * config.steps_per_epoch,
-        resume=resume,
-        budget=budget,
-        progress=progress,
-        extra=extra,
-    )
-    done = max(member.run.n_steps for member in members) - began
-    if outcome.status == "paused" and done < config.steps_per_epoch:
+    try:
+        outcome = train_together(
+            members,
+            loader,
+            config.n_steps,
+            checkpoint_every=config.checkpoint_every * config.steps_per_epoch,
+            resume=resume,
+            budget=budget,
+            progress=progress,
+            extra=extra,
+        )
+    except NonFiniteEnergyError:
+        if any(member.failure is None for member in members):
+            raise
+        outcome = Outcome("failed")  # all of them, each for its own reason
+    if outcome.status == "paused" and outcome.steps < config.steps_per_epoch:
         logger.warning(
             "the budget of %.3g s was used up after %d of the %d steps of an epoch; they are saved, but give it more time",
             budget or 0.0,
-            done,
+            outcome.steps,
             config.steps_per_epoch,
         )
     return outcome, [_trained(job.config, member, outcome, on) for job, member in zip(jobs, members, strict=True)]

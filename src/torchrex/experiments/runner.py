@@ -163,9 +163,11 @@ def run_together(
             raise
         for slot, one in zip(slots, trained, strict=True):
             if one.failure is not None:
-                slot.write_failure(one.failure, outcome.seconds, device)
+                slot.write_failure(one.failure, outcome.seconds, one.device)
             else:
                 slot.write(outcome, one)
+        if trained[-1].failure is not None and all(one.failure is not None for one in trained):
+            raise trained[-1].failure
         if outcome.status == "finished" and outcome.signal:  # it came during the last save: the next one is not begun
             raise KeyboardInterrupt
     except OSError as failure:

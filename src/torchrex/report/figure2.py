@@ -1,7 +1,4 @@
-"""Figure 2 of the paper from run folders, ResNet-20: noise variance, correction and energies over epochs, accuracy against F0.
-
-The picture beside tables 1 and 2 is here too: accuracy of the average against epochs.
-"""
+"""Figure 2 of the paper from run folders, ResNet-20: noise variance, correction and energies over epochs, accuracy against F0."""
 
 from __future__ import annotations
 
@@ -14,24 +11,19 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from torchrex.errors import MissingDependencyError, RunFolderError
+from torchrex.errors import RunFolderError
 from torchrex.experiments.image_recipes import AUTHORS_F0, DATA, cell, figure2_recipes
 from torchrex.experiments.images import ImageConfig
+from torchrex.report.image_tables import epochs_words, plus_minus
 from torchrex.report.images import (
-    EXCHANGING,
     FAMILIES,
     HEADLINE,
     INDEPENDENT,
-    MSGD,
-    RESGHMC,
     SGHMC,
-    Cell,
     Line,
     Run,
     Settings,
-    epochs_words,
     find_runs,
-    plus_minus,
     summary,
 )
 
@@ -39,16 +31,7 @@ NET = "resnet20"
 COURSE = ("noise_variance", "correction", "energy", "swap_epochs")
 METRIC = HEADLINE["icml2020"]
 
-# Distinct in grey as well: a line style goes with every colour.
-STYLES: dict[Line, dict[str, Any]] = {
-    MSGD: {"color": "0.6", "ls": ":", "lw": 1.6},
-    SGHMC: {"color": "0.35", "ls": "-.", "lw": 1.3},
-    RESGHMC: {"color": "#1b6ca8", "ls": "-", "lw": 1.8},
-    EXCHANGING: {"color": "black", "ls": "-", "lw": 1.0},
-    INDEPENDENT: {"color": "#d95f02", "ls": "--", "lw": 1.6},
-}
 VARIANCES = {"icml2020": "unpaired, 10 energies an epoch (icml2020)", "clean": "paired, every step (clean)"}
-FAMILY_STYLES: dict[str, dict[str, Any]] = {"icml2020": {"color": "0.45", "ls": "--"}, "clean": {"color": "#1b6ca8", "ls": "-"}}
 
 
 def figure_recipes() -> dict[str, ImageConfig]:
@@ -189,140 +172,3 @@ def as_markdown(figure: Mapping[str, Any]) -> str:
     lines = ["# Figure 2", "", "| " + " | ".join(HEADS) + " |", "|---" * len(HEADS) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in _rows(figure)] + ["", *(f"- {note}" for note in notes(figure))]
     return "\n".join(lines) + "\n"
-
-
-# Pictures
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise MissingDependencyError("drawing needs matplotlib: pip install 'torchrex[plots]'") from None
-    return plt
-
-
-def draw(figure: Mapping[str, Any], path: Path) -> None:
-    """A row of panels for every data set that was run; a panel without runs says so."""
-    plt = _pyplot()
-    panels = ((plot_variance, "course"), (plot_correction, "course"), (plot_energies, "course"), (plot_factors, "factors"))
-    sets = figure["data"]
-    drawn, axes = plt.subplots(len(sets), 4, figsize=(18, 4.3 * len(sets)), constrained_layout=True, squeeze=False)
-    for row, (data, of) in zip(axes, sets.items(), strict=True):
-        for axis, (plot, needs) in zip(row, panels, strict=True):
-            if of[needs]:
-                plot(of, axis)
-                axis.set_title(f"{data}: {axis.get_title()}", fontsize=10)
-            else:
-                axis.axis("off")
-                axis.text(0.5, 0.5, f"{data}: no runs for this panel", ha="center", color="0.4")
-    missing = [data for data in DATA if data not in sets]
-    lengths = ", ".join(f"{data} {of['epochs']} epochs" for data, of in sets.items())
-    drawn.suptitle(f"ResNet-20, {lengths}" + (f"; not run: {', '.join(missing)}" if missing else ""), fontsize=11)
-    drawn.savefig(path, dpi=110)
-    plt.close(drawn)
-
-
-def _plot_course(of: Mapping[str, Any], axis: Any, name: str, label: str) -> None:
-    for family, course in of["course"].items():
-        values = [value if value else math.nan for value in course[name][0]]
-        axis.plot(course["epoch"], values, label=f"{VARIANCES[family]}, seed {course['seed']}", lw=1.4, **FAMILY_STYLES[family])
-    axis.set(xlabel="epoch", ylabel=label, yscale="log")
-    bottom, top = axis.get_ylim()
-    axis.set_ylim(bottom, top * (top / bottom) ** 0.2)  # room for the legend
-    axis.legend(fontsize=7.5, frameon=False, loc="upper right")
-
-
-def plot_variance(of: Mapping[str, Any], axis: Any) -> None:
-    _plot_course(of, axis, "noise_variance", "variance of an energy")
-    axis.set_title("(a) noise variance σ²")
-
-
-def plot_correction(of: Mapping[str, Any], axis: Any) -> None:
-    _plot_course(of, axis, "correction", "energy")
-    axis.set_title("(a) correction of the swap test")
-
-
-def plot_energies(of: Mapping[str, Any], axis: Any) -> None:
-    """Mean training energy of each epoch on both rungs, and every swap as a tick, a row of ticks for each family."""
-    for height, (family, course) in enumerate(of["course"].items()):
-        colour = FAMILY_STYLES[family]["color"]
-        for rung, values in enumerate(course["energy"]):
-            name = f"{family}, {'cold' if rung == 0 else 'hot'}"
-            axis.plot(course["epoch"], values, color=colour, ls="-" if rung == 0 else ":", lw=1.3, label=name)
-        low = 0.02 + 0.06 * height
-        for when in course["swap_epochs"]:
-            axis.axvline(when, ymin=low, ymax=low + 0.045, color=colour, lw=1.1)
-        axis.plot([], [], color=colour, marker="|", ls="", label=f"{family}, swaps: {course['n_swaps']:,}")
-    top = axis.get_ylim()[1]
-    axis.set(xlabel="epoch", ylabel="energy (summed)", yscale="log", title="(b) energies and swaps")
-    lowest = min(min(values) for course in of["course"].values() for values in course["energy"])
-    axis.set_ylim(lowest / 1.6, top * 1.3)  # room for the ticks
-    axis.legend(fontsize=7.5, frameon=False)
-
-
-def plot_factors(of: Mapping[str, Any], axis: Any) -> None:
-    """Accuracy of rung 0 and of both rungs against F0, with the mean number of swaps below each point."""
-    f0 = [one["f0"] for one in of["factors"]]
-    filled, hollow = {"fmt": "o-", "color": "#1b6ca8"}, {"fmt": "s--", "color": "black", "mfc": "white"}
-    for key, title, style in (("accuracy", "rung 0", filled), ("both_rungs", "both rungs", hollow)):
-        means = [one[key]["mean"] for one in of["factors"]]
-        errors = [one[key]["two_sd"] or 0.0 for one in of["factors"]]
-        beside = [value * (1.0 if key == "accuracy" else 1.02) for value in f0]  # error bars side by side
-        axis.errorbar(beside, means, errors, label=f"reSGHMC, {title}", lw=1.2, ms=5, capsize=3, **style)
-    for line in (SGHMC, INDEPENDENT):
-        if line.title in of["levels"]:
-            axis.axhline(of["levels"][line.title]["mean"], label=line.title, **STYLES[line])
-    axis.axvline(AUTHORS_F0, color="0.75", lw=5, alpha=0.5, zorder=0, label="best in the paper")
-    bottom, top = axis.get_ylim()
-    axis.set_ylim(bottom - 0.15 * (top - bottom), top + 0.4 * (top - bottom))  # room for the swaps and the legend
-    for one in of["factors"]:
-        swaps = f"{statistics.fmean(one['swaps']):.3g}"
-        axis.text(one["f0"], 0.03, swaps, transform=axis.get_xaxis_transform(), fontsize=8, ha="center")
-    axis.set(xscale="log", xlabel="F0 (above it: swaps)", ylabel="test accuracy in %", title="(c, d) accuracy against F0")
-    axis.set_xticks(f0, [f"{value:.0e}".replace("e+0", "e") for value in f0], fontsize=8)
-    axis.minorticks_off()
-    axis.legend(fontsize=7.5, frameon=False, ncols=2, loc="upper center")
-
-
-def draw_cells(cells: Sequence[Cell], path: Path) -> None:
-    """For every cell: accuracy of the average of probabilities against epochs, mean over seeds."""
-    plt = _pyplot()
-    n_columns = min(4, len(cells))
-    n_rows = math.ceil(len(cells) / n_columns)
-    size = (max(6.0, 4.2 * n_columns), 3.4 * n_rows + 0.6)
-    figure, axes = plt.subplots(n_rows, n_columns, figsize=size, constrained_layout=True, squeeze=False)
-    handles: dict[str, Any] = {}
-    for axis, one in zip(axes.flat, cells, strict=False):
-        late = []
-        for line, by_seed in one.lines.items():
-            epochs, mean = _mean_curve(line, list(by_seed.values()))
-            (handles[line.title],) = axis.plot(epochs, mean, label=line.title, **STYLES[line])
-            late.append(mean[len(mean) // 4 :])
-        low, high = min(map(min, late)), max(map(max, late))
-        axis.set_ylim(low - 0.1 * (high - low) - 0.05, high + 0.1 * (high - low) + 0.05)  # the first draws are far below
-        extra = f" ({one.settings})" if one.settings.others else ""
-        axis.set_title(f"{one.name}, {one.settings.epochs} epochs{extra}", fontsize=9)
-        axis.set(xlabel="epoch", ylabel="accuracy of the average, %")
-    for axis in axes.flat[len(cells) :]:
-        axis.axis("off")
-    order = [line.title for line in STYLES if line.title in handles]
-    figure.legend(
-        [handles[title] for title in order], order, loc="outside lower center", ncols=3 if n_columns == 1 else 5, frameon=False
-    )
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def _mean_curve(line: Line, runs: Sequence[Run]) -> tuple[list[int], list[float]]:
-    name = f"{line.prefix}probabilities_accuracy"
-    curves = []
-    for run in runs:
-        epochs, values = run.result["curves"].get("draw_epoch"), run.result["curves"].get(name)
-        if not isinstance(values, list) or not values or not isinstance(epochs, list) or len(epochs) != len(values):
-            raise RunFolderError(f"{run.path / 'result.json'} has no curve {name!r}; run it again with --overwrite")
-        curves.append(values)
-    return epochs, [100 * statistics.fmean(each) for each in zip(*curves, strict=True)]

@@ -14,10 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
 from torchrex.errors import RunFolderError
 from torchrex.experiments.config import to_json
 from torchrex.experiments.image_recipes import PAPER_TABLE1, PAPER_TABLE2, table1_recipes, table2_recipes
@@ -231,6 +227,7 @@ def row_of(cell: Cell, line: Line) -> dict[str, Any]:
     runs = list(cell.lines[line].values())
     ours = cell.values(line, cell.headline)
     paper = None if line.paper is None else cell.paper[line.paper]
+    beside = paper if cell.settings.epochs == PAPER_EPOCHS else None  # shorter runs are another experiment
     return {
         "family": cell.family,
         "data": cell.data,
@@ -245,8 +242,8 @@ def row_of(cell: Cell, line: Line) -> dict[str, Any]:
         "paper": None if paper is None else {"mean": paper[0], "two_sd": paper[1]},
         "headline": cell.headline,
         "ours": summary(ours),
-        "z": None if paper is None else z_score(list(ours.values()), paper),
-        "z_has_the_papers_sd": paper is not None and len(runs) == 1,
+        "z": None if beside is None else z_score(list(ours.values()), beside),
+        "z_has_the_papers_sd": beside is not None and len(runs) == 1,
         **{name: summary(cell.values(line, name)) for name in NUMBERS},
         "swaps": [run.swaps for run in runs] if line.method in ("resghmc", "independent") else None,
         "wall_minutes": [run.result["wall_seconds"] / 60 for run in runs],
@@ -274,164 +271,3 @@ def effects_of(cell: Cell) -> list[dict[str, Any]]:
                 }
             )
     return effects
-
-
-# Words
-
-SWAPS_HEAD = (
-    "What the swaps did beyond the equal-compute ensemble (the same pair without swaps), and for rung 0 beyond SGHMC; in points, "
-    "paired by seed, ± standard error:"
-)
-
-
-def swap_lines(table: ImageTable) -> list[str]:
-    """One line a cell."""
-    lines = []
-    for cell in table.cells:
-        beyond, rung_0 = (in_words(effect) for effect in effects_of(cell) if effect["metric"] == cell.headline)
-        more = f", {cell.settings}" if cell.settings.others else ""
-        lines.append(
-            f"{cell.name}, {cell.settings.epochs} epochs{more}: both rungs minus no swaps {beyond}; rung 0 minus SGHMC {rung_0}"
-        )
-    return lines
-
-
-def in_words(effect: Mapping[str, Any]) -> str:
-    """Such as `+0.12 ± 0.05 (n=3, 2.4 s.e.)`; two seeds are too few to say how many."""
-    if not effect["n"]:
-        return "- (no seed was run with both)"
-    if effect["se"] is None:
-        return f"{effect['mean']:+.2f} (n=1)"
-    enough = effect["n"] >= 3 and effect["se"] > 0
-    many = f", {abs(effect['mean']) / effect['se']:.1f} s.e." if enough else ""
-    return f"{effect['mean']:+.2f} ± {effect['se']:.2f} (n={effect['n']}{many})"
-
-
-def plus_minus(number: Mapping[str, Any] | None) -> str:
-    if number is None:
-        return ""
-    return f"{number['mean']:.2f}" + ("" if number["two_sd"] is None else f"±{number['two_sd']:.2f}")
-
-
-def marked(row: Mapping[str, Any]) -> str:
-    mark = {MSGD.title: "‡", SGHMC.title: "†"}.get(row["method"], "") if row["borrowed_seeds"] else ""
-    return f"{row['method']}{mark}"
-
-
-def z_words(row: Mapping[str, Any]) -> str:
-    return "" if row["z"] is None else f"{row['z']:+.1f}{'*' if row['z_has_the_papers_sd'] else ''}"
-
-
-def epochs_words(row: Mapping[str, Any]) -> str:
-    return str(PAPER_EPOCHS) if row["epochs"] == PAPER_EPOCHS else f"{row['epochs']}/{PAPER_EPOCHS}"
-
-
-def swaps_words(row: Mapping[str, Any]) -> str:
-    return "-" if row["swaps"] is None else f"{statistics.fmean(row['swaps']):.3g}"
-
-
-def _mean(name: str, digits: int = 2) -> Callable[[Mapping[str, Any]], str]:
-    return lambda row: f"{row[name]['mean']:.{digits}f}"
-
-
-WIDE: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "data": lambda row: row["data"],
-    "net": lambda row: row["net"] + ("§" if row["settings"] else ""),
-    "rules": lambda row: row["family"],
-    "method": marked,
-    "paper %": lambda row: plus_minus(row["paper"]),
-    "ours %": lambda row: plus_minus(row["ours"]),
-    "n": lambda row: str(row["n"]),
-    "off by (s.e.)": z_words,
-    "logits, last": _mean("logits_accuracy"),
-    "logits, best": _mean("logits_best_accuracy"),
-    "prob., last": _mean("accuracy"),
-    "prob., best": _mean("best_accuracy"),
-    "one net": _mean("single_accuracy"),
-    "NLL": _mean("nll", 3),
-    "ECE %": _mean("ece"),
-    "swaps": lambda row: "-" if row["swaps"] is None else ", ".join(map(str, row["swaps"])),
-    "epochs": epochs_words,
-    "min": lambda row: f"{statistics.fmean(row['wall_minutes']):.1f}",
-}
-NARROW = {
-    "paper %": WIDE["paper %"],
-    "ours %": WIDE["ours %"],
-    "n": WIDE["n"],
-    "s.e.\noff": z_words,
-    "prob.\nlast": WIDE["prob., last"],
-    "one\nnet": WIDE["one net"],
-    "NLL": WIDE["NLL"],
-    "ECE\n%": WIDE["ECE %"],
-    "swaps": swaps_words,
-    "epochs": epochs_words,
-}
-FIRST_TO_GO = ("one\nnet", "ECE\n%", "NLL", "prob.\nlast")  # where a terminal is narrow
-
-
-def as_table(table: ImageTable, console: Console) -> Table:
-    """The most telling columns, as many of them as the console has room for."""
-    for n_gone in range(len(FIRST_TO_GO) + 1):
-        shown = _table(table, [head for head in NARROW if head not in FIRST_TO_GO[:n_gone]])
-        if console.measure(shown, options=console.options.update(width=1000)).maximum <= console.width:
-            break
-    return shown
-
-
-def _table(table: ImageTable, heads: Sequence[str]) -> Table:
-    shown = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-    shown.add_column("", no_wrap=True)
-    for head in heads:
-        shown.add_column(head, justify="right", no_wrap=True)
-    for k, cell in enumerate(table.cells):
-        if k:
-            shown.add_section()
-        shown.add_row(f"{cell.name}{'§' if cell.settings.others else ''}", style="bold")
-        for row in (row_of(cell, line) for line in cell.lines):
-            shown.add_row(f" {marked(row)}", *(NARROW[head](row) for head in heads))
-    return shown
-
-
-def notes(table: ImageTable) -> list[str]:
-    """What a reader must know of the rows that are there."""
-    rows, said = table.rows, []
-    said.append(
-        "ours: ± 2 standard deviations over n seeds. Rules icml2020: as in the authors' code, which sums logits and reports the "
-        "best epoch on the test images; clean: the average of probabilities at the end. NLL and ECE are those of that average."
-    )
-    said.append(
-        f"off by: (ours - paper) / sqrt(sd_ours²/n + sd_paper²/{PAPER_SEEDS}), the paper's sd being half its ±."
-        + (" * one seed only: our sd is taken to be the paper's." if any(row["z_has_the_papers_sd"] for row in rows) else "")
-    )
-    said.append(
-        "one net: the newest network alone, in rows of both rungs the two newest. min: of the group that trained together."
-    )
-    if any(marked(row).endswith("†") for row in rows):
-        said.append("† rung 0 of the pair without swaps, where SGHMC was not run by itself: the same run bit for bit.")
-    if any(marked(row).endswith("‡") for row in rows):
-        said.append("‡ the run of icml2020: at temperature 0 the two families are the same.")
-    compressed = sorted({row["epochs"] for row in rows} - {PAPER_EPOCHS})
-    if compressed:
-        said.append(
-            f"Compressed: {', '.join(map(str, compressed))} epochs in place of the paper's {PAPER_EPOCHS}, every schedule alike; "
-            "these rows are not the paper's experiment."
-        )
-    said.extend(
-        f"§ {cell.name}, {cell.settings.epochs} epochs: not the recipe's settings ({cell.settings})"
-        for cell in table.cells
-        if cell.settings.others
-    )
-    return said
-
-
-def as_markdown(what: str, table: ImageTable) -> str:
-    """The full table for a page, what the swaps did, notes, and what was not run."""
-    batch = "256" if what == "table1" else "1024"
-    lines = [f"# Table {what[-1]}: test accuracy in %, batch size {batch}", ""]
-    lines += ["| " + " | ".join(WIDE) + " |", "|---" * len(WIDE) + "|"]
-    lines += ["| " + " | ".join(words(row) for words in WIDE.values()) + " |" for row in table.rows]
-    lines += ["", SWAPS_HEAD, ""]
-    lines += [f"- {line}" for line in swap_lines(table)] + ["", *(f"- {note}" for note in notes(table))]
-    for head, words in (("not run", table.not_run), ("not finished", table.unfinished)):
-        lines += ["", f"{head}: {', '.join(words)}"] if words else []
-    return "\n".join(lines) + "\n"
