@@ -115,7 +115,7 @@ def test_format_on_disk(three):
     path = three.folder / "step=000000003"
     assert sorted(os.listdir(path)) == sorted(FILES)
     manifest = json.loads((path / "manifest.json").read_text())
-    assert (manifest["schema"], manifest["version"], manifest["step"]) == ("torchrex.checkpoint", 1, 3)
+    assert (manifest["schema"], manifest["version"], manifest["step"]) == ("torchrex.checkpoint", 2, 3)
     for name in FILES[:3]:
         data = (path / name).read_bytes()
         assert manifest["files"][name] == {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -124,6 +124,24 @@ def test_format_on_disk(three):
     assert set(first) == {"/replicas/0/layers.0.weight", "/replicas/0/momentum/0"}
     assert torch.equal(first["/replicas/0/layers.0.weight"], torch.arange(40.0) + 3000)
     assert set(load_file(path / "shared.safetensors")) == {"/rung_of"}
+
+
+def test_a_large_tensor_has_a_file_of_its_own(tmp_path):
+    """4 MiB and more, wherever it is, but those of a replica stay together; so that files can be sent where size is limited."""
+    large, small = torch.arange(2**19, dtype=torch.float64), torch.arange(2**19 - 1, dtype=torch.float64)
+    state = {"replicas": [{"w": large}], "averages": [{"a": large + 1, "b": small}, {"c": large.float().repeat(2)}], "x": 1.5}
+    path = Checkpoints(tmp_path).save(1, state)
+    assert set(load_file(path / "large=0.safetensors")) == {"/averages/0/a"}
+    assert set(load_file(path / "large=1.safetensors")) == {"/averages/1/c"}
+    assert set(load_file(path / "shared.safetensors")) == {"/averages/0/b"}
+    assert sorted(os.listdir(path)) == [
+        "DONE",
+        *("large=0.safetensors", "large=1.safetensors", "manifest.json", "replica=0.safetensors", "shared.safetensors"),
+    ]
+    assert same(state, Checkpoints(tmp_path).load_newest().state)
+    (path / "large=1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="lacks large=1"):
+        Checkpoints(tmp_path).load_newest()
 
 
 def test_the_newest_comes_back(three):
@@ -837,10 +855,10 @@ def test_keys_name_no_files(tmp_path, key):
 # Another version, another setting
 
 
-@pytest.mark.parametrize(("change", "words"), [({"version": 2}, "version 2,"), ({"schema": "other"}, "schema 'other'")])
+@pytest.mark.parametrize(("change", "words"), [({"version": 1}, "version 1,"), ({"schema": "other"}, "schema 'other'")])
 def test_another_schema(three, warnings_of, change, words):
     reseal(three.folder / "step=000000003", lambda manifest: manifest.update(change))
-    with pytest.raises(CheckpointError, match=r"understands 'torchrex.checkpoint' version 1; ") as error:
+    with pytest.raises(CheckpointError, match=r"understands 'torchrex.checkpoint' version 2; ") as error:
         three.load_newest()
     assert words in str(error.value)
     assert not warnings_of()

@@ -22,6 +22,7 @@ from torchrex.exchange import (
     RepeatedDraws,
     ReplicaExchange,
     RunningMean,
+    SideBySide,
     Smoothing,
     TargetAcceptance,
     TensorEnsemble,
@@ -45,7 +46,7 @@ from torchrex.targets import (
     from_sgd,
     logistic_regression,
 )
-from torchrex.training import Outcome, train
+from torchrex.training import Member, Outcome, train, train_together
 
 __version__ = "0.1.0"
 
@@ -65,6 +66,7 @@ __all__ = [
     "KnownVariance",
     "Ladder",
     "LogDensity",
+    "Member",
     "ModuleEnsemble",
     "NoSwaps",
     "Noisy",
@@ -78,6 +80,7 @@ __all__ = [
     "RepeatedDraws",
     "ReplicaExchange",
     "RunningMean",
+    "SideBySide",
     "Smoothing",
     "StudentT",
     "TallPosterior",
@@ -95,4 +98,5 @@ __all__ = [
     "sample",
     "schedules",
     "train",
+    "train_together",
 ]

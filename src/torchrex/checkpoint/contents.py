@@ -1,6 +1,7 @@
 """What is inside one checkpoint, and every check between the disk and the first use of a value.
 
     replica=0.safetensors ...   the tensors of state["replicas"][0], ..., where that is a list
+    large=0.safetensors ...     each other tensor of 4 MiB or more, by itself: files stay small enough to be sent around
     shared.safetensors          all other tensors
     manifest.json               schema, version, step, setting, size and sha256 of each file above, the tree with its plain values
     DONE                        sha256 of manifest.json, written last
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,13 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from torchrex.checkpoint.setting import encode_setting, require_same
-from torchrex.checkpoint.tree import TreePath, agrees, decode, encode, place, short, tensor_name
+from torchrex.checkpoint.tree import DTYPES, TreePath, agrees, decode, dtype_name, encode, place, short, tensor_name
 from torchrex.durable import sync_folder, write_synced
 from torchrex.errors import CheckpointError
 
-SCHEMA, VERSION = "torchrex.checkpoint", 1
+SCHEMA, VERSION = "torchrex.checkpoint", 2
+LARGE = 2**22  # bytes of a tensor that gets a file of its own
+ITEM_SIZES = {dtype_name(dtype): dtype.itemsize for dtype in DTYPES}
 MANIFEST, DONE, SHARED = "manifest.json", "DONE", "shared.safetensors"
 
 
@@ -41,9 +45,10 @@ class Contents:
         tree, tensors = encode("state", state)
         self.head = {"schema": SCHEMA, "version": VERSION, "step": step, "setting": encode_setting(setting)}
         self.tree = tree
-        self.files: dict[str, dict[TreePath, Tensor]] = {name: {} for name in _file_names(tree)}
+        places = _places(tree)
+        self.files: dict[str, dict[TreePath, Tensor]] = {name: {} for name in _file_names(tree, places)}
         for path, tensor in tensors.items():
-            self.files[_file_of(path)][path] = tensor
+            self.files[places[path]][path] = tensor
 
     def write(self, folder: Path) -> bytes:
         """Write everything but DONE into an empty folder; returns what DONE shall hold."""
@@ -73,16 +78,17 @@ def read(folder: Path, step: int, setting: Mapping[str, Any] | None) -> dict[str
         if setting is not None:
             require_same(folder, manifest["setting"], setting)
         tree, listed = manifest["state"], manifest["files"]
-        names = _file_names(tree)
+        places = _places(tree)
+        names = _file_names(tree, places)
         if set(listed) != set(names):
             raise DamagedError(f"lists other files in {MANIFEST} than its tree needs")
         stored = {name: _tensors(folder / name, **listed[name]) for name in names}
 
         def take(path: TreePath, dtype: str, shape: list[int]) -> Tensor:
-            tensor = stored[_file_of(path)].pop(tensor_name(path), None)
+            tensor = stored[places[path]].pop(tensor_name(path), None)
             if tensor is None or not agrees(tensor, dtype, shape):
                 raise DamagedError(
-                    f"has no {short(dtype)} tensor of shape {short(shape)} for {place('state', path)} in {_file_of(path)}"
+                    f"has no {short(dtype)} tensor of shape {short(shape)} for {place('state', path)} in {places[path]}"
                 )
             return tensor
 
@@ -138,15 +144,30 @@ def _bytes(path: Path) -> bytes:
         raise DamagedError(f"has a {path.name} that cannot be read ({error.strerror})") from None
 
 
-def _file_names(tree: Any) -> list[str]:
+def _file_names(tree: Any, places: Mapping[TreePath, str]) -> list[str]:
     replicas = tree["dict"].get("replicas")
     n_replicas = len(replicas) if isinstance(replicas, list) else 0
-    return [*(f"replica={k}.safetensors" for k in range(n_replicas)), SHARED]
+    large = [name for name in places.values() if name.startswith("large=")]
+    return [*(f"replica={k}.safetensors" for k in range(n_replicas)), *large, SHARED]
 
 
-def _file_of(path: TreePath) -> str:
-    in_replica = len(path) > 1 and path[0] == "replicas" and isinstance(path[1], int)
-    return f"replica={path[1]}.safetensors" if in_replica else SHARED
+def _places(tree: Any) -> dict[TreePath, str]:
+    """The file of every tensor of a tree in its JSON form."""
+    places: dict[TreePath, str] = {}
+    large: list[str] = []
+
+    def note(path: TreePath, dtype: str, shape: list[int]) -> Tensor:
+        name = SHARED
+        if len(path) > 1 and path[0] == "replicas" and isinstance(path[1], int):
+            name = f"replica={path[1]}.safetensors"
+        elif math.prod(shape) * ITEM_SIZES.get(dtype, 0) >= LARGE:
+            large.append(f"large={len(large)}.safetensors")
+            name = large[-1]
+        places[path] = name
+        return torch.empty(0)
+
+    decode(tree, note)
+    return places
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:

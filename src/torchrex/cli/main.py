@@ -19,7 +19,7 @@ from rich.table import Table
 import torchrex
 from torchrex.cli.data import data_app
 from torchrex.cli.reproduce import RECIPES, reproduce_it
-from torchrex.errors import ConfigError, TorchrexError
+from torchrex.errors import ConfigError, RunFolderError, TorchrexError
 from torchrex.experiments import recipes
 from torchrex.experiments.config import override, to_json
 from torchrex.experiments.groups import Group, group
@@ -104,6 +104,9 @@ def run(
     for each in group([(config, s) for s in range(seed, seed + seeds)], out, overwrite=overwrite):
         folders = run_group(each, out, device=device, overwrite=overwrite, resume=resume, budget=clock.left())
         show(folders, config)
+        failed = [folder for folder in folders if (folder.result or {}).get("status") == "failed"]
+        if failed:
+            raise RunFolderError(f"{len(failed)} of {len(folders)} runs failed; the first is {failed[0].path}")
         for folder in folders:
             if not goes_on(folder, f"the same command with --resume{' instead of --overwrite' if overwrite else ''}"):
                 return
@@ -122,7 +125,8 @@ def show(folders: Sequence[RunFolder], config: Config) -> None:
             else ""
         )
         head = f"{config.recipe}, seed {result['seed']}: {result['status']}{where} in {result['wall_seconds']:.1f} s"
-        stdout.print(f"{head}{f' ({len(folders)} runs side by side)' if len(folders) > 1 else ''}", highlight=False)
+        others = result.get("replicas_side_by_side", 1) - getattr(config, "n_rungs", 1)
+        stdout.print(f"{head}{f' beside {others} other replicas' if others > 0 else ''}", highlight=False)
         if result["metrics"]:
             for pair in result["swaps"] if "steps_done" in result else ():
                 metrics.add_row(

@@ -298,7 +298,8 @@ def compiled_or_plain(function: Callable[..., Any]) -> Callable[..., Any]:
                     warnings.simplefilter("ignore")
                     return compiled(*arguments)
             except Exception as error:
-                logger.info("predicting without the compiler, because: %s", " ".join(str(error).split())[:300])
+                name = getattr(function, "__name__", "a function")
+                logger.info("running %s without the compiler, because: %s", name, " ".join(str(error).split())[:300])
                 chosen = function
         return function(*arguments)
 

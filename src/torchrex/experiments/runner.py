@@ -165,7 +165,7 @@ def run_together(
             if one.failure is not None:
                 slot.write_failure(one.failure, outcome.seconds, one.device)
             else:
-                slot.write(outcome, one)
+                slot.write(outcome, one, sum(each.config.n_rungs for each in slots))
         if trained[-1].failure is not None and all(one.failure is not None for one in trained):
             raise trained[-1].failure
         if outcome.status == "finished" and outcome.signal:  # it came during the last save: the next one is not begun
@@ -250,7 +250,7 @@ class _Slot:
         header = _header(self.config, self.seed, "failed", {}, [], seconds, device)
         self.folder.write_text("result.json", dumps({**header, "error": str(failure)}))
 
-    def write(self, outcome: Outcome, trained: Trained) -> None:
+    def write(self, outcome: Outcome, trained: Trained, n_replicas: int) -> None:
         finished = outcome.status == "finished"
         if finished:
             _save_tensors({**trained.trace.tensors(), **trained.tensors}, self.folder.path / "trace.safetensors")
@@ -258,6 +258,7 @@ class _Slot:
             self.config, self.seed, outcome.status, trained.metrics, trained.trace.swaps(), outcome.seconds, trained.device
         )
         result["steps_done"] = trained.trace.n_steps
+        result["replicas_side_by_side"] = n_replicas  # whose time the seconds are
         result |= {"curves": trained.curves} if trained.curves else {}
         result |= {"signal": outcome.signal} if outcome.status == "interrupted" else {}
         self.folder.write_text("result.json", dumps(result))

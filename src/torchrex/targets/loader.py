@@ -7,6 +7,7 @@ an epoch is a function of (seed, epoch) alone and the same on every device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any, Literal
 
 import torch
@@ -151,5 +152,7 @@ class DeviceLoader:
     def __repr__(self) -> str:
         shapes = ", ".join("x".join(map(str, t.shape)) for t in self._tensors.values())
         order = f"seed={self.seed}" if self.shuffle else "in order"
-        augmented = ", augmented" if self.augment is not None else ""
+        # A dataclass says how it augments, so that a state of other settings is refused; a function's repr is its address.
+        said = repr(self.augment) if is_dataclass(self.augment) else "augmented"
+        augmented = "" if self.augment is None else f", {said}"
         return f"DeviceLoader({shapes}; batch_size={self.batch_size}, {order}, last={self.last!r}{augmented})"
