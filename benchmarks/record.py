@@ -140,6 +140,35 @@ def shared_batch_table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def table1_table(record: dict[str, Any]) -> str:
+    """Table 1 in short: the paper's number beside ours, and what the swaps did."""
+    heads = ("data", "net", "rules", "method", "paper %", "ours %", "n", "one net %", "NLL", "swaps", "epochs")
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+
+    def spread(value: dict[str, Any] | None) -> str:
+        if value is None:
+            return ""
+        return f"{value['mean']:.2f}" + ("" if value["two_sd"] is None else f"±{value['two_sd']:.2f}")
+
+    for row in record["rows"]:
+        swaps = "-" if row["swaps"] is None else ", ".join(map(str, row["swaps"]))
+        words = [row["data"], row["net"], row["family"], row["method"], spread(row["paper"]), spread(row["ours"]), str(row["n"])]
+        words += [f"{row['single_accuracy']['mean']:.2f}", f"{row['nll']['mean']:.3f}", swaps, str(row["epochs"])]
+        lines.append("| " + " | ".join(words) + " |")
+    lines += ["", "± is two standard deviations over n seeds. Differences in points, paired by seed:", ""]
+    for effect in record["swaps"]:
+        if effect["n"] and effect["metric"].endswith("accuracy") and effect["metric"] == headline(record, effect):
+            error = "" if effect["se"] is None else f" ± {effect['se']:.2f} (standard error)"
+            where = f"{effect['family']}, {effect['data']}, {effect['net']}, {effect['epochs']} epochs"
+            lines.append(f"- {where}: {effect['of']} minus {effect['minus']} {effect['mean']:+.2f}{error}, n={effect['n']}")
+    return "\n".join(lines)
+
+
+def headline(record: dict[str, Any], effect: dict[str, Any]) -> str:
+    """The number that a family reports."""
+    return next(row["headline"] for row in record["rows"] if row["family"] == effect["family"])
+
+
 def setting(record: dict[str, Any]) -> str:
     """One line on where and when."""
     hardware = record["hardware"]
@@ -150,7 +179,7 @@ def setting(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Put the table of results/NAME.json between `<!-- NAME -->` and `<!-- end -->` in the pages."""
+    """Put the table of results/NAME.json between `<!-- NAME -->` and `<!-- end -->` in the pages; table 1 into the docs."""
     tables = {
         "density_loop": (density_loop_table, "density_loop"),
         "memory": (memory_table, "memory"),
@@ -170,6 +199,11 @@ def main() -> None:
                 _, _, after = rest.partition("<!-- end -->")
                 text = f"{before}{mark}{table(record)}\n\n{setting(record)}\n<!-- end -->{after}"
         page.write_text(text)
+    page = HERE.parent / "docs" / "reproduction.md"
+    before, mark, rest = page.read_text().partition("<!-- table1 -->\n")
+    record = json.loads((HERE.parent / "results" / "images" / "table1.json").read_text())
+    _, _, after = rest.partition("<!-- end -->")
+    page.write_text(f"{before}{mark}{table1_table(record)}\n<!-- end -->{after}")
 
 
 if __name__ == "__main__":
