@@ -296,6 +296,16 @@ def test_list_shows_the_settings_of_a_recipe(cli):
     assert "0.1,0.1025" in out
 
 
+def test_list_shows_recipes_by_a_word(cli):
+    code, out, _ = cli("list", "cifar100-wrn")
+    assert code == 0
+    names = [line.split()[0] for line in out.splitlines()[1:]]
+    assert len(names) == 16
+    assert all("cifar100-wrn" in name for name in names)
+    code, _, err = cli("list", "cifar1000")
+    assert (code, "did you mean" in err) == (2, True)
+
+
 def test_a_density_says_that_it_cannot_stop_in_time(cli, tmp_path, caplog):
     code, _, _ = cli("run", "figure1/case1-sgld", *SMALL, "--budget", "1s", "--resume", "--out", tmp_path)
     assert code == 0

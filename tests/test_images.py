@@ -135,7 +135,7 @@ def test_seeds_side_by_side_are_the_seeds_alone(cli, tmp_path):
     words = ["run", "icml2020/cifar10-resnet20", "--device", "cpu"]
     code, out, err = cli(*words, "--seeds", 2, "--out", tmp_path / "both", settings=SHORT)
     assert code == 0, err
-    assert out.count("2 runs side by side") == 2
+    assert out.count("beside 2 other replicas") == 2
     both = [outcome(tmp_path / "both/icml2020/cifar10-resnet20" / f"seed={seed}") for seed in (0, 1)]
     for seed in (0, 1):
         assert cli(*words, "--seed", seed, "--out", tmp_path / "alone", settings=SHORT)[0] == 0
@@ -439,6 +439,7 @@ def test_every_recipe_is_what_its_name_says():
 def test_the_families_differ_where_they_say():
     quirks = {
         "factor_per_swap": (1.0, 0.7),
+        "correction_factor": (5e4, 1.5e5),
         "noise_follows_lr": (True, False),
         "prior_in_swaps": (True, False),
         "momentum_at_swap": ("rescale", "keep"),

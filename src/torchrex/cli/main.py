@@ -66,17 +66,20 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 @app.command("list")
-def list_recipes(recipe: Annotated[str, typer.Argument(help="Show the settings of this one.")] = "") -> None:
-    """Show all recipes, or the settings of one."""
-    if recipe:
+def list_recipes(
+    recipe: Annotated[str, typer.Argument(help="Show the settings of this one, or all with this in their name.")] = "",
+) -> None:
+    """Show all recipes, those with a word in their name, or the settings of one."""
+    shown = {name: config for name, config in recipes().items() if recipe in name}
+    if recipe and (recipe in shown or not shown):
         settings = Table("setting", "value", box=None, header_style="bold")
         for name, value in to_json(get_recipe(recipe)).items():
             settings.add_row(name, ",".join(map(str, value)) if isinstance(value, list) else str(value))
         stdout.print(settings)
         return
     table = Table("recipe", "rungs", "F", "steps", "runs", box=None, header_style="bold")
-    table.columns[0].no_wrap, table.columns[0].min_width = True, max(map(len, recipes()))
-    for name, config in recipes().items():
+    table.columns[0].no_wrap, table.columns[0].min_width = True, max(map(len, shown))
+    for name, config in shown.items():
         rungs = len(getattr(config, "temperatures", ())) or 1
         swaps = rungs > 1 and getattr(config, "swaps", True)
         factor = f"{getattr(config, 'correction_factor', 1.0):g}" if swaps else "-"

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from torchrex.errors import RunFolderError
+from torchrex.errors import InvalidArgumentError, MissingDependencyError, RunFolderError
+from torchrex.posterior.arviz_export import coordinate_labels, draws_to_datatree, to_arviz
+
+if TYPE_CHECKING:
+    from xarray import DataTree
 
 TENSORS = ("values", "steps", "noise_variance", "replica_at", "energy", "accepted", "proposed")
 
@@ -106,6 +113,82 @@ class Draws:
                 console.print(swaps)
         return captured.get().rstrip()
 
+    def to_datatree(self, names: Sequence[str] | None = None) -> DataTree:
+        """An xarray DataTree in ArviZ's schema (see `arviz_export.py`); `names` are those of the coordinates of `x`.
+
+        `.to_netcdf(path)` and `.to_zarr(path, consolidated=False)` of the tree write it, `xarray.open_datatree(path)` reads it.
+        """
+        return draws_to_datatree(self, names)
+
+    def to_arviz(self, names: Sequence[str] | None = None) -> Any:
+        """What the functions of the installed ArviZ take: `az.summary(draws.to_arviz())`."""
+        return to_arviz(self.to_datatree(names))
+
+    def plot(self, names: Sequence[str] | None = None, *, axes: Any = None, most: int = 8, most_chains: int = 8) -> Any:
+        """Density (left) and trace (right) of each of the first `most` coordinates; returns the axes, (coordinates, 2).
+
+        The grey area is the histogram of all chains; lines and dots are single chains, the first `most_chains` of them, so that
+        chains which stay in different modes are seen. `axes` are your own, of the same shape. Long traces show every k-th draw.
+        """
+        labels = coordinate_labels(names, self.values.shape[2])[:most]
+        if self.n_draws == 0 or not labels:
+            raise InvalidArgumentError(f"there is nothing to plot: {self.n_draws} draws of {len(labels)} coordinates")
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError:
+            raise MissingDependencyError("drawing needs matplotlib: pip install 'torchrex[plots]'") from None
+        if axes is None:
+            height = 1.0 + 1.7 * len(labels)
+            _, axes = plt.subplots(len(labels), 2, figsize=(10, height), squeeze=False, constrained_layout=True)
+        axes = np.asarray(axes)
+        if axes.size != 2 * len(labels):
+            raise InvalidArgumentError(f"axes must be {len(labels)} x 2, one row for each coordinate, got {axes.size} axes")
+        axes = axes.reshape(len(labels), 2)
+        shown, stride = min(most_chains, self.n_chains), max(1, self.n_draws // 2000)
+        size = 1.5 if self.n_draws > 200 else 4.0
+        for k, (density, trace) in enumerate(axes):
+            values = self.values[:, :, k].detach().cpu().double().numpy()
+            edges = np.histogram_bin_edges(values, bins=min(60, max(10, round(2 * self.n_draws ** (1 / 3)))))
+            density.hist(values.ravel(), edges, density=True, color="0.8", label=f"{self.n_chains:,} chains together")
+            for chain in range(shown):
+                # A line style beside the colour: readable in grey.
+                style = {"color": f"C{chain % 10}", "linestyle": ("-", "--", "-.", ":")[chain % 4], "linewidth": 1.0}
+                heights, _ = np.histogram(values[chain], edges, density=True)
+                density.stairs(heights, edges, label=None if chain else f"each alone ({shown} shown)", **style)
+                # Dots, because lines between modes would cover everything.
+                trace.plot(self.steps[::stride], values[chain, ::stride], ".", color=style["color"], markersize=size, alpha=0.6)
+            density.set_xlabel(f"x[{labels[k]}]")
+            density.set_ylabel("density")
+            trace.set_ylabel(f"x[{labels[k]}]")
+        axes[-1, 1].set_xlabel("steps")
+        if self.n_chains > 1:
+            axes[0, 0].legend(fontsize=8, frameon=False)
+            axes[0, 0].margins(y=0.3)  # room for the legend
+        of = "" if shown == self.n_chains else f" of the first {shown} chains"
+        axes[0, 0].set_title(f"{self.n_chains:,} chains x {self.n_draws:,} draws", fontsize=10)
+        axes[0, 1].set_title(f"draws{of}" if stride == 1 else f"one draw in {stride}{of}", fontsize=10)
+        return axes
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the first ten coordinates and the swaps, without style sheets or scripts."""
+        title = f"{self.n_chains:,} chains × {self.n_draws:,} draws × {self.values.shape[2]:,} dim"
+        parts = [f"<p><b>Draws</b>: {title}, {self.n_steps:,} steps, {html.escape(self.status)}</p>"]
+        if self.n_draws:
+            columns = zip(self.mean().tolist(), self.std().tolist(), self.standard_error().tolist(), strict=True)
+            rows = [(str(k), f"{mean:.4g}", f"{std:.4g}", f"{error:.2g}") for k, (mean, std, error) in enumerate(columns)]
+            more = [("…", f"{len(rows) - 10:,} more", "", "")] if len(rows) > 10 else []
+            parts.append(_html_table(("coordinate", "mean", "sd", "se of mean"), rows[:10] + more))
+        swaps = [
+            (f"{pair} – {pair + 1}", f"{made:,}", f"{tested:,}", f"{100 * made / tested:.3g} %" if tested else "")
+            for pair, (made, tested) in enumerate(zip(self.accepted.sum(1).tolist(), self.proposed.sum(1).tolist(), strict=True))
+        ]
+        if swaps:
+            parts.append(_html_table(("rungs", "swaps accepted", "proposed", "rate"), swaps))
+        if self.settings:
+            settings = ", ".join(f"{name}: {value}" for name, value in self.settings.items())
+            parts.append(f"<details><summary>settings</summary><code>{html.escape(settings)}</code></details>")
+        return "<div>" + "".join(parts) + "</div>"
+
     def save(self, path: str | Path) -> None:
         """Write one safetensors file."""
         from safetensors.torch import save_file
@@ -134,6 +217,13 @@ class Draws:
         rates = ", ".join(f"{100 * rate:.3g} %" for rate in self.acceptance_rate.tolist())
         swaps = f", swaps accepted {rates}" if rates else ""
         return f"Draws({self.n_chains} chains x {self.n_draws} draws x {self.values.shape[2]} dim{swaps}, {self.status})"
+
+
+def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f'<{tag} style="text-align:right">{html.escape(cell)}</{tag}>' for cell in cells) + "</tr>"
+
+    return f"<table><thead>{line(head, 'th')}</thead><tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
 
 
 class DrawRecorder:
