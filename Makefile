@@ -18,7 +18,7 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
-	$(PIP) -e ".[plots,digits,test,lint]"
+	$(PIP) -e ".[plots,digits,diagnostics,test,lint]"
 	touch $@
 
 demo: install

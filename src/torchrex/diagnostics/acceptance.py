@@ -44,7 +44,7 @@ def acceptance_from_energies(
     return mean_of(_probability(history, _corrections(history, correction_factor), swap_rate).movedim(0, -1))
 
 
-def factor_for_acceptance(history: History, wanted: float, *, iterations: int = 100) -> Tensor:
+def factor_for_acceptance(history: History, wanted: float, *, iterations: int = 60) -> Tensor:
     """The constant F of every pair, (pairs,), at which the recorded energies would have been accepted at the rate `wanted`.
 
     The mean of min(1, S) rises with F. F is 1 where the unbiased test swaps that often already, and infinite where not even the

@@ -76,7 +76,7 @@ def convergence(draws: Draws | Tensor, names: Sequence[str] | None = None) -> Co
             f"R-hat and ESS need a chain of at least {FEWEST_DRAWS} draws, got {n_chains} chains of {n_draws}; draw more"
         )
     arviz, xarray = import_extra("arviz"), import_extra("xarray")
-    # In float64: ArviZ computes in the type it is given, and variances of float32 draws far from 0 would be mostly rounding.
+    # In float64: numpy knows no bfloat16, and not every function of ArviZ widens float32 before it sums.
     array = xarray.DataArray(values.detach().cpu().double().numpy(), dims=("chain", "draw", "coordinate"))
     dataset = xarray.Dataset({"x": array})
 

@@ -38,16 +38,16 @@ def batch_means(series: Tensor) -> Estimate:
         error = std(batch means) / sqrt(batches)
 
     Batches have to be long against the correlation time; if they are not, the error comes out too small. A series of fewer than
-    16 values tells no error (NaN). What is left over by whole batches is dropped at the beginning of the series.
+    16 values tells no error (NaN). Values that do not fill a batch are missing from the error, not from the mean.
     """
     values = series.double()
-    n = values.shape[-1]
+    n, mean = values.shape[-1], values.mean(-1)
     n_batches = math.isqrt(n)
     if n_batches < FEWEST_BATCHES:
-        mean = values.mean(-1)
         return Estimate(mean, torch.full_like(mean, math.nan))
     length = n // n_batches
-    return over_chains(values[..., n - n_batches * length :].unflatten(-1, (n_batches, length)).mean(-1))
+    batches = values[..., n - n_batches * length :].reshape(*values.shape[:-1], n_batches, length).mean(-1)
+    return Estimate(mean, over_chains(batches).error)
 
 
 def mean_of(values: Tensor) -> Estimate:

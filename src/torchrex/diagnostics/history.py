@@ -96,8 +96,8 @@ class History:
         for chain, trace in enumerate(traces):
             if not torch.equal(trace["steps"], steps):
                 raise InvalidArgumentError(
-                    f"trace {chain} has recorded {len(trace['steps'])} steps and not the {len(steps)} of trace 0; look at runs of "
-                    f"different length or thinning one by one"
+                    f"trace {chain} has recorded {len(trace['steps'])} steps and not the {len(steps)} of trace 0; look at "
+                    f"runs of different length or thinning one by one"
                 )
 
         def side_by_side(name: str) -> Tensor:
@@ -136,8 +136,8 @@ class History:
 
     @property
     def has_every_step(self) -> bool:
-        """Is the whole path of every replica known, from the rows or from the list of swaps?"""
-        return self.swaps is not None or len(self.steps) == self.n_steps
+        """Is the path of every replica known from the first recorded step on, by the rows or by the list of swaps?"""
+        return len(self.steps) > 0 and (self.swaps is not None or len(self.steps) == self.n_steps - int(self.steps[0]))
 
     @property
     def inverse_gap(self) -> Tensor:

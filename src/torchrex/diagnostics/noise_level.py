@@ -37,14 +37,17 @@ def allowed_acceptance(noise_std: Tensor | float) -> Tensor:
     It bounds nothing by itself, for a pair may have unequal energies, but it tells at a glance whether F = 1 is possible:
     62 % at s = 1, 4.6 % at s = 4, 0.006 % at s = 8.
     """
-    return torch.special.erfc(torch.as_tensor(noise_std, dtype=torch.float64) / math.sqrt(8.0))
+    allowed: Tensor = torch.special.erfc(torch.as_tensor(noise_std, dtype=torch.float64) / math.sqrt(8.0))
+    return allowed
 
 
-def factor_for_noise(noise_std: Tensor | float, wanted: float, *, iterations: int = 200) -> Tensor:
-    """The F at which Gaussian noise s and equal energies give the acceptance `wanted`: solves gaussian_acceptance(0, s, F) = wanted.
+def factor_for_noise(noise_std: Tensor | float, wanted: float, *, iterations: int = 60) -> Tensor:
+    """The F at which Gaussian noise s and equal energies give the acceptance `wanted`.
 
-    1 where F = 1 gives it already. At F = infinity the naive test gives 1/2 + exp(s^2/2) Phi(-s), always above 1/2; where even
-    that is less than `wanted` the answer is infinite. `factor_for_acceptance` asks the same of recorded energies.
+        gaussian_acceptance(0, s, F) = wanted
+
+    F is 1 where F = 1 gives it already. At F = infinity the naive test gives 1/2 + exp(s^2/2) Phi(-s), always above 1/2;
+    where even that is less than `wanted` the answer is infinite. `factor_for_acceptance` asks the same of recorded energies.
     """
     if not 0 < wanted < 1:
         raise InvalidArgumentError(f"the wanted acceptance rate must lie between 0 and 1, got {wanted}")

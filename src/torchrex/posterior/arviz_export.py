@@ -158,7 +158,7 @@ def _tree(
     groups["sample_stats"] = dataset(
         {
             "minibatch_energy": (("chain", "draw"), per_draw["energy"][:, :, 0]),
-            "swapped": (("chain", "draw"), swapped),
+            **({"swapped": (("chain", "draw"), swapped)} if n_pairs else {}),
             "noise_variance": (by_pair, per_draw["noise_variance"]),
         },
         pairs,

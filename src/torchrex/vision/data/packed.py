@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import zipfile
 import zlib
 from collections.abc import Generator
@@ -132,14 +133,19 @@ def _decode_all(folder: Path, shards: list[Shard], procs: int) -> Generator[npt.
                 raise _undecodable(folder, shard, str(error)) from None
         return
     running: list[subprocess.Popen[bytes]] = []
+    starting = threading.Lock()  # nobody starts a process while the others are being stopped
+    stopped = False
 
     def one(shard: Shard) -> npt.NDArray[Any]:
         # The decoder is run as a program by its path, not through multiprocessing: its processes need neither torch nor the
         # caller's main module, and pass plain bytes. One BLAS thread each, or they would fight for the cores.
         single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         command = [sys.executable, "-P", packed_coder.__file__, str(folder / shard.model), str(folder / shard.file)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | single)
-        running.append(process)
+        with starting:
+            if stopped:
+                raise _undecodable(folder, shard, "another shard was not")
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | single)
+            running.append(process)
         out, err = process.communicate()
         if process.returncode or len(out) % np.prod(PICTURE):
             last = err.decode(errors="replace").strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
@@ -153,8 +159,10 @@ def _decode_all(folder: Path, shards: list[Shard], procs: int) -> Generator[npt.
                 yield future.result()
         finally:  # also when the caller stops early: an error in one shard, Ctrl-C
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in running:
-                process.kill()
+            with starting:
+                stopped = True
+                for process in running:
+                    process.kill()
 
 
 def _undecodable(folder: Path, shard: Shard, why: str) -> DataError:

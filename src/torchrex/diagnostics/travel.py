@@ -1,0 +1,128 @@
+"""How replicas travel along the ladder: round trips, restarts, and how evenly they visit the rungs.
+
+Exchange helps rung 0 by bringing it states that forgot on the hottest rung where they had been: arrivals from there count.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrex.diagnostics.estimate import Estimate, over_chains
+from torchrex.diagnostics.history import History
+from torchrex.errors import InvalidArgumentError
+
+
+class Travel(NamedTuple):
+    """Counts per replica, (replicas, chains), and the rate of round trips of all replicas together."""
+
+    round_trips: Tensor  # rung 0 -> top -> rung 0
+    restarts: Tensor  # top -> rung 0: arrivals of something new at rung 0; at most one more than the round trips
+    per_step: Estimate  # round trips a step, over chains
+    per_attempt: Estimate  # a swap attempt of an even-odd pairing; compare with the rates below
+    exact: bool  # False: rows were thinned and no list of swaps is there, so trips may have been missed
+
+
+def round_trips(history: History) -> Travel:
+    """Round trips from the first recorded step on (`history.after` leaves the burn-in out).
+
+    Needs every step, or the list of swaps of a trace; otherwise the counts are lower bounds. Attempts are counted over the whole
+    run; where the history begins later they are taken to be spread evenly over the steps.
+    """
+    if len(history.steps) == 0:
+        raise InvalidArgumentError(f"{history} has no recorded step to begin at")
+    first = int(history.steps[0])
+    if history.swaps is None:
+        restarts, trips = count_trips(rung_of(history.replica_at))
+    else:
+        paths = [count_trips(_replay(history, chain)) for chain in range(history.n_chains)]
+        restarts, trips = (torch.cat(counts, dim=1) for counts in zip(*paths, strict=True))
+    total = trips.sum(0).double()
+    # Even and odd pairs take turns, so that two neighbouring pairs see every attempt between them.
+    part = (history.n_steps - first) / history.n_steps
+    attempts = history.proposed[:2].sum(0).double() * part
+    per_step, per_attempt = over_chains(total / (history.n_steps - first)), over_chains(total / attempts)
+    return Travel(trips, restarts, per_step, per_attempt, history.has_every_step)
+
+
+def rung_of(replica_at: Tensor) -> Tensor:
+    """Where each replica stood, (k, replicas, chains), from who stood on each rung, (k, rungs, chains)."""
+    return replica_at.long().argsort(dim=1)
+
+
+def count_trips(path: Tensor) -> tuple[Tensor, Tensor]:
+    """Restarts and round trips, each (replicas, chains), of paths over the rungs (k, replicas, chains).
+
+    A restart is a visit to rung 0 by a replica that has seen the top since its last one; a round trip is a restart of one that
+    had been on rung 0 before. Only the order of visits to the two ends matters.
+    """
+    top = path.shape[1] - 1
+    if top < 1 or len(path) == 0:
+        none = torch.zeros(path.shape[1:], dtype=torch.long)
+        return none, none.clone()
+    at_end = (path == 0) | (path == top)
+    when = torch.arange(len(path)).view(-1, 1, 1)
+    latest = torch.where(at_end, when, -1).cummax(0).values  # the last visit to an end so far, -1 before the first
+    end = torch.where(latest >= 0, path.gather(0, latest.clamp(min=0)), -1)
+    restarts = ((end[1:] == 0) & (end[:-1] == top)).sum(0)
+    first = end.gather(0, at_end.long().argmax(0, keepdim=True))[0]
+    return restarts, restarts - ((first == top) & (restarts > 0)).long()
+
+
+def _replay(history: History, chain: int) -> Tensor:
+    """The path of every replica of one chain, (1 + swaps, replicas, 1): the first row, and every swap after it."""
+    assert history.swaps is not None
+    mine = (history.swaps.chain == chain) & (history.swaps.step > history.steps[0])
+    standing = history.replica_at[0, :, chain].tolist()
+    rows = [list(standing)]
+    for pair in history.swaps.pair[mine].tolist():
+        standing[pair], standing[pair + 1] = standing[pair + 1], standing[pair]
+        rows.append(list(standing))
+    return rung_of(torch.tensor(rows)[:, :, None])
+
+
+def even_odd_rate(rejection: Tensor) -> float:
+    """Round trips an attempt, all replicas together, of an even-odd pairing with these rejection rates (pairs,).
+
+        rate = 1 / (2 + 2 * sum_i r_i / (1 - r_i))        (Syed et al. 2022, Corollary 2)
+
+    It takes a replica's energy to be new at every attempt; replicas that move slowly between attempts make fewer trips. Two rungs
+    have one pair, tested at every attempt and not at every other, and then the rate is 1 - r.
+    """
+    r = _rejections(rejection)
+    if len(r) == 1:
+        return float(1.0 - r[0])
+    return float(1.0 / (2.0 + 2.0 * (r / (1.0 - r)).sum()))
+
+
+def optimal_rate(rejection: Tensor) -> float:
+    """The rate that ever more rungs between the same temperatures approach: 1 / (2 + 2 Lambda), Lambda = sum of the rejections.
+
+    Lambda belongs to the target and its noise and hardly changes with the ladder, as long as rejection rates are not near 1 (Syed
+    et al. 2022, section 4); of a coarse ladder the sum is too small. Where `even_odd_rate` is far below it, add rungs.
+    """
+    return float(1.0 / (2.0 + 2.0 * _rejections(rejection).sum()))
+
+
+class Occupancy(NamedTuple):
+    """How long each replica stood on each rung."""
+
+    share: Estimate  # (replicas, rungs): of the recorded steps, mean over chains
+    deviation: Tensor  # (replicas, chains): half the sum over rungs of |share - 1 / rungs|; 0 even, 1 - 1 / rungs for ever on one
+
+
+def rung_occupancy(history: History) -> Occupancy:
+    """Share of the recorded steps that each replica spent on each rung; in the long run 1 / rungs. Any thinning will do."""
+    n_rungs = history.n_rungs
+    replicas = torch.arange(n_rungs).view(1, -1, 1, 1)
+    share = (history.replica_at.unsqueeze(1) == replicas).double().mean(0)  # (replicas, rungs, chains)
+    return Occupancy(over_chains(share), 0.5 * (share - 1.0 / n_rungs).abs().sum(1))
+
+
+def _rejections(rejection: Tensor) -> Tensor:
+    r = rejection.double().flatten()
+    if len(r) == 0 or not bool(((r >= 0) & (r <= 1)).all()):
+        raise InvalidArgumentError(f"give the rejection rate of every pair, each in [0, 1], got {r.tolist()}")
+    return r

@@ -1,0 +1,436 @@
+"""The export to ArviZ, with the real package and real files; convergence numbers; pictures and notebooks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+
+import torchrex as tr
+from torchrex.diagnostics.convergence import convergence
+from torchrex.errors import InvalidArgumentError, MissingDependencyError
+from torchrex.experiments.digits import digits_recipes
+from torchrex.experiments.mixtures import CASES
+from torchrex.experiments.runner import run_recipe
+from torchrex.experiments.tall import LogisticConfig
+from torchrex.posterior.arviz_export import import_extra, to_arviz, trace_to_datatree
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+az, xr = import_extra("arviz"), import_extra("xarray")
+
+
+def gaussian(x):
+    return -0.5 * x.square().sum(-1)
+
+
+@pytest.fixture(autouse=True)
+def _close_figures():
+    yield
+    plt.close("all")
+
+
+@pytest.fixture(scope="module")
+def mixture():
+    return replace(CASES["case1"], n_steps=2000, n_runs=4, thin=5).draw(0)
+
+
+@pytest.fixture(scope="module")
+def three_rungs():
+    return tr.sample(gaussian, dim=3, temperatures=(1.0, 2.0, 4.0), lr=0.1, n_steps=60, n_runs=5, thin=4, burn_in=20)
+
+
+@pytest.fixture(scope="module")
+def digits_traces(tmp_path_factory):
+    # Naive swaps, because the unbiased test makes none in so few steps.
+    naive = {"correction_factor": math.inf, "epochs": 4, "burn_in_epochs": 1, "hidden": 8}
+    config = replace(digits_recipes()["digits/resghmc"], **naive)
+    return [run_recipe(config, seed, tmp_path_factory.mktemp("runs"), device="cpu").trace() for seed in (0, 1)]
+
+
+# ---- the tree
+
+
+def test_groups_axes_and_values(three_rungs):
+    draws, tree = three_rungs, three_rungs.to_datatree(["a", "b", "c"])
+    assert list(tree.children) == ["posterior", "sample_stats", "replica_exchange"]
+    x = tree["posterior"]["x"]
+    assert x.dims == ("chain", "draw", "coordinate")
+    assert np.array_equal(x.sel(coordinate="b"), draws.values[:, :, 1])
+    stats, ladder = tree["sample_stats"], tree["replica_exchange"]
+    # Axes of the tensors are (draws, rungs, chains): every one of the five chains and three rungs must land in its place.
+    for chain in range(5):
+        assert np.array_equal(stats["minibatch_energy"].sel(chain=chain), draws.energy[:, 0, chain])
+        for rung in range(3):
+            assert np.array_equal(ladder["energy"].sel(chain=chain, rung=rung), draws.energy[:, rung, chain])
+            assert np.array_equal(ladder["replica_at"].sel(chain=chain, rung=rung), draws.replica_at[:, rung, chain])
+        for pair in range(2):
+            assert np.array_equal(ladder["noise_variance"].sel(chain=chain, pair=pair), draws.noise_variance[:, pair, chain])
+            assert np.array_equal(stats["noise_variance"].sel(chain=chain, pair=pair), draws.noise_variance[:, pair, chain])
+            assert int(ladder["accepted"].sel(chain=chain, pair=pair)) == int(draws.accepted[pair, chain])
+            assert int(ladder["proposed"].sel(chain=chain, pair=pair)) == int(draws.proposed[pair, chain])
+    for group in tree.children.values():
+        assert group["step"].values.tolist() == draws.steps.tolist() == list(range(24, 61, 4))
+    assert not {"lp", "energy"} & set(stats.data_vars)  # a minibatch estimate does not go by the name of an exact one
+    assert all({"chain", "draw"} <= set(variable.dims) for variable in stats.data_vars.values())
+
+
+def test_swapped_marks_the_draws_at_which_rung_0_has_another_replica(three_rungs):
+    replica = three_rungs.replica_at[:, 0].T
+    expected = [[0] + [int(a != b) for a, b in zip(row[1:], row, strict=False)] for row in replica.tolist()]
+    assert three_rungs.to_datatree()["sample_stats"]["swapped"].values.tolist() == expected
+    assert 0 < np.sum(expected) < replica.numel()
+
+
+def test_attributes(three_rungs):
+    tree = three_rungs.to_datatree()
+    for attrs in (tree.attrs, tree["posterior"].attrs):
+        assert (attrs["inference_library"], attrs["inference_library_version"]) == ("torchrex", tr.__version__)
+        assert (attrs["n_steps"], attrs["status"]) == (60, "finished")
+        assert json.loads(attrs["settings"]) == three_rungs.settings
+    assert "estimate" in tree["sample_stats"]["minibatch_energy"].attrs["description"]
+
+
+def test_one_rung_has_no_pairs():
+    tree = tr.sample(gaussian, dim=1, temperatures=(1.0,), lr=0.1, n_steps=20, n_runs=2).to_datatree()
+    assert set(tree["sample_stats"].data_vars) == {"minibatch_energy"}
+    assert set(tree["replica_exchange"].data_vars) == {"energy", "replica_at"}
+    assert tree["posterior"]["coordinate"].values.tolist() == [0]
+
+
+def test_half_precision_is_widened(three_rungs):
+    half = replace(three_rungs, values=three_rungs.values.bfloat16())
+    assert np.array_equal(half.to_datatree()["posterior"]["x"], half.values.float())
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b", "b"], ["a", "b", 3], "abc", ["a", "b", "c", "d"]])
+def test_names_must_fit(three_rungs, names):
+    for use in (three_rungs.to_datatree, three_rungs.to_arviz, three_rungs.plot, lambda names: convergence(three_rungs, names)):
+        with pytest.raises(InvalidArgumentError, match="names must be 3 different strings"):
+            use(names)
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("kind", ["netcdf", "zarr"])
+def test_files_give_back_the_same_tree(three_rungs, tmp_path, kind):
+    tree, path = three_rungs.to_datatree(["alpha", "β", "c"]), tmp_path / f"draws.{kind}"
+    if kind == "netcdf":
+        tree.to_netcdf(path)
+    else:
+        tree.to_zarr(path, consolidated=False)
+    options = {} if kind == "netcdf" else {"engine": "zarr", "consolidated": False}
+    with xr.open_datatree(path, **options) as back:
+        assert back.identical(tree)
+
+
+def test_arviz_reads_the_netcdf_file(three_rungs, tmp_path):
+    three_rungs.to_datatree().to_netcdf(tmp_path / "draws.nc")
+    back = az.from_netcdf(str(tmp_path / "draws.nc"))
+    assert np.array_equal(back["posterior"]["x"], three_rungs.values)
+    assert np.array_equal(back["replica_exchange"]["accepted"], three_rungs.accepted.T)
+
+
+# ---- ArviZ itself
+
+
+def plot_trace(data, **options):
+    """By its name in the installed ArviZ."""
+    return az.plot_trace_dist(data, **options) if hasattr(az, "plot_trace_dist") else az.plot_trace(data, **options)
+
+
+def test_arviz_on_a_mixture(mixture):
+    table = az.summary(mixture.to_arviz(["position"]), round_to="none")
+    assert list(table.index) == ["x[position]"]
+    assert table.loc["x[position]", "mean"] == pytest.approx(float(mixture.mean()), rel=1e-4)
+    assert table.loc["x[position]", "sd"] == pytest.approx(float(mixture.std()), rel=1e-3)
+    plot_trace(mixture.to_arviz(["position"]))
+    assert plt.get_fignums()
+    assert "noise_variance[0]" in az.summary(mixture.to_arviz(), group="sample_stats").index
+
+
+def test_arviz_on_a_logistic_regression():
+    draws = LogisticConfig("tall/logistic", n_data=2000, n_steps=400, n_runs=4, thin=4).draw(0)
+    names = ["intercept", "age", "income", "height"]
+    table = az.summary(draws.to_arviz(names), round_to="none")
+    assert list(table.index) == [f"x[{name}]" for name in names]
+    assert np.allclose(table["mean"], draws.mean(), rtol=1e-4)
+    plot_trace(draws.to_arviz(names))
+    assert plt.get_fignums()
+
+
+def test_arviz_on_a_digits_run(digits_traces):
+    data = to_arviz(trace_to_datatree(digits_traces, burn_in=20))
+    table = az.summary(data, group="sample_stats", round_to="none")
+    energy = torch.stack([trace["energy"][20:, 0] for trace in digits_traces]).double()
+    assert table.loc["minibatch_energy", "mean"] == pytest.approx(float(energy.mean()), rel=1e-4)
+    stats = data["sample_stats"] if hasattr(az, "plot_trace_dist") else data.sample_stats
+    plot_trace(stats, var_names=["minibatch_energy", "noise_variance"])
+    assert plt.get_fignums()
+
+
+def test_to_arviz_follows_the_installed_version(three_rungs, monkeypatch):
+    tree = three_rungs.to_datatree()
+    monkeypatch.setattr(az, "__version__", "1.1.0")
+    assert to_arviz(tree) is tree
+    monkeypatch.setattr(az, "__version__", "0.23.4")
+    if hasattr(az, "InferenceData"):
+        assert isinstance(to_arviz(tree), az.InferenceData)
+
+
+# ---- traces of networks
+
+
+def test_seeds_become_chains(digits_traces):
+    tree = trace_to_datatree(digits_traces, settings={"recipe": "digits/resghmc"})
+    assert list(tree.children) == ["sample_stats", "replica_exchange"]
+    ladder = tree["replica_exchange"]
+    assert dict(ladder.sizes) == {"chain": 2, "draw": 80, "rung": 2, "pair": 1}
+    for chain, trace in enumerate(digits_traces):
+        for name in ("energy", "replica_at", "noise_variance", "correction", "accepted", "proposed"):
+            assert np.array_equal(ladder[name].sel(chain=chain), trace[name], equal_nan=True)
+        assert np.array_equal(ladder["swaps"].sel(chain=chain).sum("draw"), trace["accepted"])
+        assert 0 < int(trace["accepted"]) < 80
+    assert ladder["step"].values.tolist() == list(range(1, 81))
+    assert json.loads(tree.attrs["settings"]) == {"recipe": "digits/resghmc"}
+    later = trace_to_datatree(digits_traces, burn_in=30)
+    assert later["sample_stats"]["step"].values.tolist() == list(range(31, 81))
+    assert np.array_equal(later["sample_stats"]["minibatch_energy"][1], digits_traces[1]["energy"][30:, 0])
+
+
+def thinned_trace(**changes):
+    """Steps 0, 3 and 6 of eight; swaps of pair 0 at steps 0, 1, 2, 3 and 7, of pair 1 at 4 and 6."""
+    tensors = {
+        "steps": torch.tensor([0, 3, 6]),
+        "energy": torch.arange(9.0).view(3, 3),
+        "replica_at": torch.tensor([[1, 0, 2], [1, 0, 2], [2, 1, 0]]),
+        "noise_variance": torch.ones(3, 2),
+        "swap_steps": torch.tensor([0, 1, 2, 3, 4, 6, 7]),
+        "swap_pairs": torch.tensor([0, 0, 0, 0, 1, 1, 0]),
+        "accepted": torch.tensor([5, 2]),
+        "proposed": torch.tensor([8, 8]),
+    }
+    return tensors | changes
+
+
+def test_swaps_are_counted_between_kept_steps():
+    tree = trace_to_datatree(thinned_trace())
+    assert tree["replica_exchange"]["swaps"].values.tolist() == [[[1, 0], [3, 0], [0, 2]]]
+    assert tree["sample_stats"]["swapped"].values.tolist() == [[0, 0, 1]]
+    assert tree["sample_stats"]["step"].values.tolist() == [1, 4, 7]
+    assert trace_to_datatree(thinned_trace(), burn_in=1)["replica_exchange"]["swaps"].values.tolist() == [[[3, 0], [0, 2]]]
+
+
+@pytest.mark.parametrize(
+    ("traces", "options", "words"),
+    [
+        ([], {}, "no trace"),
+        (tr.Trace().tensors(), {}, "trace 0 has no steps, energy"),
+        ([thinned_trace(), {"w2": torch.ones(1)}], {}, "trace 1 has no"),
+        (
+            [thinned_trace(), thinned_trace(steps=torch.tensor([0, 3, 7]))],
+            {},
+            "3 kept steps, 1 to 7, on 3 rungs and trace 1 3 kept",
+        ),
+        ([thinned_trace(), thinned_trace(energy=torch.ones(3, 2))], {}, "on 2 rungs"),
+        (thinned_trace(), {"burn_in": 7}, "burn_in=7 leaves no step"),
+        (thinned_trace(), {"burn_in": -1}, "whole number >= 0, got -1"),
+    ],
+)
+def test_traces_that_cannot_be_exported(traces, options, words):
+    with pytest.raises(InvalidArgumentError, match=words) as caught:
+        trace_to_datatree(traces, **options)
+    assert "\n" not in str(caught.value)
+
+
+# ---- convergence
+
+N_CHAINS, N_DRAWS, N_REPEATS = 4, 2000, 60
+
+
+def autoregression(rho, *, seed, n_repeats=N_REPEATS):
+    """Stationary x' = rho x + sqrt(1 - rho^2) z with variance 1: (chains, draws, repeats); each repeat is independent."""
+    z = torch.randn(N_DRAWS, N_CHAINS, n_repeats, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    x = [z[0]]
+    for row in z[1:]:
+        x.append(rho * x[-1] + math.sqrt(1 - rho**2) * row)
+    return torch.stack(x, dim=1)
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.5, 0.9])
+def test_ess_and_mcse_of_an_autoregression(rho):
+    """ESS = n (1 - rho) / (1 + rho). Its estimate from 8,000 draws truncates the autocorrelation: 4 % are allowed for that.
+
+    Over 60 independent repeats the mean of ESS is known to a standard error of about 1 %.
+    """
+    chains = autoregression(rho, seed=1)
+    found, exact = convergence(chains), N_CHAINS * N_DRAWS * (1 - rho) / (1 + rho)
+    for numbers, answer in ((found.ess_bulk, exact), (found.mcse_mean, exact**-0.5)):
+        error = float(numbers.std()) / math.sqrt(N_REPEATS)
+        assert abs(float(numbers.mean()) / answer - 1) < 0.04 + 5 * error / answer
+    # The standard error is one: means over all draws, in units of it, have variance 1 (chi2 with 60 degrees: +- 5 * 0.18).
+    z = chains.mean((0, 1)) / found.mcse_mean
+    assert abs(float(z.square().mean()) - 1) < 5 * math.sqrt(2 / N_REPEATS)
+    assert float(found.rhat.mean()) == pytest.approx(1.0, abs=0.01)
+    if rho == 0.0:
+        assert float(found.ess_tail.mean()) == pytest.approx(exact, rel=0.05)
+    else:
+        assert exact < float(found.ess_tail.mean()) < 8000  # indicators of the tail forget sooner than the chain
+
+
+def test_chains_in_different_modes_have_a_large_rhat():
+    apart = autoregression(0.5, seed=2, n_repeats=3)
+    apart[:2, :, 1] += 10.0
+    found = convergence(apart, ["a", "stuck", "c"])
+    assert found.rhat[1] > 1.5
+    assert found.rhat[[0, 2]].max() < 1.02
+    assert found.ess_bulk[1] < 10
+    assert found.worst_rhat == float(found.rhat[1])
+    assert found.least_ess == float(torch.minimum(found.ess_bulk, found.ess_tail).min())
+    assert "stuck" in found.summary(most=1)
+    assert "2 better" in found.summary(most=1)
+    assert "3 coordinates" in repr(found)
+
+
+def test_convergence_agrees_with_the_table_of_arviz(mixture):
+    found, table = convergence(mixture, ["position"]), az.summary(mixture.to_arviz(["position"]), round_to="none")
+    assert found.names == ("position",)
+    for name, column in (("rhat", "r_hat"), ("ess_bulk", "ess_bulk"), ("ess_tail", "ess_tail"), ("mcse_mean", "mcse_mean")):
+        assert float(getattr(found, name)) == pytest.approx(table.loc["x[position]", column], rel=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.02)])
+def test_other_types_of_draws(dtype, tolerance):
+    chains = autoregression(0.5, seed=3, n_repeats=2)
+    exact, found = convergence(chains), convergence(chains.to(dtype))
+    assert torch.allclose(found.mcse_mean, exact.mcse_mean, rtol=tolerance)
+
+
+def test_one_chain_and_a_coordinate_that_never_moves():
+    chains = autoregression(0.5, seed=4, n_repeats=2)
+    chains[:, :, 1] = 3.0
+    found = convergence(chains)
+    assert found.rhat[0] < 1.02
+    assert math.isnan(found.rhat[1])
+    assert math.isnan(found.worst_rhat)
+    alone = convergence(chains[:1])
+    assert alone.rhat.isnan().all()
+    assert alone.ess_bulk[0] == pytest.approx(2000 / 3, rel=0.3)
+    assert "nan" in alone.summary()
+
+
+def test_too_little_for_convergence():
+    with pytest.raises(InvalidArgumentError, match="at least 4 draws, got 2 chains of 3"):
+        convergence(torch.zeros(2, 3, 1))
+    with pytest.raises(InvalidArgumentError, match=r"\(chains, draws, dim\), got shape \(2, 30\)"):
+        convergence(torch.zeros(2, 30))
+
+
+# ---- notebooks and pictures
+
+
+def test_html_for_notebooks(three_rungs):
+    page = replace(three_rungs, status="<b>odd</b>", settings={"run": "f(<script>)"})._repr_html_()
+    assert "&lt;b&gt;odd&lt;/b&gt;" in page
+    assert "<b>odd" not in page
+    assert "<script" not in page
+    for number in (three_rungs.mean()[2], three_rungs.std()[1]):
+        assert f">{float(number):.4g}</td>" in page
+    for pair in range(2):
+        assert f">{int(three_rungs.accepted[pair].sum()):,}</td>" in page
+        assert f">{100 * float(three_rungs.acceptance_rate[pair]):.3g} %</td>" in page
+    for tag in ("table", "tr", "td", "th", "div", "details"):
+        assert page.count(f"<{tag}>") + page.count(f"<{tag} ") == page.count(f"</{tag}>") > 0
+    wide = replace(three_rungs, values=torch.randn(5, 10, 14))._repr_html_()
+    assert "4 more" in wide
+
+
+def test_html_without_draws_or_swaps(three_rungs):
+    page = three_rungs.after(60)._repr_html_()
+    assert "0 draws" in page
+    assert "coordinate" not in page
+    alone = tr.sample(gaussian, dim=1, temperatures=(1.0,), lr=0.1, n_steps=5)
+    assert "swaps" not in alone._repr_html_()
+    never = replace(three_rungs, accepted=torch.zeros(2, 5, dtype=torch.long), proposed=torch.zeros(2, 5, dtype=torch.long))
+    assert "nan" not in never._repr_html_()
+
+
+def test_plot(three_rungs, mixture):
+    axes = three_rungs.plot(["a", "b", "c"])
+    assert axes.shape == (3, 2)
+    assert [axis.get_xlabel() for axis in axes[:, 0]] == ["x[a]", "x[b]", "x[c]"]
+    for k, trace in enumerate(axes[:, 1]):
+        assert len(trace.lines) == 5
+        for chain, line in enumerate(trace.lines):
+            assert np.array_equal(line.get_xdata(), three_rungs.steps)
+            assert np.allclose(line.get_ydata(), three_rungs.values[chain, :, k])
+    for density in axes[:, 0]:
+        area = sum(patch.get_width() * patch.get_height() for patch in density.patches if hasattr(patch, "get_width"))
+        assert area == pytest.approx(1.0)
+    _, own = plt.subplots(1, 2)
+    assert mixture.plot(axes=own, most_chains=2)[0, 1] is own[1]
+    assert len(own[1].lines) == 2
+    assert three_rungs.plot(most=1).shape == (1, 2)
+
+
+def test_plot_of_a_long_run_shows_every_kth_draw(mixture):
+    axes = replace(mixture, values=torch.randn(1, 8000, 1), steps=torch.arange(1, 8001)).plot()
+    assert len(axes[0, 1].lines[0].get_xdata()) == 2000
+    assert "one draw in 4" in axes[0, 1].get_title()
+
+
+def test_plot_refuses(three_rungs):
+    with pytest.raises(InvalidArgumentError, match="nothing to plot: 0 draws"):
+        three_rungs.after(60).plot()
+    with pytest.raises(InvalidArgumentError, match="axes must be 3 x 2"):
+        three_rungs.plot(axes=plt.subplots(1, 2)[1])
+
+
+# ---- without the extra
+
+
+@pytest.mark.parametrize(
+    ("absent", "use", "extra"),
+    [
+        ("xarray", lambda draws: draws.to_datatree(), "diagnostics"),
+        ("arviz", lambda draws: draws.to_arviz(), "diagnostics"),
+        ("arviz", convergence, "diagnostics"),
+        ("xarray", convergence, "diagnostics"),
+        ("matplotlib.pyplot", lambda draws: draws.plot(), "plots"),
+    ],
+)
+def test_missing_package_names_the_extra(three_rungs, monkeypatch, absent, use, extra):
+    monkeypatch.setitem(sys.modules, absent, None)
+    with pytest.raises(MissingDependencyError, match=rf"pip install 'torchrex\[{extra}\]'") as caught:
+        use(three_rungs)
+    assert absent.split(".")[0] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_nothing_optional_is_imported_before_it_is_needed():
+    code = "import sys, torchrex, torchrex.diagnostics.convergence; print({'arviz', 'xarray', 'matplotlib'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.skipif(not az.__version__.startswith("0."), reason="ArviZ 1 makes no announcement")
+def test_the_daily_announcement_of_arviz_does_not_reach_our_users(tmp_path):
+    def imports(code, cache):
+        command = [sys.executable, "-W", "error::FutureWarning", "-c", code]
+        return subprocess.run(
+            command, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / cache)}, capture_output=True, text=True
+        )
+
+    assert "undergoing" in imports("import arviz", "a").stderr  # it is there
+    ours = imports("from torchrex.posterior.arviz_export import import_extra as i; i('arviz')", "b")
+    assert (ours.returncode, ours.stderr) == (0, "")
