@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import sys
 from dataclasses import asdict, replace
 
 import pytest
@@ -11,7 +13,9 @@ from safetensors.torch import load_file
 
 from modules import same
 from torchrex.checkpoint import Checkpoints
+from torchrex.cli.main import main
 from torchrex.errors import NonFiniteEnergyError, RunFolderError
+from torchrex.exchange import ModuleExchange
 from torchrex.experiments.config import dumps, override
 from torchrex.experiments.groups import group
 from torchrex.experiments.images import ImageConfig
@@ -241,3 +245,57 @@ def test_when_all_diverge_each_folder_has_its_own_reason(tmp_path):
     for seed in (0, 1):
         folder = RunFolder.of(tmp_path, NAME, seed)
         assert str(folder.path / "checkpoints") in folder.result["error"]
+
+
+def test_runs_that_failed_come_last_and_by_themselves(tmp_path):
+    """Or they would take the others back to their last checkpoint, and stand in their way at every call."""
+    config = tiny()
+    stands_at(tmp_path, config, 0, 2, status="failed")
+    stands_at(tmp_path, config, 1, 2, status="paused")
+    stands_at(tmp_path, config, 2, 2, status="paused")
+    assert seeds(group([(config, seed) for seed in range(3)], tmp_path, overwrite=False)) == [[1, 2], [0]]
+    assert seeds(group([(config, seed) for seed in range(3)], tmp_path, overwrite=True)) == [[0, 1, 2]]
+
+
+def test_the_others_go_on_where_one_has_failed(tmp_path, monkeypatch, capsys):
+    """Through the command: seed 0 fails again, seed 1 is finished, and the exit code tells."""
+    step = ModuleExchange.eager_step
+
+    def diverging(run, batch):
+        if run.streams.seed == 0:
+            run.ensemble.position.fill_(float("nan"))
+        return step(run, batch)
+
+    monkeypatch.setattr(ModuleExchange, "eager_step", diverging)
+    with pytest.raises(NonFiniteEnergyError):
+        run_recipe(tiny(), 0, tmp_path)
+    run_recipe(tiny(), 1, tmp_path, budget=1e-9)
+    settings = [word for setting in TINY for word in ("--set", setting)]
+    words = ["run", NAME, "--seeds", "2", "--resume", "--device", "cpu", "--out", str(tmp_path), *settings]
+    monkeypatch.setattr(sys, "argv", ["torchrex", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert "1 of 2 runs failed" in " ".join(capsys.readouterr().err.split())
+    assert [RunFolder.of(tmp_path, NAME, seed).result["status"] for seed in (0, 1)] == ["failed", "finished"]
+
+
+def test_overwriting_on_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+    config = tiny()
+    jobs = [(config, seed) for seed in (0, 1)]
+    first, second = run_together(jobs, tmp_path)
+    assert first.finished
+    assert second.finished
+    before = [outcome(folder) for folder in (first, second)]
+    write = RunFolder.write_text
+
+    def full(folder, name, text):
+        if name == "config.json" and folder.path.name == "seed=1":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(folder, name, text)
+
+    monkeypatch.setattr(RunFolder, "write_text", full)
+    with pytest.raises(RunFolderError, match="No space left"):
+        run_together(jobs, tmp_path, overwrite=True)
+    assert same([outcome(folder) for folder in (first, second)], before)
+    assert sorted(path.name for path in first.path.parent.iterdir()) == ["seed=0", "seed=1"]

@@ -216,6 +216,36 @@ def test_one_that_is_a_checkpoint_behind_takes_the_others_back(tmp_path):
         assert same(numbers(one.run), numbers(other.run))
 
 
+def test_those_that_measure_know_where_the_extra_batches_are(tmp_path):
+    """Runs that paused at the same step each by itself, of which only one has taken extra batches."""
+    whole = members(tmp_path / "whole", [("re", 0)])
+    data, extra = loaders("cpu")
+    train_together(whole, data, 40, extra=extra, checkpoint_every=10)
+    for job in (("msgd", 0), ("re", 0)):
+        data, extra = loaders("cpu")
+        train_together(members(tmp_path / "parts", [job]), data, 10, extra=extra, checkpoint_every=10)
+    both = members(tmp_path / "parts", [("msgd", 0), ("re", 0)])
+    data, extra = loaders("cpu")
+    train_together(both, data, 40, extra=extra, checkpoint_every=10)
+    assert same(numbers(whole[0].run), numbers(both[1].run))
+
+
+def test_a_member_whose_last_move_before_a_draw_went_nowhere_is_left_behind(tmp_path):
+    data, extra = loaders("cpu")
+    group = members(tmp_path, [("paired", 0), ("paired", 1)])
+    broken = group[0].averages[0].update
+
+    def update(run):
+        if run.n_steps == 15:
+            run.ensemble.position[0, 0] = float("nan")
+        return broken(run)
+
+    group[0].averages[0].update = update
+    assert train_together(group, data, 40, extra=extra, checkpoint_every=10).status == "finished"
+    assert group[0].failure.step == 15
+    assert group[1].failure is None
+
+
 def test_runs_without_a_common_checkpoint_are_told(tmp_path):
     for name, steps in (("re", 30), ("msgd", 10)):
         data, extra = loaders("cpu")

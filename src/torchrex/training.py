@@ -24,6 +24,7 @@ from torchrex.checkpoint.folder import Checkpoint
 from torchrex.errors import CheckpointError, DeviceError, InvalidArgumentError, NonFiniteEnergyError
 from torchrex.exchange import ModuleExchange, ReplicaExchange, SideBySide
 from torchrex.exchange.divergence import LOWER_IT
+from torchrex.exchange.noise import RepeatedDraws
 from torchrex.posterior import PosteriorAverage
 from torchrex.posterior.progress import progress_bar
 from torchrex.recording import Trace
@@ -199,8 +200,17 @@ class _Loop:
         for k, reason in self.together.failures.items():
             self._leave_behind(self.members[k], reason)
         for member in self.going:
+            self._draw(member)
+
+    def _draw(self, member: Member) -> None:
+        try:
             for average in member.averages:
                 average.update(member.run)
+        except InvalidArgumentError:
+            failure = self._broken(member.run)
+            if failure is None:
+                raise
+            self._leave_behind(member, failure)  # its last move went nowhere, before an energy could tell
 
     def _leave_behind(self, member: Member, failure: NonFiniteEnergyError) -> None:
         """A member that failed; if it was the last, this is the end."""
@@ -224,15 +234,19 @@ class _Loop:
     def require_finite(self) -> None:
         """The last move is not followed by an energy that would tell."""
         for member in self.going:
-            run = member.run
-            finite = run.ensemble.position.isfinite().all(1).tolist()
-            if not all(finite) and not run.heals:
-                replica = finite.index(False)
-                rung = next(rung for rung in range(run.n_rungs) if run.replica_at(rung) == replica)
-                failure = NonFiniteEnergyError(
-                    replica=replica, rung=rung, run=0, step=run.n_steps, value=float("nan"), advice=LOWER_IT
-                )
+            failure = self._broken(member.run)
+            if failure is not None:
                 self._leave_behind(member, failure)
+
+    @staticmethod
+    def _broken(run: ModuleExchange) -> NonFiniteEnergyError | None:
+        """What is wrong with weights that are not finite, unless the run will heal them."""
+        finite = run.ensemble.position.isfinite().all(1).tolist()
+        if all(finite) or run.heals:
+            return None
+        replica = finite.index(False)
+        rung = next(rung for rung in range(run.n_rungs) if run.replica_at(rung) == replica)
+        return NonFiniteEnergyError(replica=replica, rung=rung, run=0, step=run.n_steps, value=float("nan"), advice=LOWER_IT)
 
     @staticmethod
     def _newest(member: Member) -> Path | None:
@@ -299,7 +313,13 @@ class _Loop:
             if member.trace is not None:
                 member.trace.load_state_dict(state["trace"])
         state = found[0].state  # the position in the data is the same for all
-        for source, saved in ((self.data, state["data"]), (self.extra, state.get("extra"))):
+        # That in the extra batches is known to members that take some; one that trained apart from them has not moved there.
+        measuring = [
+            checkpoint.state
+            for member, checkpoint in zip(self.members, found, strict=True)
+            if isinstance(member.run.rules.noise.feed, RepeatedDraws)
+        ]
+        for source, saved in ((self.data, state["data"]), (self.extra, (measuring or [state])[0].get("extra"))):
             if saved is not None and hasattr(source, "load_state_dict"):
                 source.load_state_dict(saved)
             elif source is not None:

@@ -19,7 +19,7 @@ from rich.table import Table
 import torchrex
 from torchrex.cli.data import data_app
 from torchrex.cli.reproduce import RECIPES, reproduce_it
-from torchrex.errors import ConfigError, RunFolderError, TorchrexError
+from torchrex.errors import ConfigError, NonFiniteEnergyError, RunFolderError, TorchrexError
 from torchrex.experiments import recipes
 from torchrex.experiments.config import override, to_json
 from torchrex.experiments.groups import Group, group
@@ -104,15 +104,23 @@ def run(
         raise ConfigError("--resume goes on with a run and --overwrite begins it anew; give one of them")
     config = override(get_recipe(recipe), set_ or [])
     clock = Clock(budget)
-    for each in group([(config, s) for s in range(seed, seed + seeds)], out, overwrite=overwrite):
-        folders = run_group(each, out, device=device, overwrite=overwrite, resume=resume, budget=clock.left())
+    groups = group([(config, s) for s in range(seed, seed + seeds)], out, overwrite=overwrite)
+    failed: list[RunFolder] = []
+    how = f"the same command with --resume{' instead of --overwrite' if overwrite else ''}"
+    for each in groups:
+        try:
+            folders = run_group(each, out, device=device, overwrite=overwrite, resume=resume, budget=clock.left(), how=how)
+        except NonFiniteEnergyError:
+            if len(groups) == 1 or not isinstance(config, TrainingConfig):
+                raise
+            folders = [RunFolder.of(out, config.recipe, s) for _, s in each.jobs]  # it is in their results; the others go on
         show(folders, config)
-        failed = [folder for folder in folders if (folder.result or {}).get("status") == "failed"]
-        if failed:
-            raise RunFolderError(f"{len(failed)} of {len(folders)} runs failed; the first is {failed[0].path}")
+        failed += [folder for folder in folders if folder.failed]
         for folder in folders:
-            if not goes_on(folder, f"the same command with --resume{' instead of --overwrite' if overwrite else ''}"):
+            if not goes_on(folder, how):
                 return
+    if failed:
+        raise RunFolderError(f"{len(failed)} of {seeds} runs failed; the first is {failed[0].path}")
 
 
 def show(folders: Sequence[RunFolder], config: Config) -> None:
@@ -161,9 +169,10 @@ def reproduce(
 
     def run_them(each: Group) -> list[RunFolder]:
         unfinished = not overwrite and (bool(each.steps) or len(each.jobs) > 1)
-        folders = run_group(each, out, device=device, overwrite=not unfinished, resume=unfinished, budget=clock.left())
+        how = f"the same command{' without --overwrite' if overwrite else ''}"
+        folders = run_group(each, out, device=device, overwrite=not unfinished, resume=unfinished, budget=clock.left(), how=how)
         for folder in folders:
-            if not goes_on(folder, f"the same command{' without --overwrite' if overwrite else ''}"):
+            if not goes_on(folder, how):
                 raise typer.Exit
         return folders
 
@@ -192,10 +201,13 @@ class Clock:
         return None if self.budget is None else max(0.0, self.budget - (time.monotonic() - self.began))
 
 
-def run_group(each: Group, out: Path, *, device: str, overwrite: bool, resume: bool, budget: float | None) -> list[RunFolder]:
-    """Run the jobs of a group, with a progress bar."""
+def run_group(
+    each: Group, out: Path, *, device: str, overwrite: bool, resume: bool, budget: float | None, how: str
+) -> list[RunFolder]:
+    """Run the jobs of a group, with a progress bar. `how` says how to go on after an interruption."""
     (config, seed), n_steps = each.jobs[0], each.jobs[0][0].n_steps
-    with progress_bar(each.name, n_steps, stderr) as progress, told_if_early(RunFolder.of(out, config.recipe, seed)):
+    folders = [RunFolder.of(out, job.recipe, s) for job, s in each.jobs]
+    with progress_bar(each.name, n_steps, stderr) as progress, told_if_early(folders, how):
         if len(each.jobs) == 1:
             folder = run_recipe(
                 config, seed, out, device=device, overwrite=overwrite, resume=resume, budget=budget, progress=progress
@@ -206,13 +218,16 @@ def run_group(each: Group, out: Path, *, device: str, overwrite: bool, resume: b
 
 
 @contextlib.contextmanager
-def told_if_early(folder: RunFolder) -> Iterator[None]:
-    """Ctrl-C outside the steps of a run, while it compiles or is measured, for example: one line, not silence."""
+def told_if_early(folders: Sequence[RunFolder], how: str) -> Iterator[None]:
+    """Ctrl-C outside the steps of some runs, while they compile or are measured, for example: one line, not silence."""
     try:
         yield
-    except KeyboardInterrupt:
-        if (folder.path / "checkpoints").is_dir():
-            raise Interrupted(f"interrupted; its checkpoints are in {folder.path}, and --resume goes on") from None
+    except KeyboardInterrupt as interrupt:
+        if interrupt.args:  # the signal that came during the last save
+            raise Interrupted(f"interrupted; {folders[0].path} is finished", interrupt.args[0]) from None
+        begun = [folder.path for folder in folders if (folder.path / "checkpoints").is_dir() and not folder.finished]
+        if begun:
+            raise Interrupted(f"interrupted; the checkpoints are in {begun[0]}, and {how} goes on") from None
         raise Interrupted("interrupted before the first steps were done; nothing was written") from None
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
-from torchrex.errors import ConfigError, MissingDependencyError, RecipeError, RunFolderError
+from torchrex.durable import replace_file
+from torchrex.errors import ConfigError, MissingDependencyError, NonFiniteEnergyError, RecipeError, RunFolderError
 from torchrex.experiments.config import dumps, override
 from torchrex.experiments.digits import digits_recipes
 from torchrex.experiments.groups import Group, group
@@ -131,7 +132,13 @@ def run_missing(
     if todo and announce:
         console.print(f"to run: {_some(len(todo), 'run')} in {_some(len(groups), 'group')} side by side", highlight=False)
     for each in groups:
-        for (config, seed), folder in zip(each.jobs, run_them(each), strict=True):
+        try:
+            done = run_them(each)
+        except NonFiniteEnergyError:
+            if not announce:
+                raise
+            done = [RunFolder.of(out, config.recipe, seed) for config, seed in each.jobs]  # a table is made of what is finished
+        for (config, seed), folder in zip(each.jobs, done, strict=True):
             result = folder.result or {}
             told = f"{result['wall_seconds']:.1f} s" if result["status"] == "finished" else result.get("error", result["status"])
             console.print(f"{config.recipe}, seed {seed}: {told}", soft_wrap=True, highlight=False)
@@ -212,8 +219,8 @@ def with_origin(rows: Any, folders: Mapping[str, list[RunFolder]], seeds: Sequen
 def write_numbers(numbers: Mapping[str, Any], markdown: str, path: Path) -> None:
     """PATH.json and PATH.md."""
     try:
-        path.with_name(f"{path.name}.json").write_text(dumps(numbers))
-        path.with_name(f"{path.name}.md").write_text(markdown)
+        replace_file(path.with_name(f"{path.name}.json"), dumps(numbers).encode())
+        replace_file(path.with_name(f"{path.name}.md"), markdown.encode())
     except OSError as failure:
         raise RunFolderError(f"cannot write {path}.json and .md ({failure.strerror}); choose another --out") from None
 

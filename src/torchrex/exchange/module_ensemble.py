@@ -102,6 +102,7 @@ class ModuleEnsemble:
         self._pending: tuple[Tensor, Tensor, Tensor] | None = None  # momenta to be rescaled: who, scales before and after
         self.use(self.energy.per_example, assemble_energy, update_rows)
         self.backward_at_once = False  # one call of autograd for all replicas: the same numbers, see `QUICK` in batches.py
+        self._held: list[Tensor] = []
         self.lanes: list[torch.cuda.Stream] | None = None  # one side stream per replica while a step is captured
         self.modules = modules
 
@@ -174,6 +175,7 @@ class ModuleEnsemble:
             extra.append(None if added is None else added.detach())
         if self.backward_at_once:
             self._backward(list(range(len(self.modules))), objectives)
+        self._held = losses if self.lanes is not None else []  # a capture must not free what came from another stream
         return self._energy(losses, extra), self.gradient
 
     def _backward(self, replicas: list[int], objectives: list[Tensor]) -> None:

@@ -176,20 +176,23 @@ class SideBySide:
 
     def _measure_if_due(self, extra: Any, next_extra: Callable[[], Batch]) -> None:
         """Repeated energies, where it is time for them: from one captured pass over a loader's batch, or eagerly."""
-        due = []
-        for k, run in enumerate(self.runs):
-            feed = run.rules.noise.feed
-            if k not in self.failures and isinstance(feed, RepeatedDraws) and run.n_steps > 0 and run.n_steps % feed.every == 0:
-                due.append((run, feed))
-        if not due:
+        # A run that failed stays in the graph: without it there would be another one to compile and to capture.
+        measuring = {k: run for k, run in enumerate(self.runs) if isinstance(run.rules.noise.feed, RepeatedDraws)}
+        going = {k: run for k, run in measuring.items() if k not in self.failures}
+        if not going:
             return
-        n_draws = due[0][1].n_draws
+        first = next(iter(going.values()))  # all have the same rhythm
+        feed = first.rules.noise.feed
+        assert isinstance(feed, RepeatedDraws)
+        if first.n_steps == 0 or first.n_steps % feed.every:
+            return
+        n_draws = feed.n_draws
         graphs = self._captured()
         size = extra.prepare() if graphs is not None and self._is_here(extra) else 0
-        graph = None if graphs is None or not size else graphs.energies(extra, size, [run.ensemble for run, _ in due])
+        graph = None if graphs is None or not size else graphs.energies(extra, size, [run.ensemble for run in measuring.values()])
         if graph is None:
             batches = [next_extra() for _ in range(n_draws)]
-            for run, _ in due:
+            for run in going.values():
                 run.measure(batches)
             return
         repeated: list[list[torch.Tensor]] = []
@@ -202,8 +205,9 @@ class SideBySide:
                 graph.replay()
             extra.advanced(size)
             repeated.append([energy.clone() for energy in graph.energies])
-        for (run, _), energies in zip(due, zip(*repeated, strict=True), strict=True):
-            run.learn_variance(torch.stack(energies))
+        for k, energies in zip(measuring, zip(*repeated, strict=True), strict=True):
+            if k in going:
+                going[k].learn_variance(torch.stack(energies))
 
     def _replay(self, graph: Captured) -> None:
         for run in self.runs:

@@ -40,16 +40,22 @@ class Group:
 
 
 def group(jobs: Sequence[tuple[Config, int]], out: Path, *, overwrite: bool) -> list[Group]:
-    """All jobs in groups, each job in the first that takes it. Configs that train alone are groups of one."""
+    """All jobs in groups, each job in the first that takes it. Configs that train alone are groups of one.
+
+    Runs that failed are likely to do so again: they come last, each by itself, so that they neither take the others back to
+    their last checkpoint nor stand in their way.
+    """
     groups: list[Group] = []
+    apart: list[Group] = []
     for config, seed in jobs:
         folder = RunFolder.of(out, config.recipe, seed)
         checkpoints = folder.path / "checkpoints"
         unfinished = not overwrite and checkpoints.is_dir() and not folder.finished
         steps = frozenset(Checkpoints(checkpoints).steps() if unfinished else ())
-        chosen = next((each for each in groups if each.takes(config, steps)), None)
+        failed = unfinished and folder.failed
+        chosen = None if failed else next((each for each in groups if each.takes(config, steps)), None)
         if chosen is None:
             chosen = Group()
-            groups.append(chosen)
+            (apart if failed else groups).append(chosen)
         chosen.add(config, seed, steps)
-    return groups
+    return groups + apart

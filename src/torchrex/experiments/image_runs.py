@@ -37,11 +37,11 @@ def train_images(
     config: ImageConfig = jobs[0].config
     on = steps_on(device)
     loader, extra, test = data_of(config, on)
-    energies: dict[str, Any] = {}
+    energies: dict[tuple[float, bool], Any] = {}
     members = []
     for job in jobs:
         energy = job.config.energy()
-        energy = energies.setdefault(repr(energy), energy)
+        energy = energies.setdefault((job.config.weight_decay, job.config.prior_in_swaps), energy)  # its repr is rounded
         average = PosteriorAverage(
             test,
             every=config.steps_per_epoch,

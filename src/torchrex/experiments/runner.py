@@ -59,9 +59,9 @@ class RunFolder:
         result = self.result
         return result is not None and result.get("status") == "finished"
 
-    def can_resume(self, config: Config) -> bool:
-        """Is there an unfinished run with these settings and with checkpoints?"""
-        return (self.path / "checkpoints").is_dir() and not self.finished and bool(same_config(self, config))
+    @property
+    def failed(self) -> bool:
+        return (self.result or {}).get("status") == "failed"
 
     def trace(self) -> dict[str, Tensor]:
         try:
@@ -136,16 +136,16 @@ def run_together(
     ]
     if not todo:
         return folders
-    for _, _, folder in todo:
-        _make(folder)
     slots = [_Slot(config, seed, folder) for config, seed, folder in todo]
     for slot in slots:
         slot.require_room(overwrite=overwrite, resume=resume)
+    for slot in slots:
+        _make(slot.folder)
     try:
-        for slot in slots:
-            slot.begin(overwrite=overwrite)
         began = time.perf_counter()
         try:
+            for slot in slots:
+                slot.begin(overwrite=overwrite)
             outcome, trained = todo[0][0].execute(
                 [Job(slot.config, slot.seed, slot.checkpoints) for slot in slots],
                 device=device,
@@ -169,7 +169,7 @@ def run_together(
         if trained[-1].failure is not None and all(one.failure is not None for one in trained):
             raise trained[-1].failure
         if outcome.status == "finished" and outcome.signal:  # it came during the last save: the next one is not begun
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(outcome.signal)
     except OSError as failure:
         if isinstance(failure, TorchrexError):
             raise
@@ -232,6 +232,7 @@ class _Slot:
             path.mkdir()
         elif overwrite:
             shutil.rmtree(self.checkpoints, ignore_errors=True)
+            (path / "result.json").unlink(missing_ok=True)  # it speaks of the checkpoints that are gone
         self.folder.write_text("config.json", dumps(self.config))
 
     def undo_if_nothing_is_done(self) -> None:

@@ -70,11 +70,10 @@ def draws_to_datatree(draws: Draws, names: Sequence[str] | None = None) -> DataT
     }
     totals = {"accepted": draws.accepted.T, "proposed": draws.proposed.T}
     about = {"n_steps": draws.n_steps, "status": draws.status, "settings": _as_json(draws.settings)}
-    # Names as objects: zarr 3 has no settled format for numpy's text of fixed length, and warns.
     posterior = {"x": (("chain", "draw", "coordinate"), draws.values)}
-    return _tree(
-        posterior, {"coordinate": np.array(labels, dtype=object if names else int)}, per_draw, totals, draws.steps, about
-    )
+    # Names as objects: zarr 3 has no settled format for numpy's text of fixed length, and warns.
+    coordinate = np.array(labels, dtype=object if names else int)
+    return _tree(posterior, {"coordinate": coordinate}, per_draw, totals, draws.steps, about)
 
 
 def trace_to_datatree(

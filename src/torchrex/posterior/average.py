@@ -193,6 +193,8 @@ class PosteriorAverage:
             raise InvalidArgumentError(
                 f"logits (rungs, n, classes) changed shape from {tuple(self._last.shape)} to {tuple(logits.shape)}"
             )
+        if self._history is not None and not examples.labelled:  # before anything is added
+            raise InvalidArgumentError("history needs targets, but the batches of data hold inputs alone; give batches (x, y)")
         if self.store is not None:
             for rung in self.rungs:
                 self.store.add(run.module_at(rung), step=step, rung=rung)
