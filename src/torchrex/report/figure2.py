@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from torchrex.errors import RunFolderError
-from torchrex.experiments.image_recipes import AUTHORS_F0, DATA, cell, figure2_recipes
+from torchrex.experiments.image_recipes import AUTHORS_F0, DATA, PAIRED, cell, figure2_recipes
 from torchrex.experiments.images import ImageConfig
 from torchrex.report.image_tables import epochs_words, plus_minus
 from torchrex.report.images import (
@@ -69,8 +69,10 @@ def numbers(out: Path, chosen: Mapping[str, ImageConfig]) -> dict[str, Any]:
 
 
 def f0_of(run: Run) -> float:
-    """F0 as the authors count it: their threshold has the sum of two variances."""
-    return 2 * float(run.config.get("correction_factor", run.recipe.correction_factor))
+    """F0 as the authors count it: their threshold has the sum of two variances, and not the paired one."""
+    return (
+        2 * float(run.config.get("correction_factor", run.recipe.correction_factor)) / (PAIRED if run.family == "clean" else 1.0)
+    )
 
 
 def _settings_of_most(runs: Sequence[Run]) -> Settings:
@@ -101,7 +103,7 @@ def _level(line: Line, runs: Sequence[Run]) -> dict[str, Any] | None:
 
 def _course(runs: Sequence[Run]) -> dict[str, Any] | None:
     """The curves of the lowest seed at the authors' F0."""
-    runs = sorted((run for run in runs if f0_of(run) == AUTHORS_F0), key=lambda run: run.seed)
+    runs = sorted((run for run in runs if math.isclose(f0_of(run), AUTHORS_F0)), key=lambda run: run.seed)
     if not runs:
         return None
     curves = runs[0].result["curves"]
