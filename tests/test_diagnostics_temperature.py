@@ -82,6 +82,14 @@ def test_the_stated_errors_are_those_of_repetitions():
         assert float(stated) == pytest.approx(float(spread), rel=0.5)  # 50 blocks: 10 % each way, times 5
 
 
+def test_a_ratio_of_proportional_terms_has_no_error():
+    """Where |g|^2 is tau times the Laplacian draw by draw, their ratio does not fluctuate although both do."""
+    laplacian = normal(8, 50).square() + 0.1
+    value, error = hypervirial_temperature((TAU * laplacian).sqrt()[..., None], laplacian)
+    assert float(value) == pytest.approx(TAU)
+    assert float(error) < 1e-12
+
+
 def test_minibatch_gradients():
     """Noise on the gradients leaves equipartition alone, spoils |g|^2, and a second minibatch mends it."""
     x, gradient, laplacian = mixture()

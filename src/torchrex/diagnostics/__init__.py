@@ -8,6 +8,7 @@ from torchrex.diagnostics.acceptance import (
     gaussian_acceptance,
     observed_acceptance,
 )
+from torchrex.diagnostics.convergence import Convergence, convergence
 from torchrex.diagnostics.disagreement import Disagreement, replica_disagreement
 from torchrex.diagnostics.distance import distance_curve, mean_and_error, wasserstein
 from torchrex.diagnostics.estimate import Estimate, batch_means, mean_of, over_chains
@@ -26,6 +27,7 @@ from torchrex.diagnostics.transport import assigned_w2, line_distance, same_law_
 from torchrex.diagnostics.travel import Occupancy, Travel, even_odd_rate, optimal_rate, round_trips, rung_occupancy
 
 __all__ = [
+    "Convergence",
     "CorrectionSize",
     "Disagreement",
     "Estimate",
@@ -38,6 +40,7 @@ __all__ = [
     "allowed_acceptance",
     "assigned_w2",
     "batch_means",
+    "convergence",
     "correction_against_spread",
     "distance_curve",
     "effective_noise",

@@ -86,7 +86,7 @@ def _replay(history: History, chain: int) -> Tensor:
 def even_odd_rate(rejection: Tensor) -> float:
     """Round trips an attempt, all replicas together, of an even-odd pairing with these rejection rates (pairs,).
 
-        rate = 1 / (2 + 2 * sum_i r_i / (1 - r_i))        (Syed et al. 2022, Corollary 2)
+        rate = 1 / (2 + 2 * sum_i r_i / (1 - r_i))        (Syed et al. 2022, non-reversible case)
 
     It takes a replica's energy to be new at every attempt; replicas that move slowly between attempts make fewer trips. Two rungs
     have one pair, tested at every attempt and not at every other, and then the rate is 1 - r.
@@ -101,7 +101,7 @@ def optimal_rate(rejection: Tensor) -> float:
     """The rate that ever more rungs between the same temperatures approach: 1 / (2 + 2 Lambda), Lambda = sum of the rejections.
 
     Lambda belongs to the target and its noise and hardly changes with the ladder, as long as rejection rates are not near 1 (Syed
-    et al. 2022, section 4); of a coarse ladder the sum is too small. Where `even_odd_rate` is far below it, add rungs.
+    et al. 2022); of a coarse ladder the sum is too small. Where `even_odd_rate` is far below it, add rungs.
     """
     return float(1.0 / (2.0 + 2.0 * _rejections(rejection).sum()))
 

@@ -1,5 +1,6 @@
 """From runs to posterior draws, averages and predictions."""
 
+from torchrex.posterior.arviz_export import to_arviz, trace_to_datatree
 from torchrex.posterior.average import PosteriorAverage
 from torchrex.posterior.draws import Draws
 from torchrex.posterior.metrics import Prediction, classification_metrics, predictive_entropy
@@ -15,4 +16,6 @@ __all__ = [
     "collect",
     "predictive_entropy",
     "sample",
+    "to_arviz",
+    "trace_to_datatree",
 ]
