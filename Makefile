@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: install demo test lint bench clean
+.PHONY: install demo test lint bench docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -12,6 +12,7 @@ help:
 	@echo "make test   set everything up and run the tests"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  time densities and small networks against JAX, blackjax and posteriors (installs them)"
+	@echo "make docs   build the documentation into build/site (installs mkdocs)"
 	@echo "make clean  remove what the other targets made"
 
 install: $(VENV)/.installed
@@ -40,6 +41,13 @@ $(VENV)/.bench: $(VENV)/.installed
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/density_loop.py --out benchmarks/results/density_loop.json
 	taskset -c 0 $(BIN)/python benchmarks/module_cpu.py --out benchmarks/results/module_cpu.json
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(PIP) -e ".[docs]"
+	touch $@
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

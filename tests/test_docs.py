@@ -12,7 +12,10 @@ import torchrex
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/choosing.md", "docs/your-model.md"])
+PAGES = ["README.md", "docs/index.md", "docs/density.md", "docs/choosing.md", "docs/your-model.md", "docs/looking.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_snippets_run(page, capsys):
     snippets = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert len(snippets) >= 2
@@ -23,6 +26,16 @@ def test_snippets_run(page, capsys):
         assert names["draws"].values.isfinite().all()
     if "average" in names:
         assert names["average"].metrics()["accuracy"] > 0.8, "the example does not learn"
+
+
+def test_every_snippet_of_the_docs_is_run():
+    with_snippets = {page for page in (ROOT / "docs").glob("*.md") if "```python\n" in page.read_text()}
+    assert with_snippets <= {ROOT / page for page in PAGES}
+
+
+def test_every_page_is_on_the_site():
+    named = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert named == {page.name for page in (ROOT / "docs").glob("*.md")}
 
 
 def test_links_lead_somewhere():
