@@ -310,8 +310,8 @@ def test_what_was_not_run_or_not_finished_is_told(write, rebuild, tmp_path):
 @pytest.mark.parametrize("columns", [80, 100, 140])
 def test_the_table_fits_the_terminal(write, rebuild, columns):
     for seed in (0, 1, 2):
-        write("icml2020/cifar100-wrn-28-10", seed, 60.0 + seed, swaps=30, subset=4096, epochs=150)
-        write("icml2020/cifar100-wrn-28-10-independent", seed, 60.0 + seed / 3, epochs=150, subset=4096)
+        write("icml2020/cifar100-wrn-28-10", seed, 60.0 + seed, swaps=30, epochs=150)
+        write("icml2020/cifar100-wrn-28-10-independent", seed, 60.0 + seed / 3, epochs=150)
     out, _, markdown = rebuild("table1", columns=columns)
     assert "…" not in out
     assert all(len(line) <= columns for line in out.splitlines() if "table1" not in line)

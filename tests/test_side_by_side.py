@@ -288,9 +288,9 @@ def test_out_of_memory_says_what_to_lower_and_keeps_the_state(tmp_path, monkeypa
 def test_what_cannot_go_side_by_side():
     run = make("re", 0, "cpu")
     data, extra = loaders("cpu")
-    with pytest.raises(InvalidArgumentError, match="different runs"):
+    with pytest.raises(InvalidArgumentError, match="same run was given twice"):
         SideBySide([run, run])
-    with pytest.raises(InvalidArgumentError, match="at least one"):
+    with pytest.raises(InvalidArgumentError, match="at least one run"):
         SideBySide([])
     other = tr.ReplicaExchange(
         tr.ModuleEnsemble(Net, ENERGY),

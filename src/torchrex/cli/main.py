@@ -21,7 +21,7 @@ from torchrex.cli.data import data_app
 from torchrex.cli.reproduce import RECIPES, reproduce_it
 from torchrex.errors import ConfigError, NonFiniteEnergyError, RunFolderError, TorchrexError
 from torchrex.experiments import recipes
-from torchrex.experiments.config import override, to_json
+from torchrex.experiments.config import descriptions, override, to_json
 from torchrex.experiments.groups import Group, group
 from torchrex.experiments.recipes import Config, TrainingConfig, get_recipe
 from torchrex.experiments.runner import RunFolder, run_recipe, run_together
@@ -72,10 +72,13 @@ def list_recipes(
     """Show all recipes, those with a word in their name, or the settings of one."""
     shown = {name: config for name, config in recipes().items() if recipe in name}
     if recipe and (recipe in shown or not shown):
-        settings = Table("setting", "value", box=None, header_style="bold")
-        for name, value in to_json(get_recipe(recipe)).items():
-            settings.add_row(name, ",".join(map(str, value)) if isinstance(value, list) else str(value))
+        settings = Table("setting", "value", "", box=None, header_style="bold")
+        config = get_recipe(recipe)
+        said = descriptions(config)
+        for name, value in to_json(config).items():
+            settings.add_row(name, ",".join(map(str, value)) if isinstance(value, list) else str(value), said.get(name, ""))
         stdout.print(settings)
+        stdout.print(f" {config.n_steps:,} steps in all", highlight=False)
         return
     table = Table("recipe", "rungs", "F", "steps", "runs", box=None, header_style="bold")
     table.columns[0].no_wrap, table.columns[0].min_width = True, max(map(len, shown))
@@ -239,7 +242,8 @@ def goes_on(folder: RunFolder, how: str) -> bool:
         advice = f"; {how} goes on" if "signal" in result else ""
         raise Interrupted(f"interrupted; what was done is in {folder.path}{advice}", number)
     if result.get("status") == "paused":
-        stdout.print(f"the budget is used up; {how} goes on with {folder.path}", highlight=False, soft_wrap=True)
+        where = f" at step {result['steps_done']:,}" if "steps_done" in result else ""
+        stdout.print(f"the budget is used up{where}; {how} goes on with {folder.path}", highlight=False, soft_wrap=True)
         return False
     return True
 

@@ -32,8 +32,10 @@ class SideBySide:
     """
 
     def __init__(self, runs: Sequence[ModuleExchange]) -> None:
-        if not runs or len(set(map(id, runs))) < len(runs):
-            raise InvalidArgumentError(f"runs must be different runs, at least one, got {len(runs)}")
+        if not runs:
+            raise InvalidArgumentError("give at least one run, got none")
+        if len(set(map(id, runs))) < len(runs):
+            raise InvalidArgumentError("the same run was given twice; make another ReplicaExchange")
         devices = sorted({str(run.device) for run in runs})
         if len(devices) > 1:
             raise InvalidArgumentError(f"runs side by side must be on one device, got {', '.join(devices)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import json
 import math
 import re
@@ -84,6 +85,15 @@ def _is_whole(text: str) -> bool:
         return float(text).is_integer()
     except (ValueError, OverflowError):
         return False
+
+
+def descriptions(config: Any) -> dict[str, str]:
+    """What the comments beside the fields of a config say of its settings; those that --set cannot change are `fixed`."""
+    said = dict(re.findall(r"^    (\w+): [^#\n]*# (.+)$", inspect.getsource(type(config)), re.MULTILINE))
+    for f in dataclasses.fields(config):
+        if not f.metadata.get("settable", True):
+            said[f.name] = "fixed"
+    return said
 
 
 def to_json(value: Any) -> Any:

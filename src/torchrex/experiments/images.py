@@ -55,30 +55,30 @@ class ImageConfig:
     data: Literal["cifar10", "cifar100"]
     net: str
     method: Method = field(metadata={"settable": False})
-    epochs: int = PAPER_EPOCHS
-    batch_size: int = PAPER_BATCH
-    lr_of_mean: float = 0.1
+    epochs: int = PAPER_EPOCHS  # of N/256 steps each; all schedules are stretched to them
+    batch_size: int = PAPER_BATCH  # does not change the number of steps
+    lr_of_mean: float = 0.1  # of the cold rung, on the mean loss
     momentum: float = 0.9
-    weight_decay: float = 5e-4
-    temperature: float = 0.01
+    weight_decay: float = 5e-4  # on the mean loss
+    temperature: float = 0.01  # of the cold rung, on the summed energy
     hot_temperature: float = 5.0  # of the hot rung, in units of the cold one's
-    hot_lr: float = 1.5
+    hot_lr: float = 1.5  # of the hot rung, in units of the cold one's
     correction_factor: float = 1.5e5  # F at the start; it grows as the ladder cools
-    factor_per_swap: float = 1.0
+    factor_per_swap: float = 1.0  # F is multiplied by it at every swap
     swaps_after: float = 10.0  # epochs of the paper
     rest_after_swap: float = 0.0  # epochs of the paper
     average_after: float = 199.0  # epochs of the paper
-    noise_follows_lr: bool = True
-    prior_in_swaps: bool = True
+    noise_follows_lr: bool = True  # or keeps the initial lr, as in the authors' code
+    prior_in_swaps: bool = True  # or only in the gradient
     momentum_at_swap: Literal["rescale", "keep", "refresh"] = "rescale"
     variance: Literal["paired", "repeated"] = "paired"  # per-example differences at every step, or 10 energies once an epoch
-    smoothing: float = 0.3
+    smoothing: float = 0.3  # of the variance
     validation: int = 0  # so many training images are held out and evaluated in place of the test images
     subset: int | None = None  # train on so many images only
-    test_subset: int | None = None
+    test_subset: int | None = None  # evaluate on so many only
     data_seed: int = 0  # of the order and the augmentation, which all seeds share
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    deterministic: bool = True
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # bfloat16 on a GPU, float32 on a CPU
+    deterministic: bool = True  # the same bits in every process, about 3 % slower on a GPU
     checkpoint_every: int = 10  # epochs
 
     def check(self) -> None:

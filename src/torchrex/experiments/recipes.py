@@ -64,7 +64,7 @@ def get_recipe(name: str) -> Config:
     """The recipe of that name, or an error that names the nearest one."""
     known = recipes()
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.3)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""
         raise RecipeError(f"there is no recipe {name!r}; {hint}`torchrex list` shows all of them")
     return known[name]

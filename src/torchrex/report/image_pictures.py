@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,8 @@ def plot_factors(of: Mapping[str, Any], axis: Any) -> None:
         swaps = f"{statistics.fmean(one['swaps']):.3g}"
         axis.text(one["f0"], 0.03, swaps, transform=axis.get_xaxis_transform(), fontsize=8, ha="center")
     axis.set_xlim(min(f0) / 1.5, max(f0) * 1.5)
-    axis.set(xscale="log", xlabel="F0 (above it: swaps)", ylabel="test accuracy in %", title="(c, d) accuracy against F0")
+    title = "(c, d) accuracy against F0" + (": no other F0 was run" if len(f0) == 1 else "")
+    axis.set(xscale="log", xlabel="F0 (above it: swaps)", ylabel="test accuracy in %", title=title)
     axis.set_xticks(f0, [f"{value:.0e}".replace("e+0", "e") for value in f0], fontsize=8)
     axis.minorticks_off()
     axis.legend(fontsize=7.5, frameon=False, ncols=2, loc="upper center")
@@ -131,12 +133,14 @@ def draw_cells(cells: Sequence[Cell], path: Path) -> None:
         late = []
         for line, by_seed in one.lines.items():
             epochs, mean = _mean_curve(line, list(by_seed.values()))
-            (handles[line.title],) = axis.plot(epochs, mean, label=line.title, **STYLES[line])
+            marker = "o" if len(mean) == 1 else None
+            (handles[line.title],) = axis.plot(epochs, mean, label=line.title, marker=marker, **STYLES[line])
             late.append(mean[len(mean) // 4 :])
         low, high = min(map(min, late)), max(map(max, late))
         axis.set_ylim(low - 0.1 * (high - low) - 0.05, high + 0.1 * (high - low) + 0.05)  # the first draws are far below
-        extra = f" ({one.settings})" if one.settings.others else ""
-        axis.set_title(f"{one.name}, {one.settings.epochs} epochs{extra}", fontsize=9)
+        n_epochs = f"{one.settings.epochs} epoch{'' if one.settings.epochs == 1 else 's'}"
+        extra = f"\n{textwrap.fill(str(one.settings), 60)}" if one.settings.others else ""
+        axis.set_title(f"{one.name}, {n_epochs}{extra}", fontsize=9)
         axis.set(xlabel="epoch", ylabel="accuracy of the average, %")
     for axis in axes.flat[len(cells) :]:
         axis.axis("off")

@@ -226,7 +226,7 @@ def row_of(cell: Cell, line: Line) -> dict[str, Any]:
     """Everything known of a row. Accuracies and the calibration error are in percent."""
     runs = list(cell.lines[line].values())
     ours = cell.values(line, cell.headline)
-    paper = None if line.paper is None else cell.paper[line.paper]
+    paper = None if line.paper is None or cell.settings.others else cell.paper[line.paper]  # of another setting it has none
     beside = paper if cell.settings.epochs == PAPER_EPOCHS else None  # shorter runs are another experiment
     return {
         "family": cell.family,

@@ -96,6 +96,8 @@ class Augment:
         if isinstance(self.crop_padding, bool) or not isinstance(self.crop_padding, int) or self.crop_padding < 0:
             raise InvalidArgumentError(f"crop_padding must be a whole number of pixels from 0 on, got {self.crop_padding!r}")
         Normalise(self.mean, self.std, self.dtype)
+        if self.erase is not None and not isinstance(self.erase, Erasing):
+            raise InvalidArgumentError(f"erase must be an Erasing(...), or None for no erasing, got {self.erase!r}")
         if self.erase is not None and len(self.erase.fill) != len(self.mean):
             raise InvalidArgumentError(f"the fill of erase must have {len(self.mean)} channels, got fill={self.erase.fill!r}")
 

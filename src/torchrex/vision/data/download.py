@@ -96,7 +96,10 @@ class ResumingDownloader:
                 return self(url, output_file, pooch)
         except urllib.error.URLError as error:
             reason = getattr(error.reason, "strerror", None) or error.reason
-            raise DataError(f"no connection to {url} ({reason}); try again later{self._kept()}") from None
+            raise DataError(
+                f"no connection to {url} ({reason}); try again later, from a mirror (--mirror URL), or import a copy that you "
+                f"have (torchrex data import NAME --from FOLDER){self._kept()}"
+            ) from None
         except (http.client.HTTPException, ConnectionError, TimeoutError) as error:
             raise self._cut(url, str(error) or type(error).__name__) from None
         os.replace(self.part, output_file)

@@ -79,7 +79,8 @@ def _find(source: Source, place: Path, progress: Callback | None, procs: int | N
         raise _python_version(source, folder)
     names = " and ".join(archive.file for archive in source.archives)
     raise DataError(
-        f"{folder} does not hold {source.name}; put {names} there, or {npy_files(source)['train_images']} and its kin"
+        f"{folder} does not hold {source.name}; put {names} there, or arrays {', '.join(npy_files(source).values())} (images "
+        f"uint8 n x 32 x 32 x 3, whole-number labels)"
     )
 
 
