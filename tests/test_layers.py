@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "src" / "torchrex"
 ORDER = [
-    {"errors", "rng", "schedules", "durable"},
+    {"errors", "rng", "schedules", "durable", "notebook"},
     {"targets"},
     {"samplers"},
     {"exchange"},
@@ -19,7 +19,7 @@ ORDER = [
     {"report"},
     {"cli"},
 ]
-FOUNDATIONS_KNOW = {"rng": {"errors"}, "schedules": {"errors"}, "errors": set(), "durable": set()}
+FOUNDATIONS_KNOW = {"rng": {"errors"}, "schedules": {"errors"}, "errors": set(), "durable": set(), "notebook": set()}
 
 
 def level(room: str) -> int:

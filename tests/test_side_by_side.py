@@ -307,3 +307,16 @@ def test_what_cannot_go_side_by_side():
     apart = tr.ReplicaExchange(tr.ModuleEnsemble(Net, ENERGY, shared_batches=False), tr.Ladder((1.0, 2.0), 1e-5))
     with pytest.raises(InvalidArgumentError, match="shared_batches=True"):
         SideBySide([make("re", 2, "cpu"), apart])
+
+
+def test_members_are_made_from_what_is_natural(tmp_path):
+    run = make("paired", 0, "cpu")
+    average = tr.PosteriorAverage([next(iter(loaders("cpu")[0]))], every=5)
+    member = Member(run, average, checkpoints=str(tmp_path / "run"))
+    data, extra = loaders("cpu")
+    train_together([member], data, 10, extra=extra, checkpoint_every=5)
+    assert (average.n_draws, member.checkpoints.steps()) == (2, [5, 10])
+    with pytest.raises(InvalidArgumentError, match="takes members"):
+        train_together([run], data, 10)
+    with pytest.raises(InvalidArgumentError, match="a member is"):
+        Member([run])

@@ -30,7 +30,7 @@ from torchrex.exchange import (
     log_swap_ratio,
 )
 from torchrex.posterior import Draws, DrawStore, PosteriorAverage, classification_metrics, collect, sample
-from torchrex.recording import Trace
+from torchrex.recording import JsonLines, LiveDisplay, Observer, TensorBoard, Trace
 from torchrex.samplers import SGHMC, SGLD
 from torchrex.targets import (
     DeviceLoader,
@@ -63,13 +63,16 @@ __all__ = [
     "Gaussian",
     "GaussianMixture",
     "GaussianPrior",
+    "JsonLines",
     "KnownVariance",
     "Ladder",
+    "LiveDisplay",
     "LogDensity",
     "Member",
     "ModuleEnsemble",
     "NoSwaps",
     "Noisy",
+    "Observer",
     "Outcome",
     "PairedVariance",
     "PerExample",
@@ -86,6 +89,7 @@ __all__ = [
     "TallPosterior",
     "Target",
     "TargetAcceptance",
+    "TensorBoard",
     "TensorEnsemble",
     "TorchrexError",
     "Trace",

@@ -26,8 +26,8 @@ from torchrex.exchange import ModuleExchange, ReplicaExchange, SideBySide
 from torchrex.exchange.divergence import LOWER_IT
 from torchrex.exchange.noise import RepeatedDraws
 from torchrex.posterior import PosteriorAverage
-from torchrex.posterior.progress import progress_bar
-from torchrex.recording import Trace
+from torchrex.recording import LiveDisplay, Observer, Trace, Watched
+from torchrex.recording.observer import on_host
 
 logger = logging.getLogger("torchrex")
 
@@ -50,9 +50,19 @@ class Member:
     run: ModuleExchange
     averages: Sequence[PosteriorAverage] = ()
     trace: Trace | None = None
-    checkpoints: Checkpoints | None = None
+    checkpoints: Checkpoints | None = None  # or a folder for them
     setting: Mapping[str, Any] = field(default_factory=dict)
     failure: NonFiniteEnergyError | None = None  # why it was left behind
+    observers: Sequence[Observer] = ()  # one may be shared between members
+
+    def __post_init__(self) -> None:
+        run: Any = self.run
+        averages: Any = self.averages
+        folder: Any = self.checkpoints
+        if not isinstance(run, ModuleExchange):
+            raise InvalidArgumentError(f"a member is torchrex.Member(run, ...) with a run on a network, got {run!r}")
+        self.averages = [averages] if isinstance(averages, PosteriorAverage) else averages
+        self.checkpoints = Checkpoints(Path(folder)) if isinstance(folder, Path | str) else folder
 
 
 def train(
@@ -69,10 +79,12 @@ def train(
     progress: Callable[[int, int], None] | bool | None = None,
     setting: Mapping[str, Any] | None = None,
     extra: Any = None,
+    observers: Observer | Sequence[Observer] = (),
 ) -> Outcome:
     """Advance a run on a module to `n_steps` steps in all, on batches of `data`, feeding averages and the trace.
 
-    Returns how it ended: look at its `status`. `progress=True` shows a bar, a function is called as `progress(done, total)`.
+    Returns how it ended: look at its `status`. `progress=True` shows the live display, a function is called as
+    `progress(done, total)`. `observers` are told what the run does: `JsonLines(path)`, `TensorBoard(folder)`, or your own.
 
     With `checkpoints` (a folder) everything is saved every `checkpoint_every` steps and at the end, and a call that finds
     checkpoints there goes on from the newest one; with `resume=False` it begins anew, in a folder without later ones. Ctrl-C and
@@ -84,7 +96,8 @@ def train(
         raise InvalidArgumentError("train is for runs on modules; a run on a density goes on by run.advance or collect")
     averages = [average] if isinstance(average, PosteriorAverage) else list(average)
     folder = checkpoints if isinstance(checkpoints, Checkpoints) or checkpoints is None else Checkpoints(Path(checkpoints))
-    member = Member(run, averages, trace, folder, dict(setting or {}))
+    watching = [observers] if isinstance(observers, Observer) else list(observers)
+    member = Member(run, averages, trace, folder, dict(setting or {}), observers=watching)
     return train_together(
         [member],
         data,
@@ -116,6 +129,8 @@ def train_together(
     for name, value in (("n_steps", n_steps), ("checkpoint_every", checkpoint_every)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InvalidArgumentError(f"{name} must be a whole number >= 1, got {value!r}")
+    if not all(isinstance(member, Member) for member in members):
+        raise InvalidArgumentError("train_together takes members: [torchrex.Member(run, ...), ...]")
     if len({member.checkpoints is None for member in members}) > 1:
         raise InvalidArgumentError("give checkpoints to all members or to none")
     loop = _Loop(members, data, extra)
@@ -132,12 +147,12 @@ def train_together(
     def outcome(status: str, number: int | None = None) -> Outcome:
         loop.seconds = elapsed()
         loop.save()
+        loop.status = status
         return Outcome(status, number, loop.seconds, loop.n_steps - first)
 
     stretch = 1
     with contextlib.ExitStack() as stack:
-        if progress is True:
-            progress = stack.enter_context(progress_bar("training", n_steps))
+        stack.enter_context(loop.observed(n_steps, [LiveDisplay()] if progress is True else []))
         received = stack.enter_context(stopping_signals())
         if loop.saves and not loop.has_checkpoints():
             loop.save()  # so that a crash before the first one has somewhere to go back to, and the stores of draws with it
@@ -172,6 +187,8 @@ class _Loop:
         self.together = runs[0].alone if len(runs) == 1 else SideBySide(runs)
         self.saves = members[0].checkpoints is not None
         self.seconds = 0.0
+        self.status = "failed"  # unless it ends otherwise
+        self._watching: dict[int, tuple[Watched, list[Observer]]] = {}  # by the member's id
 
     @property
     def going(self) -> list[Member]:
@@ -187,12 +204,59 @@ class _Loop:
     def has_checkpoints(self) -> bool:
         return any(member.checkpoints is not None and member.checkpoints.steps() for member in self.members)
 
+    # Who watches
+
+    @contextlib.contextmanager
+    def observed(self, n_steps: int, more: Sequence[Observer]) -> Iterator[None]:
+        """Tell the observers of every member, and some more of all of them, where it begins and how it ends."""
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._end_all)
+            for member in self.members:
+                watched = Watched(_recipe_of(member), member.run, n_steps, tuple(member.averages))
+                _, told = self._watching[id(member)] = (watched, [])
+                for observer in (*member.observers, *more):
+                    if not isinstance(observer, Observer):
+                        raise InvalidArgumentError(f"observers must derive from torchrex.recording.Observer, got {observer!r}")
+                    observer.on_start(watched)
+                    told.append(observer)
+            try:
+                yield
+            except KeyboardInterrupt:
+                self.status = "interrupted"
+                raise
+
+    def _end_all(self) -> None:
+        with contextlib.ExitStack() as ends:  # every one of them, even if another fails
+            for member in reversed(self.members):
+                ends.callback(self._end, member, self.status)
+
+    def _end(self, member: Member, status: str) -> None:
+        if id(member) in self._watching:
+            watched, told = self._watching.pop(id(member))
+            with contextlib.ExitStack() as ends:
+                for observer in reversed(told):
+                    ends.callback(observer.on_end, watched, status)
+
+    def _is_watched(self, member: Member) -> bool:
+        return bool(self._watching.get(id(member), (None, []))[1])
+
+    def _tell(self, member: Member, what: str, *more: Any) -> None:
+        watched, told = self._watching.get(id(member), (None, []))
+        for observer in told:
+            getattr(observer, what)(watched, *more)
+
+    # What happens
+
     def advance(self, n_steps: int) -> None:
         try:
             for infos in self.together.advance(n_steps, self.data, self.extra):
                 for member, info in zip(self.members, infos, strict=True):
-                    if member.trace is not None and info is not None:
-                        member.trace.record(info)
+                    if info is None:
+                        continue
+                    here = on_host(info) if self._is_watched(member) else info
+                    if member.trace is not None:
+                        member.trace.record(here)
+                    self._tell(member, "on_steps", here)
         except NonFiniteEnergyError as failure:
             raise failure.with_checkpoint(self._newest(self.members[0])) from None
         except torch.OutOfMemoryError:
@@ -205,7 +269,8 @@ class _Loop:
     def _draw(self, member: Member) -> None:
         try:
             for average in member.averages:
-                average.update(member.run)
+                if average.update(member.run):
+                    self._tell(member, "on_draw", average)
         except InvalidArgumentError:
             failure = self._broken(member.run)
             if failure is None:
@@ -218,6 +283,7 @@ class _Loop:
             member.failure = failure.with_checkpoint(self._newest(member))
             if not self.going:
                 raise member.failure
+            self._end(member, "failed")
             logger.warning("%s is left behind, the others go on: %s", _name_of(member), member.failure)
 
     def _out_of_memory(self) -> DeviceError:
@@ -273,6 +339,7 @@ class _Loop:
             if not run.heals and not bool(run.ensemble.position.isfinite().all()):
                 logger.warning("no checkpoint at step %d, because weights are not finite", run.n_steps)
                 continue
+            self._tell(member, "on_save")
             state = run.state_dict()
             state = {
                 "replicas": state.pop("replicas"),
@@ -355,8 +422,12 @@ def _setting_of(member: Member) -> dict[str, Any]:
     return {**member.setting, **member.run.setting, "seed": member.run.streams.seed}
 
 
+def _recipe_of(member: Member) -> str:
+    return str(member.setting.get("recipe", "a run"))
+
+
 def _name_of(member: Member) -> str:
-    return f"{member.setting.get('recipe', 'a run')} with seed {member.run.streams.seed}"
+    return f"{_recipe_of(member)} with seed {member.run.streams.seed}"
 
 
 def _position_of(data: Any) -> Any:

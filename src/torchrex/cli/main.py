@@ -18,6 +18,7 @@ from rich.table import Table
 
 import torchrex
 from torchrex.cli.data import data_app
+from torchrex.cli.report import report
 from torchrex.cli.reproduce import RECIPES, reproduce_it
 from torchrex.errors import ConfigError, NonFiniteEnergyError, RunFolderError, TorchrexError
 from torchrex.experiments import recipes
@@ -25,7 +26,7 @@ from torchrex.experiments.config import descriptions, override, to_json
 from torchrex.experiments.groups import Group, group
 from torchrex.experiments.recipes import Config, TrainingConfig, get_recipe
 from torchrex.experiments.runner import RunFolder, run_recipe, run_together
-from torchrex.posterior.progress import progress_bar
+from torchrex.recording import LiveDisplay, open_logs
 
 app = typer.Typer(
     help="Adaptive replica exchange stochastic gradient MCMC: run recipes, reproduce the paper.",
@@ -35,6 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(data_app, name="data")
+app.command()(report)
 stdout, stderr = Console(), Console(stderr=True)
 
 Set = Annotated[
@@ -47,6 +49,10 @@ Out = Annotated[Path, typer.Option(help="Folder for run folders.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace finished runs.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with unfinished runs from their checkpoints.")]
+Log = Annotated[
+    list[str] | None,
+    typer.Option("--log", metavar="KIND", help="Write a log into each run folder: jsonl or tensorboard. May be repeated."),
+]
 Budget = Annotated[str, typer.Option(metavar="TIME", help="Stop in time with a checkpoint, e.g. 9m, 90s, 1.5h.")]
 
 
@@ -101,18 +107,22 @@ def run(
     overwrite: Overwrite = False,
     resume: Resume = False,
     budget: Budget = "",
+    log: Log = None,
 ) -> None:
     """Run one recipe into OUT/RECIPE/seed=S/."""
     if resume and overwrite:
         raise ConfigError("--resume goes on with a run and --overwrite begins it anew; give one of them")
     config = override(get_recipe(recipe), set_ or [])
+    open_logs(log or (), out)  # unknown names and missing packages are told before anything runs
     clock = Clock(budget)
     groups = group([(config, s) for s in range(seed, seed + seeds)], out, overwrite=overwrite)
     failed: list[RunFolder] = []
     how = f"the same command with --resume{' instead of --overwrite' if overwrite else ''}"
     for each in groups:
         try:
-            folders = run_group(each, out, device=device, overwrite=overwrite, resume=resume, budget=clock.left(), how=how)
+            folders = run_group(
+                each, out, device=device, overwrite=overwrite, resume=resume, budget=clock.left(), how=how, log=log or ()
+            )
         except NonFiniteEnergyError:
             if len(groups) == 1 or not isinstance(config, TrainingConfig):
                 raise
@@ -166,14 +176,27 @@ def reproduce(
     overwrite: Overwrite = False,
     rebuild: Annotated[bool, typer.Option("--rebuild", help="Run nothing, use the runs that are there.")] = False,
     budget: Budget = "",
+    log: Log = None,
 ) -> None:
     """Run what is missing of a figure or table, draw it, and print the numbers, beside the paper's where it has some."""
+    if rebuild and log:
+        raise ConfigError("--rebuild runs nothing and takes the runs as they are; leave out --log, or --rebuild")
+    open_logs(log or (), out)
     clock = Clock(budget)
 
     def run_them(each: Group) -> list[RunFolder]:
         unfinished = not overwrite and (bool(each.steps) or len(each.jobs) > 1)
         how = f"the same command{' without --overwrite' if overwrite else ''}"
-        folders = run_group(each, out, device=device, overwrite=not unfinished, resume=unfinished, budget=clock.left(), how=how)
+        folders = run_group(
+            each,
+            out,
+            device=device,
+            overwrite=not unfinished,
+            resume=unfinished,
+            budget=clock.left(),
+            how=how,
+            log=log or (),
+        )
         for folder in folders:
             if not goes_on(folder, how):
                 raise typer.Exit
@@ -205,19 +228,38 @@ class Clock:
 
 
 def run_group(
-    each: Group, out: Path, *, device: str, overwrite: bool, resume: bool, budget: float | None, how: str
+    each: Group,
+    out: Path,
+    *,
+    device: str,
+    overwrite: bool,
+    resume: bool,
+    budget: float | None,
+    how: str,
+    log: Sequence[str] = (),
 ) -> list[RunFolder]:
-    """Run the jobs of a group, with a progress bar. `how` says how to go on after an interruption."""
+    """Run the jobs of a group, with a live display. `how` says how to go on after an interruption."""
     (config, seed), n_steps = each.jobs[0], each.jobs[0][0].n_steps
     folders = [RunFolder.of(out, job.recipe, s) for job, s in each.jobs]
-    with progress_bar(each.name, n_steps, stderr) as progress, told_if_early(folders, how):
+    with LiveDisplay(each.name, n_steps, console=stderr) as display, told_if_early(folders, how):
         if len(each.jobs) == 1:
             folder = run_recipe(
-                config, seed, out, device=device, overwrite=overwrite, resume=resume, budget=budget, progress=progress
+                config,
+                seed,
+                out,
+                device=device,
+                overwrite=overwrite,
+                resume=resume,
+                budget=budget,
+                progress=display.progress,
+                observers=[display],
+                log=log,
             )
             return [folder]
         jobs = [(config, seed) for config, seed in each.jobs if isinstance(config, TrainingConfig)]
-        return run_together(jobs, out, device=device, overwrite=overwrite, resume=resume, budget=budget, progress=progress)
+        return run_together(
+            jobs, out, device=device, overwrite=overwrite, resume=resume, budget=budget, observers=[display], log=log
+        )
 
 
 @contextlib.contextmanager

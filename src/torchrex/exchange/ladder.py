@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from torchrex import notebook
 from torchrex.errors import LadderError
 from torchrex.schedules import Schedule
 
@@ -154,6 +155,13 @@ class Ladder:
             if schedule is not None
         ]
         return " ".join([f"Ladder({self.temperatures}, {self.lrs})", *values])
+
+    def _repr_html_(self) -> str:
+        moving = [name for name, schedule in (("annealed", self.anneal), ("decaying", self.decay)) if schedule]
+        values = enumerate(zip(self.temperatures, self.lrs, strict=True))
+        rows = [(str(rung), f"{temperature:g}", f"{lr:g}") for rung, (temperature, lr) in values]
+        title = ", ".join([f"{self.n_rungs} rung{'s' if self.n_pairs else ''}", *moving])
+        return notebook.panel("Ladder", title, notebook.table(("rung", "temperature", "lr"), rows))
 
     def __repr__(self) -> str:
         temperatures = ", ".join(f"{t:g}" for t in self.temperatures)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from torchrex import notebook
 from torchrex.errors import InvalidArgumentError
 from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo
 from torchrex.exchange.correction import FactorRule, as_rule
@@ -149,6 +150,23 @@ class ReplicaExchange:
     def state(self) -> ExchangeState:
         """Who stands where, and what the estimators know, as a copy."""
         return ExchangeState(*(tensor.clone() for tensor in self._state))
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the rungs with what holds at the next step, and the rules."""
+        ladder = self.rules.ladder
+        temperatures, lrs, _ = ladder.table(self.n_steps, 1, device=torch.device("cpu"), dtype=torch.float64)
+        rows = [
+            (str(rung), f"{temperature:g}", f"{lr:g}")
+            for rung, (temperature, lr) in enumerate(zip(temperatures[0].tolist(), lrs[0].tolist(), strict=True))
+        ]
+        rules = ", ".join(f"{name}: {value}" for name, value in self._rule_settings().items() if name != "ladder")
+        return notebook.panel(
+            "ReplicaExchange",
+            f"{self.n_rungs} rungs, step {self.n_steps:,}",
+            notebook.table(("rung", "temperature", "lr"), rows),
+            notebook.details("rules", rules),
+            notebook.details("ensemble", repr(self)),
+        )
 
     def _rule_settings(self) -> dict[str, str]:
         """What must agree between a state and the run that loads it, as far as the rules go."""

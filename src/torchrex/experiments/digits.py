@@ -106,7 +106,8 @@ class DigitsConfig:
         progress: Callback | None = None,
     ) -> tuple[Outcome, list[Trained]]:
         """Train with one seed."""
-        ((_, seed, checkpoints),) = [(job.config, job.seed, job.checkpoints) for job in jobs]
+        (job,) = jobs
+        seed, checkpoints = job.seed, job.checkpoints
         on = steps_on("cpu" if device == "auto" else device)
         (x, y), test = digits()
         scale = from_sgd(n_data=len(x), lr=self.lr_of_mean, momentum=self.momentum, weight_decay=self.weight_decay)
@@ -138,6 +139,7 @@ class DigitsConfig:
                 budget=budget,
                 progress=progress,
                 setting={"recipe": self.recipe},
+                observers=job.observers,
             )
         if outcome.status != "finished":
             return outcome, [Trained(trace, device=str(on))]

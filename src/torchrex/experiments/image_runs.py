@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from torchrex.checkpoint import Checkpoints
-from torchrex.errors import NonFiniteEnergyError
+from torchrex.errors import DataError, NonFiniteEnergyError
 from torchrex.exchange.run import steps_on
-from torchrex.experiments.images import ImageConfig
+from torchrex.experiments.images import N_TRAINING, ImageConfig
 from torchrex.experiments.jobs import Job, Trained
 from torchrex.posterior import PosteriorAverage
 from torchrex.posterior.progress import Callback
@@ -21,12 +21,13 @@ from torchrex.rng import derive_seed
 from torchrex.targets import DeviceLoader
 from torchrex.training import Member, Outcome, train_together
 from torchrex.vision.augment import Augment, Normalise, evaluation_batches
-from torchrex.vision.data import load_images, stratified_split, stratified_subset
+from torchrex.vision.data import data_folder, load_images, stratified_split, stratified_subset
 
 logger = logging.getLogger("torchrex")
 
 TRACES_PER_EPOCH = 15  # energies kept of an epoch
 EVALUATION_BATCH = 2500
+MANY_IMAGES = 10**6  # more than a CPU trains on while one waits
 SIGNIFICANT = 5  # digits of a curve in result.json
 
 
@@ -37,6 +38,13 @@ def train_images(
     config: ImageConfig = jobs[0].config
     on = steps_on(device)
     loader, extra, test = data_of(config, on)
+    if on.type == "cpu" and config.n_steps * config.batch_size > MANY_IMAGES:
+        logger.warning(
+            "%s is made for a GPU, and %s steps on this CPU will take days; to look at it here: --set epochs=1 --set subset=512 "
+            "--set test_subset=200 --set net=resnet8",
+            config.recipe,
+            f"{config.n_steps:,}",
+        )
     energies: dict[tuple[float, bool], Any] = {}
     members = []
     for job in jobs:
@@ -56,6 +64,7 @@ def train_images(
                 Trace(max(1, config.steps_per_epoch // TRACES_PER_EPOCH)),
                 None if job.checkpoints is None else Checkpoints(job.checkpoints),
                 {"recipe": job.config.recipe},
+                observers=job.observers,
             )
         )
     try:
@@ -90,6 +99,10 @@ def data_of(config: ImageConfig, device: torch.device) -> tuple[DeviceLoader, De
     """
     images = load_images(config.data)
     x, y = images.train_images, images.train_labels
+    if config.subset is None and len(x) != N_TRAINING:
+        raise DataError(
+            f"{config.data} in {data_folder()} has {len(x):,} training images instead of {N_TRAINING:,}; import or fetch it again"
+        )
     held_out = (images.test_images, images.test_labels)
     if config.validation:
         chosen, validation = stratified_split(y, config.validation, seed=config.data_seed)

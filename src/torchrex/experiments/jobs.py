@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from torchrex.errors import NonFiniteEnergyError
-from torchrex.recording import Trace
+from torchrex.recording import Observer, Trace
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Job:
     config: Any
     seed: int
     checkpoints: Path | None  # the folder for them
+    observers: tuple[Observer, ...] = ()
 
 
 @dataclass(frozen=True)

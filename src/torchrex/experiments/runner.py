@@ -29,7 +29,7 @@ from torchrex.experiments.jobs import Job, Trained
 from torchrex.experiments.recipes import Config, DrawingConfig, TrainingConfig
 from torchrex.posterior import Draws
 from torchrex.posterior.progress import Callback
-from torchrex.recording import count_swaps
+from torchrex.recording import Observer, count_swaps, open_logs, remove_logs
 from torchrex.training import Outcome
 
 logger = logging.getLogger("torchrex")
@@ -94,18 +94,31 @@ def run_recipe(
     resume: bool = False,
     budget: float | None = None,
     progress: Callback | None = None,
+    observers: Sequence[Observer] = (),
+    log: Sequence[str] = (),
 ) -> RunFolder:
     """Run one config with one seed into its folder.
 
     A folder that holds a run already is left alone unless `overwrite` or `resume` says otherwise. Resuming goes on from the
-    checkpoints of an unfinished run, and does nothing about a finished one.
+    checkpoints of an unfinished run, and does nothing about a finished one. `observers` watch, and logs of the names in `log`
+    ("jsonl", "tensorboard") are written into the folder; both are for networks.
     """
     if isinstance(config, TrainingConfig):
         (folder,) = run_together(
-            [(config, seed)], out, device=device, overwrite=overwrite, resume=resume, budget=budget, progress=progress
+            [(config, seed)],
+            out,
+            device=device,
+            overwrite=overwrite,
+            resume=resume,
+            budget=budget,
+            progress=progress,
+            observers=observers,
+            log=log,
         )
         return folder
     folder = RunFolder.of(out, config.recipe, seed)
+    if open_logs(log, folder.path):
+        logger.warning("%s samples a density and keeps all its draws: --log is for networks, and writes nothing", config.recipe)
     if _is_done(folder, config, overwrite=overwrite, resume=resume):
         return folder
     _make(folder)
@@ -126,6 +139,8 @@ def run_together(
     resume: bool = False,
     budget: float | None = None,
     progress: Callback | None = None,
+    observers: Sequence[Observer] = (),
+    log: Sequence[str] = (),
 ) -> list[RunFolder]:
     """Train configs of one company, each with its seed, side by side; no result depends on the others."""
     folders = [RunFolder.of(out, config.recipe, seed) for config, seed in jobs]
@@ -139,6 +154,7 @@ def run_together(
     slots = [_Slot(config, seed, folder) for config, seed, folder in todo]
     for slot in slots:
         slot.require_room(overwrite=overwrite, resume=resume)
+    watching = [(*observers, *open_logs(log, slot.folder.path)) for slot in slots]
     for slot in slots:
         _make(slot.folder)
     try:
@@ -147,7 +163,7 @@ def run_together(
             for slot in slots:
                 slot.begin(overwrite=overwrite)
             outcome, trained = todo[0][0].execute(
-                [Job(slot.config, slot.seed, slot.checkpoints) for slot in slots],
+                [Job(slot.config, slot.seed, slot.checkpoints, each) for slot, each in zip(slots, watching, strict=True)],
                 device=device,
                 resume=resume,
                 budget=budget,
@@ -233,6 +249,7 @@ class _Slot:
         elif overwrite:
             shutil.rmtree(self.checkpoints, ignore_errors=True)
             (path / "result.json").unlink(missing_ok=True)  # it speaks of the checkpoints that are gone
+            remove_logs(path)
         self.folder.write_text("config.json", dumps(self.config))
 
     def undo_if_nothing_is_done(self) -> None:
@@ -244,6 +261,7 @@ class _Slot:
             shutil.rmtree(self.folder.path, ignore_errors=True)
             os.replace(self._replaced, self.folder.path)
         elif self.folder.result is None:
+            remove_logs(self.folder.path)
             (self.folder.path / "config.json").unlink(missing_ok=True)
             _remove_if_empty(self.folder)
 

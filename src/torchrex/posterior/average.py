@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from torchrex import notebook
 from torchrex.errors import CheckpointError, InvalidArgumentError
 from torchrex.posterior.metrics import classification_metrics, predictive_entropy
 
@@ -334,6 +335,16 @@ class PosteriorAverage:
 
     def _count(self, rung: int | None) -> int:
         return self._n_draws * len(self._rows(rung))
+
+    def _repr_html_(self) -> str:
+        told = f"{self._n_draws:,} draws, one every {self.every:,} steps after {self.burn_in:,}"
+        if self._examples is None or not self._examples.labelled:
+            return notebook.panel("PosteriorAverage", told)
+        rungs = [*self.rungs, None] if len(self.rungs) > 1 else list(self.rungs)
+        metrics = [self.metrics(rung) for rung in rungs]
+        names = ["all pooled" if rung is None else str(rung) for rung in rungs]
+        rows = [(name, *(f"{value:.4g}" for value in found.values())) for name, found in zip(names, metrics, strict=True)]
+        return notebook.panel("PosteriorAverage", told, notebook.table(("rung", *metrics[0]), rows))
 
     def __repr__(self) -> str:
         return f"PosteriorAverage({self._n_draws} draws of rungs {self.rungs}, every={self.every}, burn_in={self.burn_in})"

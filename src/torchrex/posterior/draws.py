@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from torchrex import notebook
 from torchrex.errors import InvalidArgumentError, MissingDependencyError, RunFolderError
 from torchrex.posterior.arviz_export import coordinate_labels, draws_to_datatree, to_arviz
 
@@ -172,22 +172,22 @@ class Draws:
     def _repr_html_(self) -> str:
         """For notebooks: the first ten coordinates and the swaps, without style sheets or scripts."""
         title = f"{self.n_chains:,} chains × {self.n_draws:,} draws × {self.values.shape[2]:,} dim"
-        parts = [f"<p><b>Draws</b>: {title}, {self.n_steps:,} steps, {html.escape(self.status)}</p>"]
+        parts = []
         if self.n_draws:
             columns = zip(self.mean().tolist(), self.std().tolist(), self.standard_error().tolist(), strict=True)
             rows = [(str(k), f"{mean:.4g}", f"{std:.4g}", f"{error:.2g}") for k, (mean, std, error) in enumerate(columns)]
             more = [("…", f"{len(rows) - 10:,} more", "", "")] if len(rows) > 10 else []
-            parts.append(_html_table(("coordinate", "mean", "sd", "se of mean"), rows[:10] + more))
+            parts.append(notebook.table(("coordinate", "mean", "sd", "se of mean"), rows[:10] + more))
         swaps = [
             (f"{pair} – {pair + 1}", f"{made:,}", f"{tested:,}", f"{100 * made / tested:.3g} %" if tested else "")
             for pair, (made, tested) in enumerate(zip(self.accepted.sum(1).tolist(), self.proposed.sum(1).tolist(), strict=True))
         ]
         if swaps:
-            parts.append(_html_table(("rungs", "swaps accepted", "proposed", "rate"), swaps))
+            parts.append(notebook.table(("rungs", "swaps accepted", "proposed", "rate"), swaps))
         if self.settings:
             settings = ", ".join(f"{name}: {value}" for name, value in self.settings.items())
-            parts.append(f"<details><summary>settings</summary><code>{html.escape(settings)}</code></details>")
-        return "<div>" + "".join(parts) + "</div>"
+            parts.append(notebook.details("settings", settings))
+        return notebook.panel("Draws", f"{title}, {self.n_steps:,} steps, {self.status}", *parts)
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file."""
@@ -217,13 +217,6 @@ class Draws:
         rates = ", ".join(f"{100 * rate:.3g} %" for rate in self.acceptance_rate.tolist())
         swaps = f", swaps accepted {rates}" if rates else ""
         return f"Draws({self.n_chains} chains x {self.n_draws} draws x {self.values.shape[2]} dim{swaps}, {self.status})"
-
-
-def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f'<{tag} style="text-align:right">{html.escape(cell)}</{tag}>' for cell in cells) + "</tr>"
-
-    return f"<table><thead>{line(head, 'th')}</thead><tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
 
 
 class DrawRecorder:

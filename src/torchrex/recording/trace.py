@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrex import notebook
 from torchrex.errors import InvalidArgumentError
 from torchrex.exchange import StepInfo
 
@@ -81,6 +82,17 @@ class Trace:
         self._accepted, self._proposed = tensors.pop("accepted", None), tensors.pop("proposed", None)
         self._parts = {name: [tensors[name]] if name in tensors else [] for name in self._parts}
         self.n_steps = int(state["n_steps"])
+
+    def _repr_html_(self) -> str:
+        kept, rows = self.tensors(), []
+        for swaps in self.swaps():
+            pair, rate = swaps["pair"], swaps["acceptance_rate"]
+            newest = f"{float(kept['noise_variance'][-1, pair[0]]):.4g}" if len(kept["noise_variance"]) else ""
+            share = "" if rate is None else f"{100 * rate:.3g} %"
+            rows.append((f"{pair[0]} – {pair[1]}", f"{swaps['accepted']:,}", f"{swaps['proposed']:,}", share, newest))
+        head = ("rungs", "swaps accepted", "proposed", "rate", "sigma2 now")
+        told = f"{self.n_steps:,} steps, one in {self.every} kept"
+        return notebook.panel("Trace", told, *([notebook.table(head, rows)] if rows else []))
 
     def __repr__(self) -> str:
         return f"Trace({self.n_steps:,} steps, every={self.every})"

@@ -1,0 +1,23 @@
+"""Objects in notebooks: a title and tables, everything escaped, without style sheets or scripts."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f'<{tag} style="text-align:right">{html.escape(cell)}</{tag}>' for cell in cells) + "</tr>"
+
+    return f"<table><thead>{line(head, 'th')}</thead><tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
+
+
+def details(summary: str, text: str) -> str:
+    """Something that opens at a click."""
+    return f"<details><summary>{html.escape(summary)}</summary><code>{html.escape(text)}</code></details>"
+
+
+def panel(name: str, told: str, *parts: str) -> str:
+    """An object called `name`, one line about it, and tables."""
+    return f"<div><p><b>{html.escape(name)}</b>: {html.escape(told)}</p>{''.join(parts)}</div>"

@@ -1,0 +1,133 @@
+"""All that the page says of one run, as plain data for its script."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import torch
+from torch import Tensor
+
+from torchrex.diagnostics import (
+    acceptance_from_energies,
+    allowed_acceptance,
+    effective_noise,
+    noise_level,
+    observed_acceptance,
+    round_trips,
+)
+from torchrex.errors import InvalidArgumentError
+from torchrex.experiments.config import dumps
+from torchrex.report.page.charts import charts_of
+from torchrex.report.page.command import command_to_repeat
+from torchrex.report.page.overview import Row, label, metrics_of, paper_of, scale
+from torchrex.report.page.thin import number
+from torchrex.report.runs import LoadedRun
+from torchrex.report.summary import value_and_error
+
+
+def details_of(run: LoadedRun, page: Path) -> dict[str, Any]:
+    """`page` is where the page will lie: the link to the run folder is relative to it."""
+    charts, shared = charts_of(run)
+    command = command_to_repeat(run)
+    result = run.result or {}
+    about = {
+        "date": result.get("date"),
+        "wall time": f"{result['wall_seconds']:,.1f} s" if isinstance(result.get("wall_seconds"), int | float) else None,
+        "device": result.get("device"),
+        "versions": _versions(result.get("versions")),
+        "steps done": result.get("steps_done"),
+        "error": result.get("error"),
+    }
+    return {
+        "name": run.name,
+        "status": run.status,
+        "problems": list(run.problems),
+        "folder": link_to(run.path, page),
+        "command": command.line,
+        "note": command.note,
+        "config": dumps(run.config) if run.config else "",
+        "about": [[name, str(value)] for name, value in about.items() if value is not None],
+        "tables": [table for table in (_ladder(run), _pairs(run), _metrics(run)) if table["rows"]],
+        "charts": charts,
+        "shared": shared,
+    }
+
+
+def link_to(folder: Path, page: Path) -> dict[str, str]:
+    """A relative address, so that page and runs can be moved together, and the words to show."""
+    relative = os.path.relpath(folder.resolve(), page.resolve().parent)
+    # "./" keeps a name such as javascript:... a path
+    return {"href": "./" + quote(Path(relative).as_posix()) + "/", "text": Path(relative).as_posix()}
+
+
+def table(title: str, head: Sequence[str], rows: list[list[str]], note: str = "") -> dict[str, Any]:
+    return {"title": title, "head": list(head), "rows": rows, "note": note}
+
+
+def _versions(value: Any) -> str | None:
+    return ", ".join(f"{name} {each}" for name, each in value.items()) if isinstance(value, dict) else None
+
+
+def _ladder(run: LoadedRun) -> dict[str, Any]:
+    rows = []
+    if run.ladder is not None:
+        pairs = zip(run.ladder.temperatures, run.ladder.lrs, strict=True)
+        rows = [[str(rung), f"{temperature:g}", f"{lr:.4g}"] for rung, (temperature, lr) in enumerate(pairs)]
+    return table("Ladder", ("rung", "temperature", "learning rate"), rows, "At the first step, before annealing.")
+
+
+def _pairs(run: LoadedRun) -> dict[str, Any]:
+    """Swaps of every pair with what the energies promise, and the noise that decides it."""
+    head = ("rungs", "swaps made", "tested", "accepted, %", "from the energies, %", "σ², nats²", "noise s", "2Φ(−s/2), %")
+    history = run.history
+    if history is None or not len(history.steps) or history.n_pairs == 0:
+        return table("Swaps", head, [])
+    observed = observed_acceptance(history)
+    try:
+        expected = acceptance_from_energies(history)
+    except InvalidArgumentError:
+        expected = None
+    level = noise_level(history, last=run.draws is not None)
+    noise = effective_noise(history.inverse_gap[-1], level.value)
+    allowed = allowed_acceptance(noise)
+    rows = []
+    for pair in range(history.n_pairs):
+        made, tested = int(history.accepted[pair].sum()), int(history.proposed[pair].sum())
+        rows.append(
+            [
+                f"{pair}–{pair + 1}",
+                f"{made:,}",
+                f"{tested:,}",
+                _with_error(100 * observed.value[pair], 100 * observed.error[pair]) if tested else "",
+                "" if expected is None else _with_error(100 * expected.value[pair], 100 * expected.error[pair]),
+                _with_error(level.value[pair], level.error[pair]),
+                f"{float(noise[pair]):.3g}",
+                f"{100 * float(allowed[pair]):.3g}",
+            ]
+        )
+    travel = round_trips(history)
+    trips = f"{'' if travel.exact else 'at least '}{int(travel.round_trips.sum()):,} round trips of all replicas"
+    note = f"In brackets the standard error of the last digit; s and what it allows are those of the last step; {trips}."
+    return table("Swaps", head, rows, note)
+
+
+def _metrics(run: LoadedRun) -> dict[str, Any]:
+    metrics, paper = metrics_of(run), paper_of(Row(run.recipe, run.config, [run]))
+    rows = []
+    for name, value in metrics.items():
+        if name.endswith("_se") and name[:-3] in metrics:
+            continue
+        error = metrics.get(f"{name}_se")
+        shown = {"v": value * scale(name), "v_se": None if error is None else error * scale(name)}
+        rows.append([label(name), value_and_error(shown, "v"), paper[name].text if name in paper else ""])
+    return table("Numbers", ("metric", "this run", "paper"), rows)
+
+
+def _with_error(value: Tensor, error: Tensor) -> str:
+    known = bool(torch.isfinite(error))
+    shown = number(float(value), 8)
+    return "" if shown is None else value_and_error({"v": float(value), "v_se": float(error) if known else None}, "v")

@@ -1,0 +1,214 @@
+"""Runs side by side: which of them are one row, the numbers of a row beside the paper's, and the charts with a line for each row.
+
+Runs of one recipe that differ in more than the seed are different rows, and what differs is said.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torchrex.experiments.images import PAPER_EPOCHS, ImageConfig
+from torchrex.report.images import HEADLINE, PAPER_SEEDS, TABLES
+from torchrex.report.page.charts import Chart
+from torchrex.report.page.thin import number
+from torchrex.report.runs import LoadedRun
+from torchrex.report.summary import value_and_error
+
+LABELS = {
+    "acceptance_rate": "accepted swaps, %",
+    "noise_variance": "σ², nats²",
+    "left_weight": "left weight",
+    "left_weight_true": "true left weight",
+    "w1": "W1",
+    "w2": "W2",
+    "logits_best_accuracy": "accuracy of logits, best epoch, %",
+    "accuracy": "accuracy, %",
+    "single_accuracy": "accuracy of one net, %",
+    "pooled_accuracy": "accuracy, all rungs, %",
+    "nll": "NLL, nats",
+    "single_nll": "NLL of one net, nats",
+    "ece": "ECE, %",
+    "brier": "Brier",
+    "mutual_information": "mutual information, nats",
+}
+PERCENT = ("accuracy", "ece", "acceptance_rate")
+MOST_COLUMNS = 8
+METHOD_COLUMN = {"msgd": 0, "sghmc": 1, "resghmc": 2}
+
+
+class Paper(NamedTuple):
+    """What the paper says of a metric, in the unit in which it is shown."""
+
+    value: float
+    text: str
+    note: str = ""
+
+
+@dataclass
+class Row:
+    """Runs with the same settings, one a seed."""
+
+    recipe: str
+    config: dict[str, Any]
+    runs: list[LoadedRun] = field(default_factory=list)
+    difference: str = ""  # to the other rows of the recipe
+
+    @property
+    def label(self) -> str:
+        short = self.recipe.split("/", 1)[-1]
+        return f"{short} ({self.difference})" if self.difference else short
+
+    @property
+    def finished(self) -> list[LoadedRun]:
+        return [run for run in self.runs if run.status == "finished"]
+
+
+@dataclass
+class Family:
+    """Recipes with the same first word."""
+
+    name: str
+    rows: list[Row] = field(default_factory=list)
+
+
+def families(runs: Sequence[LoadedRun]) -> list[Family]:
+    found: dict[str, Family] = {}
+    rows: dict[tuple[str, str], Row] = {}
+    for run in runs:
+        key = (run.recipe, json.dumps(run.config, sort_keys=True, default=str))
+        if key not in rows:
+            rows[key] = Row(run.recipe, run.config)
+            name = run.recipe.split("/", 1)[0]
+            found.setdefault(name, Family(name)).rows.append(rows[key])
+        rows[key].runs.append(run)
+    for family in found.values():
+        _name_differences(family)
+    return list(found.values())
+
+
+def _name_differences(family: Family) -> None:
+    for row in family.rows:
+        same = [other for other in family.rows if other.recipe == row.recipe]
+        if len(same) > 1:
+            keys = sorted({key for other in same for key in other.config if other.config[key] != same[0].config.get(key)})
+            row.difference = ", ".join(f"{key}={row.config.get(key)}" for key in keys[:4]) or "no config"
+
+
+def columns(family: Family) -> list[str]:
+    """The metrics a table shows: those that have a label here if any run has one, else the first few numbers."""
+    there = {name for row in family.rows for run in row.runs for name in metrics_of(run)}
+    chosen = [name for name in LABELS if name in there]
+    return (chosen or sorted(name for name in there if not name.endswith("_se")))[:MOST_COLUMNS]
+
+
+def label(metric: str) -> str:
+    return LABELS.get(metric, metric.replace("_", " ") + (", %" if scale(metric) == 100 else ""))
+
+
+def metrics_of(run: LoadedRun) -> dict[str, float]:
+    """The numbers among the metrics of a result, whatever else is in there."""
+    found = (run.result or {}).get("metrics")
+    each = found.items() if isinstance(found, dict) else ()
+    return {
+        str(name): float(v) for name, v in each if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)
+    }
+
+
+def scale(metric: str) -> float:
+    return 100.0 if metric.endswith(PERCENT) else 1.0
+
+
+def cell(row: Row, metric: str) -> tuple[str, float | None]:
+    """`94.20(8)` and the value to sort by: mean over finished seeds; the error of the mean applies to the last digit shown."""
+    known = [metrics_of(run) for run in row.finished]
+    values = [each[metric] * scale(metric) for each in known if metric in each]
+    if not values:
+        return "", None
+    errors = [each[f"{metric}_se"] * scale(metric) for each in known if f"{metric}_se" in each]
+    error = None
+    if len(errors) == len(values):
+        error = math.sqrt(sum(e * e for e in errors)) / len(values)  # each run knows its own, from its chains
+    elif len(values) > 1:
+        error = statistics.stdev(values) / math.sqrt(len(values))
+    mean = statistics.fmean(values)
+    return value_and_error({"v": mean, "v_se": error}, "v"), number(mean, 8)
+
+
+def paper_of(row: Row) -> dict[str, Paper]:
+    """The paper's numbers for a row, by metric."""
+    found: dict[str, Paper] = {}
+    stated = row.config.get("paper")
+    for metric, value in stated.items() if isinstance(stated, dict) else ():
+        if isinstance(value, int | float):
+            text = "none" if metric == "acceptance_rate" and value == 0 else f"{value * scale(metric):g}"
+            found[metric] = Paper(value * scale(metric), text)
+    settings = row.runs[0].settings
+    if isinstance(settings, ImageConfig) and settings.method in METHOD_COLUMN:
+        for recipes, table in TABLES.values():
+            if row.recipe in recipes() and (settings.data, settings.net) in table:
+                mean, two_sd = table[settings.data, settings.net][METHOD_COLUMN[settings.method]]
+                note = f"{PAPER_EPOCHS} epochs, {PAPER_SEEDS} seeds, ± 2 standard deviations"
+                metric = HEADLINE.get(row.recipe.split("/")[0], "accuracy")
+                found[metric] = Paper(mean, f"{mean:.2f} ± {two_sd:.2f}", note)
+    return found
+
+
+def swaps_of(run: LoadedRun) -> tuple[int, int] | None:
+    """Accepted and proposed over all pairs, or None where the run does not say."""
+    pairs = (run.result or {}).get("swaps")
+    if not isinstance(pairs, list) or not all(isinstance(pair, dict) for pair in pairs):
+        return None
+    counts = [(pair.get("accepted"), pair.get("proposed")) for pair in pairs]
+    whole = [(a, p) for a, p in counts if isinstance(a, int) and isinstance(p, int)]
+    return (sum(a for a, _ in whole), sum(p for _, p in whole)) if whole else None
+
+
+def overlays(family: Family, charts: dict[int, list[Chart]]) -> list[Chart]:
+    """Charts of one kind and key with a line for each row: the mean over seeds where their x agree, else the first seed.
+
+    `charts` are those of every run by `id`.
+    """
+    made: dict[tuple[str, str], Chart] = {}
+    members: dict[tuple[str, str], list[str]] = {}
+    for row in family.rows:
+        own = [[each for each in charts[id(run)] if "key" in each] for run in row.runs]
+        for place, first in enumerate(next((each for each in own if each), [])):
+            name = (first["kind"], first["key"])
+            same = [each[place] for each in own if len(each) > place and each[place]["kind"] == first["kind"]]
+            if name not in made:
+                made[name] = {**first, "series": [s for s in first["series"] if s.get("reference")]}
+                made[name].pop("note", None)
+            members.setdefault(name, []).append(row.recipe.split("/", 1)[-1])
+            style = len(members[name]) - 1
+            for k, line in enumerate(first["series"]):
+                if line.get("own") and line["type"] != "band":
+                    y, pooled = _mean([each["series"][k] for each in same])
+                    if not pooled:
+                        made[name]["note"] = "Where the x of several seeds differ, the first seed is drawn."
+                    made[name]["series"].append({**line, "name": row.label, "y": y, "style": style, "type": line["type"]})
+    for name, chart in made.items():
+        if chart["kind"] == "accuracy":
+            chart["title"] = "Accuracy of the average of logits against number of draws"
+        common = _common_prefix(members[name]).rstrip("-_ ") if len(members[name]) > 1 else members[name][0]
+        title = chart["title"]
+        title = title if title[:2].isupper() or title[1].isdigit() else title[0].lower() + title[1:]
+        chart["title"] = f"{common}: {title}" if common else chart["title"]
+    return [chart for chart in made.values() if len(members[chart["kind"], chart["key"]]) > 1]
+
+
+def _common_prefix(words: Sequence[str]) -> str:
+    first, last = min(words), max(words)
+    same = next((k for k, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[:same]
+
+
+def _mean(lines: list[dict[str, Any]]) -> tuple[list[Any], bool]:
+    """The mean of lines over the same x, and whether all of them are in it."""
+    alike = [line["y"] for line in lines if line["x"] == lines[0]["x"] and len(line["y"]) == len(lines[0]["y"])]
+    mean = [None if None in values else number(statistics.fmean(values)) for values in zip(*alike, strict=True)]
+    return mean, len(alike) == len(lines)

@@ -1,0 +1,96 @@
+"""What plots and the page draw, as numbers: means over windows of steps, calibration bins. Nothing here draws."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrex.diagnostics import History, over_chains
+from torchrex.errors import InvalidArgumentError
+from torchrex.exchange import acceptance_probability
+
+
+def running_mean(values: Tensor, window: int) -> Tensor:
+    """Mean over the last `window` values along the first axis, over fewer at the beginning."""
+    sums = values.double().cumsum(0)
+    shifted = sums.clone()
+    shifted[window:] -= sums[:-window]
+    counts = torch.arange(1, len(values) + 1, dtype=torch.float64).clamp(max=window)
+    return shifted / counts.view(-1, *[1] * (values.ndim - 1))
+
+
+class AcceptanceOverTime(NamedTuple):
+    """Acceptance of every pair in windows of steps; None where the run does not tell."""
+
+    step: Tensor  # (w,): the middle of each window
+    expected: Tensor | None  # (w, pairs): mean of min(1, S) over the recorded rows and chains
+    observed: Tensor | None  # (w, pairs): swaps made over swaps tested; tests are taken to be spread evenly over the steps
+
+
+def acceptance_over_time(history: History, windows: int = 40) -> AcceptanceOverTime:
+    """Windows of equal length, at least ten recorded rows each on average.
+
+    Draws do not list their swaps, so that only what the energies promise is known of them over time.
+    """
+    n_windows = max(1, min(windows, len(history.steps) // 10))
+    edges = torch.linspace(0, history.n_steps, n_windows + 1, dtype=torch.float64)
+    middle = 0.5 * (edges[1:] + edges[:-1])
+    window = _window_of(history.steps, edges)
+    expected = None
+    if history.correction is not None:
+        log_ratio = history.inverse_gap[:, :, None] * (history.energy_difference - history.correction.double())
+        rows = acceptance_probability(log_ratio, 1.0).nan_to_num(0.0).mean(2)
+        count = torch.zeros(n_windows, dtype=torch.float64).index_add_(0, window, torch.ones_like(window, dtype=torch.float64))
+        total = torch.zeros(n_windows, history.n_pairs, dtype=torch.float64).index_add_(0, window, rows)
+        expected = total / count[:, None]  # NaN for a window without rows
+    observed = None
+    if history.swaps is not None:
+        made = torch.zeros(n_windows * history.n_pairs, dtype=torch.float64)
+        where = _window_of(history.swaps.step, edges) * history.n_pairs + history.swaps.pair.long()
+        made = made.index_add_(0, where, torch.ones_like(where, dtype=torch.float64)).view(n_windows, -1)
+        observed = made / (history.proposed.double().sum(1) / n_windows)
+    return AcceptanceOverTime(middle, expected, observed)
+
+
+def noise_over_time(history: History) -> tuple[Tensor, Tensor]:
+    """sigma2 of every pair, (k, pairs): mean over chains and its standard error, NaN for one chain."""
+    mean, error = over_chains(history.noise_variance)
+    return mean, error
+
+
+class Calibration(NamedTuple):
+    """Bins of a reliability diagram that hold anything."""
+
+    confidence: Tensor  # mean probability of the predicted class
+    accuracy: Tensor  # how often it was right
+    error: Tensor  # binomial standard error of the accuracy
+    n: Tensor  # predictions in the bin
+
+
+def calibration(probabilities: Tensor, labels: Tensor, bins: int = 15) -> Calibration:
+    """Predictions (n, classes) in bins of equal width by the probability of the predicted class."""
+    if probabilities.ndim != 2 or labels.shape != probabilities.shape[:1]:
+        raise InvalidArgumentError(
+            f"need probabilities (n, classes) and labels (n,), got {tuple(probabilities.shape)} and {tuple(labels.shape)}"
+        )
+    confidence, predicted = probabilities.double().max(1)
+    right = (predicted == labels).double()
+    which = (confidence * bins).ceil().long().clamp(1, bins) - 1  # (a, b], as the calibration error counts
+    count = torch.bincount(which, minlength=bins)
+    there = count > 0
+    n = count[there].double()
+    mean = torch.zeros(bins, dtype=torch.float64).index_add_(0, which, confidence)[there] / n
+    accuracy = torch.zeros(bins, dtype=torch.float64).index_add_(0, which, right)[there] / n
+    return Calibration(mean, accuracy, (accuracy * (1 - accuracy) / n).sqrt(), count[there])
+
+
+def smoothing_window(n_rows: int) -> int:
+    """How many recorded rows a smooth line averages: a hundredth of them."""
+    return max(1, math.ceil(n_rows / 100))
+
+
+def _window_of(steps: Tensor, edges: Tensor) -> Tensor:
+    return (torch.bucketize(steps.double(), edges, right=True) - 1).clamp(0, len(edges) - 2)

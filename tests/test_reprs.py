@@ -1,0 +1,113 @@
+"""Every public object prints usefully in one line; those with numbers are tables in a notebook, and nothing in them is markup."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+import torchrex as tr
+from modules import batches, classes, cross_entropy, make_run
+
+
+def objects(tmp_path):
+    """One of every public class."""
+    mixture = tr.GaussianMixture([0.4, 0.6], means=[-3.0, 2.0], stds=[0.7, 0.5])
+    run, average, trace = make_run(), tr.PosteriorAverage(batches(2), every=5), tr.Trace()
+    outcome = tr.train(run, batches(7), 10, average=average, trace=trace)
+    ensemble = tr.TensorEnsemble.start(mixture, n_rungs=2)
+    repeated = tr.RepeatedDraws(10)
+    features = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
+    found = [
+        *(run, average, trace, outcome, ensemble, repeated, mixture, run.ensemble, tr.Member(run), tr.SideBySide([run])),
+        *(tr.SGHMC(0.1), tr.SGLD(), tr.AllInTurn(), tr.EvenOdd(), tr.NoSwaps(), tr.RandomPair(), tr.KnownVariance()),
+        *(tr.RunningMean(repeated), tr.Smoothing(0.3, repeated), tr.PerExample(), tr.ConstantFactor(), tr.ProportionalToGap(2.0)),
+        *(tr.TargetAcceptance(0.2), tr.Ladder((0.1, 0.2), 0.01), tr.GaussianPrior(25.0), tr.Gaussian(2.0), tr.StudentT(5.0)),
+        *(tr.Noisy(mixture, tr.Gaussian(2.0)), tr.LogDensity(lambda x: -x.square().sum(-1), 1), cross_entropy()),
+        *(
+            tr.logistic_regression(features, features[:, 0] > 0, batch_size=8),
+            tr.DeviceLoader(classes(), 8),
+            tr.Checkpoints(tmp_path / "c"),
+        ),
+        *(tr.DrawStore(tmp_path / "d", capacity=3), tr.sample(mixture, temperatures=(1.0, 2.0), lr=0.1, n_steps=20)),
+        *(tr.Observer(), tr.JsonLines(tmp_path / "l"), tr.TensorBoard(tmp_path / "t"), tr.LiveDisplay()),
+        tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1)),
+    ]
+    return found
+
+
+NOT_MADE = {"Target", "TorchrexError", "PairedVariance"}  # abstract; an error has its message; a function
+
+
+def test_every_public_object_prints_in_one_line(tmp_path):
+    found = objects(tmp_path)
+    classes_of = {name for name in tr.__all__ if isinstance(getattr(tr, name), type)} - NOT_MADE
+    missing = {name for name in classes_of if not any(isinstance(one, getattr(tr, name)) for one in found)}
+    assert not missing, f"give one of {missing} to this test"
+    for one in found:
+        text = repr(one)
+        assert "\n" not in text
+        assert " at 0x" not in text, f"{type(one).__name__} has no repr of its own: {text}"
+        assert len(text) < 700
+
+
+class Cells(HTMLParser):
+    """The texts of table cells, and a stack that must end empty."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.cells, self.tags = [], [], set()
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells.append(data)
+
+
+def cells_of(one):
+    parser = Cells()
+    parser.feed(one._repr_html_())
+    parser.close()
+    assert parser.open == []
+    assert parser.tags <= {"div", "p", "b", "table", "thead", "tbody", "tr", "th", "td", "details", "summary", "code"}
+    return parser.cells
+
+
+def test_tables_in_notebooks():
+    ladder = tr.Ladder((0.5, 1.0), (1e-3, 2e-3), anneal=tr.schedules.geometric(0.5))
+    run, average, trace = make_run(ladder=ladder), tr.PosteriorAverage(batches(2), every=5, rungs=(0, 1)), tr.Trace()
+    for empty in (average, trace):
+        assert cells_of(empty) == []
+    tr.train(run, batches(7), 10, average=average, trace=trace)
+    assert cells_of(ladder) == ["rung", "temperature", "lr", "0", "0.5", "0.001", "1", "1", "0.002"]
+    assert cells_of(run)[4:6] == [f"{0.5 * 0.5**10:g}", "0.001"]  # as it is now
+    accepted, proposed = trace.tensors()["accepted"].item(), trace.tensors()["proposed"].item()
+    assert cells_of(trace)[5:8] == ["0 – 1", str(accepted), str(proposed)]
+    assert cells_of(average)[5:7] == ["0", f"{average.metrics(0)['accuracy']:.4g}"]
+    assert cells_of(average)[15:17] == ["all pooled", f"{average.metrics(None)['accuracy']:.4g}"]
+    draws = tr.sample(lambda x: -x.square().sum(-1), dim=1, temperatures=(1.0, 2.0), lr=0.1, n_steps=20)
+    assert cells_of(draws)[5] == f"{float(draws.mean()[0]):.4g}"
+
+
+def test_nothing_in_a_table_is_markup():
+    draws = tr.sample(lambda x: -x.square().sum(-1), dim=1, temperatures=(1.0,), lr=0.1, n_steps=20)
+    draws.status, draws.settings = "<b>&", {"<script>": "x"}
+    text = draws._repr_html_()
+    assert "&lt;b&gt;&amp;" in text
+    assert "<script>" not in text
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_an_average_without_labels_has_no_table(labelled):
+    data = batches(2) if labelled else [x for x, _ in batches(2)]
+    average = tr.PosteriorAverage(data, every=5)
+    if labelled:
+        tr.train(make_run(), batches(7), 5, average=average)
+    assert bool(cells_of(average)) == labelled
