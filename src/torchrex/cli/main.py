@@ -17,7 +17,9 @@ from rich.logging import RichHandler
 from rich.table import Table
 
 import torchrex
+from torchrex.cli.compare import compare
 from torchrex.cli.data import data_app
+from torchrex.cli.doctor import doctor
 from torchrex.cli.report import report
 from torchrex.cli.reproduce import RECIPES, reproduce_it
 from torchrex.errors import ConfigError, NonFiniteEnergyError, RunFolderError, TorchrexError
@@ -35,8 +37,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.add_typer(data_app, name="data")
-app.command()(report)
 stdout, stderr = Console(), Console(stderr=True)
 
 Set = Annotated[
@@ -205,6 +205,11 @@ def reproduce(
     reproduce_it(
         what, set_ or [], seed, seeds, only, out, overwrite=overwrite, rebuild=rebuild, run_them=run_them, console=stdout
     )
+
+
+for command in (report, doctor, compare):
+    app.command()(command)
+app.add_typer(data_app, name="data")
 
 
 class Clock:

@@ -1,0 +1,47 @@
+"""`torchrex compare`: runs side by side, paired by seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from torchrex.durable import replace_file
+from torchrex.errors import ConfigError, RunFolderError
+from torchrex.experiments.config import dumps
+from torchrex.report.compare import COLUMNS, Comparison, about, as_json, as_markdown, cells, compare_folders
+
+WRITERS: dict[str, Callable[[Sequence[Comparison]], str]] = {".md": as_markdown, ".json": lambda each: dumps(as_json(each))}
+
+
+def compare(
+    folders: Annotated[list[Path], typer.Argument(metavar="A B ...", help="Run folders, or folders of recipes with seed=*.")],
+    out: Annotated[Path | None, typer.Option(help="Write the tables to this file, .md or .json.")] = None,
+) -> None:
+    """Compare runs with the first, paired by seed: differences, standard errors, verdicts that do not overclaim."""
+    if out is not None and out.suffix not in WRITERS:
+        raise ConfigError(f"--out must end in .md or .json, got {out}")
+    comparisons = compare_folders(folders)
+    console = Console()
+    for comparison in comparisons:
+        head, *rest = about(comparison)
+        console.print(head, markup=False, highlight=False)
+        table = Table(*COLUMNS, box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0))
+        for row in comparison.rows:
+            table.add_row(*cells(row))
+        if comparison.rows:
+            console.print(table)
+        for line in rest:
+            console.print(line, markup=False, highlight=False)
+    if out is not None:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(out, WRITERS[out.suffix](comparisons).encode())
+        except OSError as error:
+            raise RunFolderError(f"cannot write {out} ({error.strerror}); choose another --out") from None
+        console.print(f"written: {out}", soft_wrap=True, markup=False, highlight=False)

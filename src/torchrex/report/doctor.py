@@ -1,0 +1,89 @@
+"""What is wrong with a run and what to change: every check, and the findings as text or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchrex.errors import MissingDependencyError, RunFolderError, TorchrexError
+from torchrex.exchange.threads import few_threads
+from torchrex.experiments.config import to_json
+from torchrex.report.doctor_draws import DRAW_CHECKS
+from torchrex.report.doctor_swaps import SWAP_CHECKS
+from torchrex.report.findings import SEVERITIES, Check, Diagnosis, Finding
+from torchrex.report.runs import LoadedRun, find_empty, find_runs, load_run
+
+
+def diagnose(run: LoadedRun) -> Diagnosis:
+    """Put a run through every check. A check that needs what is not installed, or stumbles over damage, becomes a note."""
+    findings: list[Finding] = []
+    with few_threads(0):
+        for check in (check_state, *SWAP_CHECKS, *DRAW_CHECKS):
+            try:
+                findings += check(run)
+            except MissingDependencyError as error:
+                findings.append(Finding("note", "not told", str(error)))
+            except (TorchrexError, RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
+                if not run.problems:  # a whole run is read without such errors; do not hide our own mistakes
+                    raise
+                findings.append(Finding("note", "not told", f"{_name(check)} failed on what is left of this run ({error})"))
+    findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
+    return Diagnosis(run.path, run.name, run.status, tuple(findings))
+
+
+def diagnose_folder(root: Path) -> list[Diagnosis]:
+    """Every run at or below `root`, empty run folders included."""
+    found = [diagnose(load_run(path)) for path in find_runs(root)]
+    empty = Finding("problem", "empty", "The folder holds nothing of a run. Run it again, or remove the folder.")
+    found += [Diagnosis(path, f"{path.parent.name}/{path.name}", "empty", (empty,)) for path in find_empty(root)]
+    if not found:
+        raise RunFolderError(f"{root} holds no run; give OUT/RECIPE/seed=S, or a folder above some of them")
+    return found
+
+
+def check_state(run: LoadedRun) -> Iterable[Finding]:
+    """Is the run finished, and is everything of it there?"""
+    result = run.result or {}
+    total = getattr(run.settings, "n_steps", None)
+    done = result.get("steps_done") or (run.draws.n_steps if run.draws is not None else None)
+    numbers = {"status": run.status, "steps_done": done, "n_steps": total}
+    where = f" after {done:,} of {total:,} steps" if isinstance(done, int) and total else ""
+    again = f"torchrex run {run.recipe} --seed {max(run.seed, 0)}"
+    if run.status == "failed":
+        error = result.get("error", "it does not say why")
+        yield Finding("problem", "the run failed", f"It failed{where}: {error}", {**numbers, "error": error})
+    elif run.status in ("interrupted", "paused", "unfinished"):
+        go_on = f"`{again} --resume` goes on" if run.draws is None else f"`{again} --overwrite` begins anew"
+        words = f"It was {run.status}{where}; {go_on}. All below is about the part that is there."
+        yield Finding("warning", "the run is not finished", words, numbers)
+    for problem in run.problems:
+        yield Finding("warning", "missing or damaged", f"{problem}.")
+
+
+def as_json(diagnoses: Sequence[Diagnosis]) -> list[dict[str, Any]]:
+    """For machines; numbers that are not finite become null or strings, as everywhere."""
+    return [
+        {
+            "path": str(each.path),
+            "run": each.name,
+            "status": each.status,
+            "verdict": each.verdict,
+            "findings": [to_json(finding) for finding in each.findings],
+        }
+        for each in diagnoses
+    ]
+
+
+def as_text(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    """Lines for people: a head and its words, as (what stands in front, what follows)."""
+    lines = [("", f"{diagnosis.name} ({diagnosis.status}): {diagnosis.verdict}")]
+    lines += [(finding.severity, f"{finding.title}. {finding.words}") for finding in diagnosis.findings]
+    return lines
+
+
+def _name(check: Check) -> str:
+    return getattr(check, "__name__", "a check")
+
+
+__all__ = ["Diagnosis", "Finding", "as_json", "as_text", "diagnose", "diagnose_folder"]

@@ -1,0 +1,211 @@
+"""Paired by seed, with hand-computed numbers, and verdicts that claim no more than the seeds allow."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from torchrex.cli.compare import compare as command
+from torchrex.errors import ConfigError, InvalidArgumentError, RunFolderError
+from torchrex.experiments import get_recipe
+from torchrex.experiments.config import to_json
+from torchrex.report.compare import as_json, as_markdown, compare_folders, compare_metric, differing, direction, run_metrics
+from torchrex.report.runs import load_run
+
+RESULTS = Path(__file__).parents[1] / "results" / "images" / "icml2020"
+
+
+def write(out, recipe, metrics, *, status="finished", swaps=(), name=None, **changes):
+    """Run folders of a recipe, one a seed: `metrics` maps seeds to their numbers."""
+    for seed, numbers in metrics.items():
+        folder = out / recipe / (name or f"seed={seed}")
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps({**to_json(get_recipe(recipe)), **changes}))
+        result = {"recipe": recipe, "seed": seed, "status": status, "metrics": numbers, "swaps": list(swaps)}
+        (folder / "result.json").write_text(json.dumps(result))
+    return out / recipe
+
+
+def test_by_hand():
+    """Differences 1, 2, 6: mean 3, variance 7, error sqrt(7/3), t = 3 / sqrt(7/3) = 1.964 with 2 degrees of freedom.
+
+    p = 2 (1 - F(t)) with F(t) = 1/2 + t / (2 sqrt(2 + t^2)) for 2 degrees of freedom, which is 0.188.
+    """
+    row = compare_metric("nll", [1.0, 1.0, 1.0], [2.0, 3.0, 7.0])
+    t = 3.0 / math.sqrt(7.0 / 3.0)
+    assert (row.first, row.other, row.difference, row.n) == (1.0, 4.0, 3.0, 3)
+    assert row.error == pytest.approx(math.sqrt(7.0 / 3.0))
+    assert row.p_value == pytest.approx(1.0 - t / math.sqrt(2.0 + t * t))
+    assert row.verdict == "not distinguishable at n=3"
+
+
+def test_pairing_sees_what_the_spread_over_seeds_hides():
+    first, other = [0.10, 0.50, 0.90], [0.11, 0.52, 0.91]
+    row = compare_metric("accuracy", first, other)
+    assert row.difference == pytest.approx(0.04 / 3)
+    assert row.error == pytest.approx(0.01 / 3)
+    assert row.p_value == pytest.approx(1.0 - 4.0 / math.sqrt(18.0))  # t = 4
+    assert row.verdict == "not distinguishable at n=3"  # 0.057: nearly is not
+    clear = compare_metric("accuracy", [*first, 0.3], [*other, 0.315])
+    assert clear.p_value < 0.05
+    assert clear.verdict.startswith("higher, better (p = ")
+    assert compare_metric("nll", [*first, 0.3], [*other, 0.315]).verdict.startswith("higher, worse")
+    assert compare_metric("nll", [*other, 0.315], [*first, 0.3]).verdict.startswith("lower, better")
+    assert compare_metric("left_weight", [*first, 0.3], [*other, 0.315]).verdict.startswith("higher (p")
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "verdict"),
+    [
+        ([1.0], [2.0], "one seed tells nothing"),
+        ([1.0], [1.0], "the same on one seed, which tells nothing"),
+        ([1.0, 1.0], [9.0, 9.000001], "no claim at n=2"),
+        ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], "the same on all 3 seeds"),
+        ([1.0, 2.0, 3.0], [2.0, 3.0, 4.0], "the same difference on all 3 seeds: no spread to test against"),
+        ([1.0, 2.0, 3.0], [3.0, 2.5, 1.0], "not distinguishable at n=3"),
+    ],
+)
+def test_verdicts_do_not_overclaim(first, other, verdict):
+    row = compare_metric("nll", first, other)
+    assert row.verdict == verdict
+    assert (row.error is None) == (len(first) == 1)
+
+
+def test_false_claims_come_at_the_stated_rate():
+    """Under no difference, 5 % of the metrics are claimed: 400 metrics of 3 seeds; 20 +- 4.4 expected, 5 sigma allowed."""
+    import torch
+
+    noise = torch.randn(400, 2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    claims = sum("p = " in compare_metric("m", a.tolist(), b.tolist()).verdict for a, b in noise)
+    assert abs(claims - 20) < 5 * math.sqrt(400 * 0.05 * 0.95)
+    assert claims > 0
+
+
+def test_which_direction_is_better():
+    assert {
+        m: direction(m) for m in ("accuracy", "pooled_logits_best_accuracy", "w2", "single_ece", "largest_mean_error_in_sd")
+    } == {
+        "accuracy": "higher",
+        "pooled_logits_best_accuracy": "higher",
+        "w2": "lower",
+        "single_ece": "lower",
+        "largest_mean_error_in_sd": "lower",
+    }
+    for neither in ("acceptance_rate", "left_weight", "noise_variance", "swaps of rungs 0 and 1", "mutual_information"):
+        assert direction(neither) == ""
+
+
+def test_seeds_in_one_only_are_named_and_left_out(tmp_path):
+    first = write(tmp_path / "a", "digits/sghmc", {s: {"nll": 1.0 + s} for s in (0, 1, 2, 5)})
+    other = write(tmp_path / "b", "digits/resghmc", {s: {"nll": 1.0 + s + 0.1 * s} for s in (2, 0, 1, 7)})
+    write(tmp_path / "b", "digits/resghmc", {8: {"nll": 0.0}}, status="paused")
+    (comparison,) = compare_folders([first, other])
+    assert comparison.seeds == (0, 1, 2)
+    (row,) = comparison.rows
+    assert row.difference == pytest.approx(0.1)  # 0, 0.1 and 0.2, seed by seed
+    assert row.error == pytest.approx(0.1 / math.sqrt(3))
+    notes = " | ".join(comparison.notes)
+    assert "seed 5 only in digits/sghmc, left out" in notes
+    assert "seed 7 only in digits/resghmc, left out" in notes
+    assert "seed=8 is paused, left out" in notes
+    assert "3 common seeds, two-sided, level 0.05" in comparison.test
+    assert "1 metrics were looked at" in comparison.test
+
+
+def test_fields_that_differ(tmp_path):
+    first = write(tmp_path, "figure1/case1-resgld", {0: {"w2": 1.0}})
+    other = write(tmp_path, "figure1/case2-naive", {0: {"w2": 2.0}})
+    (comparison,) = compare_folders([first, other])
+    assert comparison.settings == {
+        "means": ([-3.0, 2.0], [-4.0, 3.0]),
+        "noise.law": ("gaussian", "student"),
+        "noise.scale": (2.0, 1.0),
+        "correction_factor": (1.0, "inf"),
+    }
+    assert differing({"a": 1, "b": None}, {"a": 1, "c": None}) == {"b": (None, "absent"), "c": ("absent", None)}
+
+
+def test_the_same_recipe_with_other_settings_is_told_by_folder(tmp_path):
+    first = write(tmp_path / "a", "digits/sghmc", {0: {"nll": 1.0}})
+    other = write(tmp_path / "b", "digits/sghmc", {0: {"nll": 2.0}}, epochs=7)
+    (comparison,) = compare_folders([first, other])
+    assert comparison.settings == {"epochs": (100, 7)}
+    assert str(other) in comparison.other.name
+    write(tmp_path / "b", "digits/sghmc", {1: {"nll": 2.0}}, epochs=8)
+    write(tmp_path / "a", "digits/sghmc", {1: {"nll": 2.0}})
+    (comparison,) = compare_folders([first, other])
+    assert any("its own seeds differ in epochs" in note for note in comparison.notes)
+
+
+def test_only_outcomes_are_compared(tmp_path):
+    numbers = {"n_draws": 3, "w1": 1.0, "w1_se": 0.1, "left_weight_true": 0.4, "nan": None, "flag": True, "accuracy": 1}
+    pair = {"pair": [0, 1], "proposed": 10, "accepted": 4, "acceptance_rate": 0.4}
+    folder = write(tmp_path, "digits/sghmc", {0: numbers}, swaps=[pair])
+    assert run_metrics(load_run(folder / "seed=0")) == {"w1": 1.0, "accuracy": 1.0, "swaps of rungs 0 and 1": 4.0}
+
+
+def test_metrics_that_are_not_everywhere_are_named(tmp_path):
+    first = write(tmp_path, "digits/sghmc", {0: {"nll": 1.0, "ece": 1.0}, 1: {"nll": 1.0}})
+    other = write(tmp_path, "digits/resghmc", {0: {"nll": 1.0, "ece": 1.0, "pooled_nll": 1.0}, 1: {"nll": 1.0}})
+    (comparison,) = compare_folders([first, other])
+    assert [row.metric for row in comparison.rows] == ["nll"]
+    assert "not in all of the runs, left out: ece, pooled_nll" in comparison.notes
+
+
+def test_bad_input(tmp_path):
+    one = write(tmp_path, "digits/sghmc", {0: {"nll": 1.0}})
+    other = write(tmp_path, "digits/resghmc", {1: {"nll": 1.0}})
+    paused = write(tmp_path / "c", "digits/msgd", {0: {}}, status="paused")
+    (tmp_path / "empty").mkdir()
+    for paths, kind, words in (
+        ([one], InvalidArgumentError, "at least two"),
+        ([one, other], RunFolderError, "none in common"),
+        ([one, tmp_path / "digits"], RunFolderError, "2 recipes"),
+        ([one, paused], RunFolderError, "no finished run"),
+        ([one, tmp_path / "empty"], RunFolderError, "holds no run"),
+        ([one, tmp_path / "none"], RunFolderError, "there is no folder"),
+    ):
+        with pytest.raises(kind, match=words) as caught:
+            compare_folders(paths)
+        assert "\n" not in str(caught.value)
+
+
+def test_committed_images_against_their_files():
+    first, other = (RESULTS / f"cifar10-resnet20{method}" for method in ("-msgd", ""))
+    (comparison,) = compare_folders([first, other])
+    assert comparison.seeds == (0, 1)
+    row = next(row for row in comparison.rows if row.metric == "accuracy")
+    values = [
+        [json.loads((side / f"seed={s}" / "result.json").read_text())["metrics"]["accuracy"] for s in (0, 1)]
+        for side in (first, other)
+    ]
+    assert row.difference == pytest.approx(sum(values[1]) / 2 - sum(values[0]) / 2)
+    assert {row.verdict for row in comparison.rows} == {"no claim at n=2"}
+    assert comparison.settings == {"method": ("msgd", "resghmc")}
+
+
+def test_the_command(tmp_path):
+    first = write(tmp_path, "digits/sghmc", {s: {"nll": 1.0 + s} for s in range(3)})
+    other = write(tmp_path, "digits/resghmc", {s: {"nll": 1.0 + s - 0.1 * s} for s in range(3)})
+    third = write(tmp_path, "digits/msgd", {1: {"nll": 1.0}})
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(command)
+    arguments = [str(first), str(other), str(third)]
+    shown = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "new" / "table.md")], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, shown.output
+    for words in ("not distinguishable at n=3", "one seed tells nothing", "temperatures: 0.1 / 0.1,0.1025", "seeds 0, 2 only in"):
+        assert words in shown.output
+    comparisons = compare_folders([first, other, third])
+    assert (tmp_path / "new" / "table.md").read_text() == as_markdown(comparisons)
+    assert "| nll | lower | 2 | 1.9 | -0.1 +- 0.058 | 3 | not distinguishable at n=3 |" in as_markdown(comparisons)
+    CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "table.json")])
+    written = json.loads((tmp_path / "table.json").read_text())
+    assert written == json.loads(json.dumps(as_json(comparisons)))
+    assert written[0]["rows"][0]["n"] == 3
+    assert written[0]["test"]["metrics"] == 1
+    assert isinstance(CliRunner().invoke(app, [*arguments, "--out", "x.csv"]).exception, ConfigError)
