@@ -209,3 +209,17 @@ def test_the_command(tmp_path):
     assert written[0]["rows"][0]["n"] == 3
     assert written[0]["test"]["metrics"] == 1
     assert isinstance(CliRunner().invoke(app, [*arguments, "--out", "x.csv"]).exception, ConfigError)
+
+
+@pytest.mark.parametrize("suffix", [".md", ".json"])
+def test_only_its_own_files_are_overwritten(tmp_path, suffix):
+    folders = [write(tmp_path / name, "digits/sghmc", {s: {"nll": 1.0 + s} for s in range(3)}) for name in ("a", "b")]
+    mine = tmp_path / f"notes{suffix}"
+    mine.write_text("my notes")
+    for precious in (mine, *folders[1].rglob("result.json")) if suffix == ".json" else (mine,):
+        before = precious.read_text()
+        with pytest.raises(ConfigError, match="did not write; choose another name"):
+            command(folders, out=precious)
+        assert precious.read_text() == before
+    command(folders, out=tmp_path / f"table{suffix}")
+    command(folders, out=tmp_path / f"table{suffix}")

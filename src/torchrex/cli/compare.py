@@ -16,6 +16,7 @@ from torchrex.errors import ConfigError, RunFolderError
 from torchrex.experiments.config import dumps
 from torchrex.report.compare import COLUMNS, Comparison, about, as_json, as_markdown, cells, compare_folders
 
+MARK = "paired t"  # the test, which every file of ours names
 WRITERS: dict[str, Callable[[Sequence[Comparison]], str]] = {".md": as_markdown, ".json": lambda each: dumps(as_json(each))}
 
 
@@ -26,6 +27,8 @@ def compare(
     """Compare runs with the first, paired by seed: differences, standard errors, verdicts that do not overclaim."""
     if out is not None and out.suffix not in WRITERS:
         raise ConfigError(f"--out must end in .md or .json, got {out}")
+    if out is not None and out.exists() and MARK not in out.read_text(errors="replace"):
+        raise ConfigError(f"--out {out} is a file that `torchrex compare` did not write; choose another name")
     comparisons = compare_folders(folders)
     console = Console()
     for comparison in comparisons:

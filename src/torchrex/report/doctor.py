@@ -12,6 +12,7 @@ from torchrex.experiments.config import to_json
 from torchrex.report.doctor_draws import DRAW_CHECKS
 from torchrex.report.doctor_swaps import SWAP_CHECKS
 from torchrex.report.findings import SEVERITIES, Check, Diagnosis, Finding
+from torchrex.report.page.command import command_to_repeat
 from torchrex.report.runs import LoadedRun, find_empty, find_runs, load_run
 
 
@@ -49,7 +50,9 @@ def check_state(run: LoadedRun) -> Iterable[Finding]:
     done = result.get("steps_done") or (run.draws.n_steps if run.draws is not None else None)
     numbers = {"status": run.status, "steps_done": done, "n_steps": total}
     where = f" after {done:,} of {total:,} steps" if isinstance(done, int) and total else ""
-    again = f"torchrex run {run.recipe} --seed {max(run.seed, 0)}"
+    depth = len(run.recipe.split("/"))
+    out = str(run.path.parents[depth]) if len(run.path.parents) > depth else "runs"
+    again = command_to_repeat(run, out).line or f"the command it was started with{'' if run.draws is None else ','}"
     if run.status == "failed":
         error = result.get("error", "it does not say why")
         yield Finding("problem", "the run failed", f"It failed{where}: {error}", {**numbers, "error": error})

@@ -20,7 +20,7 @@ class Command(NamedTuple):
     note: str
 
 
-def command_to_repeat(run: LoadedRun) -> Command:
+def command_to_repeat(run: LoadedRun, out: str = "runs/again") -> Command:
     """Checked: applied to the recipe, the settings give back the config of the run, or the note says which do not."""
     try:
         recipe = get_recipe(run.recipe)
@@ -39,7 +39,7 @@ def command_to_repeat(run: LoadedRun) -> Command:
     words = ["torchrex", "run", run.recipe, "--seed", str(max(0, run.seed))]
     for assignment in assignments:
         words += ["--set", assignment]
-    return Command(shlex.join([*words, "--out", "runs/again"]), note)
+    return Command(shlex.join([*words, "--out", out]), note)
 
 
 def _differences(recipe: Any, usual: Mapping[str, Any], there: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
