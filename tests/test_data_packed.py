@@ -157,7 +157,7 @@ def decoded_at_once(shards, monkeypatch):
     monkeypatch.setattr(packed_coder, "decode_file", lambda model, shard: pieces[shard.stem])
 
 
-def imported(folder, arrays, procs):
+def assert_imported(folder, arrays, procs):
     told = []
     import_images("svhn", folder, progress=lambda *numbers: told.append(numbers), procs=procs)
     images = load_images("svhn")
@@ -167,12 +167,12 @@ def imported(folder, arrays, procs):
 
 
 def test_import_of_the_packed_form_in_processes(folder, shards):
-    imported(folder, shards[1], procs=3)
+    assert_imported(folder, shards[1], procs=3)
 
 
 @pytest.mark.usefixtures("decoded_at_once")
 def test_import_of_the_packed_form_in_this_process(folder, shards):
-    imported(folder, shards[1], procs=1)
+    assert_imported(folder, shards[1], procs=1)
 
 
 @pytest.mark.parametrize("procs", [1, 2])

@@ -84,7 +84,7 @@ class LinearProgram(types.ModuleType):
         return solved.fun
 
 
-def known_transports():
+def assert_known_transports():
     x, y = cloud(7, 2), cloud(7, 2, seed=1)
     assert transported(x, y) == pytest.approx(assigned_w2(x, y), rel=1e-6)
     a, b = cloud(5, 1), cloud(8, 1, seed=2)
@@ -100,12 +100,12 @@ def known_transports():
 
 def test_weighted_transport(monkeypatch):
     monkeypatch.setitem(sys.modules, "ot", LinearProgram("ot"))
-    known_transports()
+    assert_known_transports()
 
 
 def test_weighted_transport_with_pot_itself():
     pytest.importorskip("ot", reason="POT is not installed (pip install 'torchrex[diagnostics]')")
-    known_transports()
+    assert_known_transports()
 
 
 def test_without_pot(monkeypatch):

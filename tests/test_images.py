@@ -479,3 +479,20 @@ def test_what_jobs_side_by_side_must_share():
     other = get_recipe("icml2020/cifar10-resnet20-msgd")
     assert dataclasses.replace(config, **{name: getattr(other, name) for name in own}) == other
     assert other.company == config.company
+
+
+def test_a_set_that_is_not_whole_is_refused(cli, tmp_path):
+    """The cache of these tests has 800 images: without a subset a recipe would train on the wrong number."""
+    code, _, err = cli("run", "clean/cifar10-resnet20", "--device", "cpu", "--out", tmp_path, settings=["net=resnet8"])
+    assert code == 2
+    assert "800 training images instead of 50,000; import or fetch it again" in " ".join(err.split())
+    assert not list(tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize(("epochs", "told"), [(4, False), (200_000, True)])
+def test_days_on_a_cpu_are_told(cli, tmp_path, caplog, epochs, told):
+    settings = [*SHORT[:1], *SHORT[2:], f"epochs={epochs}"]
+    words = ["run", "clean/cifar10-resnet20-msgd", "--device", "cpu", "--budget", "0.001s", "--out", tmp_path]
+    code, _, err = cli(*words, settings=settings)
+    assert code == 0, err
+    assert ("is made for a GPU" in caplog.text) == told

@@ -52,12 +52,13 @@ def check_state(run: LoadedRun) -> Iterable[Finding]:
     where = f" after {done:,} of {total:,} steps" if isinstance(done, int) and total else ""
     depth = len(run.recipe.split("/"))
     out = str(run.path.parents[depth]) if len(run.path.parents) > depth else "runs"
-    again = command_to_repeat(run, out).line or f"the command it was started with{'' if run.draws is None else ','}"
+    again = command_to_repeat(run, out).line
     if run.status == "failed":
         error = result.get("error", "it does not say why")
         yield Finding("problem", "the run failed", f"It failed{where}: {error}", {**numbers, "error": error})
     elif run.status in ("interrupted", "paused", "unfinished"):
-        go_on = f"`{again} --resume` goes on" if run.draws is None else f"`{again} --overwrite` begins anew"
+        option, does = ("--resume", "goes on") if run.draws is None else ("--overwrite", "begins anew")
+        go_on = f"`{again} {option}` {does}" if again else f"its own command with {option} {does}"
         words = f"It was {run.status}{where}; {go_on}. All below is about the part that is there."
         yield Finding("warning", "the run is not finished", words, numbers)
     for problem in run.problems:

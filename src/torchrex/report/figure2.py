@@ -23,7 +23,7 @@ from torchrex.report.images import (
     Line,
     Run,
     Settings,
-    find_runs,
+    finished_runs,
     summary,
 )
 
@@ -44,7 +44,7 @@ def numbers(out: Path, chosen: Mapping[str, ImageConfig]) -> dict[str, Any]:
     """By data set: `factors` (accuracy against F0), `levels` without swaps, `course` over epochs of the lowest seed."""
     levels = {line: {data: cell("icml2020", data, NET, line.method) for data in DATA} for line in (SGHMC, INDEPENDENT)}  # type: ignore[arg-type]
     beside = {config.recipe: config for each in levels.values() for config in each.values()}
-    runs, unfinished = find_runs(out, {**chosen, **beside})
+    runs, unfinished = finished_runs(out, {**chosen, **beside})
     figure: dict[str, Any] = {"data": {}, "left_out": [], "unfinished": [one for one in unfinished if one.split()[0] in chosen]}
     for data in DATA:
         own = [run for run in runs if run.recipe.data == data and run.recipe.recipe in chosen]

@@ -94,7 +94,7 @@ class Run:
         return float(value) * (100 if name.endswith(("accuracy", "ece")) else 1)
 
 
-def find_runs(out: Path, recipes: Mapping[str, ImageConfig]) -> tuple[list[Run], list[str]]:
+def finished_runs(out: Path, recipes: Mapping[str, ImageConfig]) -> tuple[list[Run], list[str]]:
     """The finished runs of these recipes, with any settings, and the others in words."""
     runs, unfinished = [], []
     for name, recipe in recipes.items():
@@ -176,7 +176,7 @@ def tabulate(what: str, out: Path, chosen: Mapping[str, ImageConfig]) -> ImageTa
         (name.split("/")[0], c.data, c.net, c.method): name for name, c in recipes().items()
     }
     beside = {(c.data, c.net) for c in chosen.values()}
-    runs, unfinished = find_runs(out, {name: c for name, c in recipes().items() if (c.data, c.net) in beside})
+    runs, unfinished = finished_runs(out, {name: c for name, c in recipes().items() if (c.data, c.net) in beside})
     table = ImageTable(unfinished=[words for words in unfinished if words.split()[0] in chosen])
 
     def runs_of(name: str, settings: Settings) -> dict[int, Run]:
