@@ -22,7 +22,7 @@ import torchrex
 from torchrex.errors import CheckpointError, NonFiniteEnergyError, RunFolderError
 from torchrex.experiments import get_recipe, run_recipe
 from torchrex.experiments.config import override
-from torchrex.training import stopping_signals
+from torchrex.training.signals import stopping_signals
 
 SETTINGS = ["epochs=24", "burn_in_epochs=4", "checkpoint_every=37"]
 TORCHREX = [sys.executable, "-m", "torchrex"]
@@ -213,7 +213,7 @@ def test_train_resumes_averages_traces_and_stored_draws(tmp_path):
 def test_where_it_looks_does_not_matter(tmp_path, monkeypatch):
     runs = []
     for seconds in (0.0, 1e9):
-        monkeypatch.setattr("torchrex.training.SECONDS_BETWEEN_LOOKS", seconds)
+        monkeypatch.setattr("torchrex.training.together.SECONDS_BETWEEN_LOOKS", seconds)
         runs.append(go(None, 300)[0])
     assert torch.equal(runs[0].ensemble.position, runs[1].ensemble.position)
 
