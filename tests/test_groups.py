@@ -20,7 +20,8 @@ from torchrex.experiments.config import dumps, override
 from torchrex.experiments.groups import group
 from torchrex.experiments.images import ImageConfig
 from torchrex.experiments.recipes import get_recipe
-from torchrex.experiments.runner import RunFolder, run_recipe, run_together
+from torchrex.experiments.run_folder import RunFolder
+from torchrex.experiments.runner import run_recipe, run_together
 from torchrex.vision.data import ImageSet, save_images
 
 # Four epochs of one step each.

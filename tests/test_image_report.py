@@ -23,7 +23,7 @@ from torchrex.experiments.image_recipes import (
     table2_recipes,
 )
 from torchrex.experiments.images import ImageConfig
-from torchrex.experiments.runner import RunFolder
+from torchrex.experiments.run_folder import RunFolder
 from torchrex.report.images import NUMBERS, row_of, tabulate, z_score
 
 HEADLINE = "logits_best_accuracy"

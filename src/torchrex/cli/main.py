@@ -27,7 +27,8 @@ from torchrex.experiments import recipes
 from torchrex.experiments.config import descriptions, override, to_json
 from torchrex.experiments.groups import Group, group
 from torchrex.experiments.recipes import Config, TrainingConfig, get_recipe
-from torchrex.experiments.runner import RunFolder, run_recipe, run_together
+from torchrex.experiments.run_folder import RunFolder
+from torchrex.experiments.runner import run_recipe, run_together
 from torchrex.recording import LiveDisplay, open_logs
 
 app = typer.Typer(

@@ -18,7 +18,7 @@ from torchrex.experiments.groups import Group, group
 from torchrex.experiments.image_recipes import table1_recipes, table2_recipes
 from torchrex.experiments.mixtures import figure1_recipes
 from torchrex.experiments.recipes import Config
-from torchrex.experiments.runner import RunFolder, same_config
+from torchrex.experiments.run_folder import RunFolder, same_config
 from torchrex.report import digits, figure1, figure2, image_pictures, image_tables, images
 
 RECIPES: dict[str, Callable[[], Mapping[str, Config]]] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torchrex.checkpoint import Checkpoints
 from torchrex.experiments.recipes import Config, TrainingConfig
-from torchrex.experiments.runner import RunFolder
+from torchrex.experiments.run_folder import RunFolder
 
 
 @dataclass

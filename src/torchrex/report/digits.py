@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchrex.diagnostics import mean_and_error
 from torchrex.errors import MissingDependencyError
-from torchrex.experiments.runner import RunFolder
+from torchrex.experiments.run_folder import RunFolder
 from torchrex.report.summary import value_and_error
 
 TITLES = {

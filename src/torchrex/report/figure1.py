@@ -12,7 +12,7 @@ from rich.table import Table
 
 from torchrex.errors import MissingDependencyError
 from torchrex.experiments.mixtures import MixtureConfig
-from torchrex.experiments.runner import RunFolder
+from torchrex.experiments.run_folder import RunFolder
 from torchrex.report.summary import pool_seeds, value_and_error
 
 Runs = dict[str, tuple[MixtureConfig, list[RunFolder]]]  # recipe -> its config and one folder per seed

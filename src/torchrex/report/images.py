@@ -18,7 +18,7 @@ from torchrex.errors import RunFolderError
 from torchrex.experiments.config import to_json
 from torchrex.experiments.image_recipes import PAPER_TABLE1, PAPER_TABLE2, table1_recipes, table2_recipes
 from torchrex.experiments.images import PAPER_EPOCHS, ImageConfig
-from torchrex.experiments.runner import RunFolder
+from torchrex.experiments.run_folder import RunFolder
 
 FAMILIES = ("icml2020", "clean")
 HEADLINE = {"icml2020": "logits_best_accuracy", "clean": "accuracy"}  # what a family reports: the authors took the best epoch
