@@ -411,3 +411,12 @@ def test_evaluation_batches_are_the_whole_set_in_order(batch_size):
 def test_what_is_refused(make, words):
     with pytest.raises(InvalidArgumentError, match=words):
         make()
+
+
+def test_a_state_of_another_augmentation_is_refused():
+    tensors = (torch.zeros(8, 32, 32, 3, dtype=torch.uint8), torch.arange(8))
+    mine, other = (torchrex.DeviceLoader(tensors, 4, augment=augment) for augment in (Augment(), Augment(erase=None)))
+    with pytest.raises(InvalidArgumentError, match="the state is that of"):
+        other.load_state_dict(mine.state_dict())
+    with pytest.raises(InvalidArgumentError, match="or None for no erasing"):
+        Augment(erase=False)

@@ -296,6 +296,16 @@ def test_list_shows_the_settings_of_a_recipe(cli):
     assert "0.1,0.1025" in out
 
 
+def test_list_says_what_settings_mean(cli):
+    """From the comments beside the fields; what --set cannot change is said to be fixed."""
+    code, out, _ = cli("list", "clean/cifar10-resnet20")
+    assert code == 0
+    lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    assert lines["method"].split() == ["method", "resghmc", "fixed"]
+    assert "does not change the number of steps" in lines["batch_size"]
+    assert "97,500 steps in all" in out
+
+
 def test_list_shows_recipes_by_a_word(cli):
     code, out, _ = cli("list", "cifar100-wrn")
     assert code == 0
