@@ -8,10 +8,11 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "src" / "torchrex"
 ORDER = [
     {"errors", "rng", "schedules", "durable", "notebook"},
+    {"distributed"},
     {"targets"},
     {"samplers"},
     {"exchange"},
-    {"posterior", "recording", "checkpoint", "distributed"},
+    {"posterior", "recording", "checkpoint"},
     {"training"},
     {"diagnostics"},
     {"vision"},

@@ -52,6 +52,14 @@ class DeviceError(TorchrexError, RuntimeError):
     """A device is absent or has not enough memory."""
 
 
+class RankError(TorchrexError, RuntimeError):
+    """Another process of the job is gone, stopped or too slow; `speaks` says whether this one should report it."""
+
+    def __init__(self, message: str, *, speaks: bool = True) -> None:
+        super().__init__(message)
+        self.speaks = speaks
+
+
 class MissingDependencyError(TorchrexError, ImportError):
     """An optional dependency is not installed."""
 

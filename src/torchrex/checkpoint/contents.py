@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from torchrex.checkpoint.tree import DTYPES, TreePath, agrees, decode, dtype_nam
 from torchrex.durable import sync_folder, write_synced
 from torchrex.errors import CheckpointError
 
-SCHEMA, VERSION = "torchrex.checkpoint", 2
+SCHEMA, VERSION = "torchrex.checkpoint", 3
 LARGE = 2**22  # bytes of a tensor that gets a file of its own
 ITEM_SIZES = {dtype_name(dtype): dtype.itemsize for dtype in DTYPES}
 MANIFEST, DONE, SHARED = "manifest.json", "DONE", "shared.safetensors"
@@ -39,33 +39,53 @@ class DamagedError(Exception):
 
 
 class Contents:
-    """A state made ready for the disk. Whatever cannot be saved is found here, before anything is written."""
+    """A state made ready for the disk. Whatever cannot be saved is found here, before anything is written.
+
+    Several processes may write one checkpoint: each has its own replicas in its state and None for the others. The first writes
+    all that is not a replica's, and learns from the others what `write_replicas` gave them.
+    """
 
     def __init__(self, step: int, state: Mapping[str, Any], setting: Mapping[str, Any]) -> None:
-        tree, tensors = encode("state", state)
+        self.tree, self._tensors = encode("state", state)
         self.head = {"schema": SCHEMA, "version": VERSION, "step": step, "setting": encode_setting(setting)}
-        self.tree = tree
-        places = _places(tree)
-        self.files: dict[str, dict[TreePath, Tensor]] = {name: {} for name in _file_names(tree, places)}
-        for path, tensor in tensors.items():
-            self.files[places[path]][path] = tensor
 
-    def write(self, folder: Path) -> bytes:
-        """Write everything but DONE into an empty folder; returns what DONE shall hold."""
-        files = {}
-        for name, tensors in self.files.items():
-            # Plain copies, one file at a time: safetensors takes neither views that share memory nor gaps in it.
-            data = save({tensor_name(path): _on_cpu(tensor) for path, tensor in tensors.items()})
-            write_synced(folder / name, data)
-            files[name] = {"size": len(data), "sha256": _sha256(data)}
-        manifest = json.dumps({**self.head, "files": files, "state": self.tree}, allow_nan=False).encode()
+    def write_replicas(self, folder: Path) -> dict[str, Any]:
+        """Write the replicas that are here; for each, by its number, its part of the tree and what its file has."""
+        written = {}
+        for k, tree in enumerate(_replicas(self.tree)):
+            if tree is not None:
+                tensors = {path: tensor for path, tensor in self._tensors.items() if path[:2] == ("replicas", k)}
+                written[str(k)] = {"tree": tree, "file": _write_tensors(folder / _replica_file(k), tensors)}
+        return written
+
+    def write_rest(self, folder: Path, replicas: Mapping[str, Any]) -> bytes:
+        """Write everything else but DONE, with what is known of all replicas; returns what DONE shall hold."""
+        tree = self.tree
+        for k in range(len(_replicas(tree))):
+            tree["dict"]["replicas"][k] = replicas[str(k)]["tree"]
+        places = _places(tree)
+        files = {_replica_file(int(k)): written["file"] for k, written in replicas.items()}
+        for name in _file_names(tree, places):
+            if name not in files:
+                tensors = {path: tensor for path, tensor in self._tensors.items() if places[path] == name}
+                files[name] = _write_tensors(folder / name, tensors)
+        manifest = json.dumps({**self.head, "files": files, "state": tree}, allow_nan=False).encode()
         write_synced(folder / MANIFEST, manifest)
         sync_folder(folder)
         return _seal(manifest)
 
 
-def read(folder: Path, step: int, setting: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The state in a folder, after every check; DamagedError says why there is none."""
+def _write_tensors(path: Path, tensors: Mapping[TreePath, Tensor]) -> dict[str, Any]:
+    # Plain copies, one file at a time: safetensors takes neither views that share memory nor gaps in it.
+    data = save({tensor_name(place): _on_cpu(tensor) for place, tensor in tensors.items()})
+    write_synced(path, data)
+    return {"size": len(data), "sha256": _sha256(data)}
+
+
+def read(folder: Path, step: int, setting: Mapping[str, Any] | None, replicas: Collection[int] | None = None) -> dict[str, Any]:
+    """The state in a folder, after every check; DamagedError says why there is none. Of some `replicas` only, if they are given:
+    the others are None.
+    """
     manifest = _manifest(folder)
     if (found := (manifest.get("schema"), manifest.get("version"))) != (SCHEMA, VERSION):
         raise CheckpointError(
@@ -82,6 +102,10 @@ def read(folder: Path, step: int, setting: Mapping[str, Any] | None) -> dict[str
         names = _file_names(tree, places)
         if set(listed) != set(names):
             raise DamagedError(f"lists other files in {MANIFEST} than its tree needs")
+        for k in range(len(_replicas(tree))):
+            if replicas is not None and k not in replicas:
+                tree["dict"]["replicas"][k] = None
+                names.remove(_replica_file(k))
         stored = {name: _tensors(folder / name, **listed[name]) for name in names}
 
         def take(path: TreePath, dtype: str, shape: list[int]) -> Tensor:
@@ -145,10 +169,18 @@ def _bytes(path: Path) -> bytes:
 
 
 def _file_names(tree: Any, places: Mapping[TreePath, str]) -> list[str]:
-    replicas = tree["dict"].get("replicas")
-    n_replicas = len(replicas) if isinstance(replicas, list) else 0
     large = [name for name in places.values() if name.startswith("large=")]
-    return [*(f"replica={k}.safetensors" for k in range(n_replicas)), *large, SHARED]
+    return [*(_replica_file(k) for k in range(len(_replicas(tree)))), *large, SHARED]
+
+
+def _replicas(tree: Any) -> list[Any]:
+    """The list of replicas in the JSON form of a tree, if it has one."""
+    replicas = tree["dict"].get("replicas")
+    return replicas if isinstance(replicas, list) else []
+
+
+def _replica_file(k: int) -> str:
+    return f"replica={k}.safetensors"
 
 
 def _places(tree: Any) -> dict[TreePath, str]:
@@ -159,7 +191,7 @@ def _places(tree: Any) -> dict[TreePath, str]:
     def note(path: TreePath, dtype: str, shape: list[int]) -> Tensor:
         name = SHARED
         if len(path) > 1 and path[0] == "replicas" and isinstance(path[1], int):
-            name = f"replica={path[1]}.safetensors"
+            name = _replica_file(path[1])
         elif math.prod(shape) * ITEM_SIZES.get(dtype, 0) >= LARGE:
             large.append(f"large={len(large)}.safetensors")
             name = large[-1]

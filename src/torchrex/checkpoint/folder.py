@@ -14,12 +14,13 @@ import logging
 import operator
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchrex.checkpoint.contents import DONE, Contents, DamagedError, read
+from torchrex.distributed import ALONE, Crew
 from torchrex.durable import remove_folder, sync_folder, write_synced
 from torchrex.errors import CheckpointError, InvalidArgumentError
 
@@ -50,62 +51,101 @@ class Checkpoints:
         if self.keep < 1:
             raise InvalidArgumentError(f"keep must be at least 1, but got {self.keep}; the newest checkpoint is always kept")
 
-    def save(self, step: int, state: Mapping[str, Any], *, setting: Mapping[str, Any] | None = None) -> Path:
+    def save(self, step: int, state: Mapping[str, Any], *, setting: Mapping[str, Any] | None = None, crew: Crew = ALONE) -> Path:
         """Save a state; when this returns it is on the disk for good, and if this raises the folder is as it was.
 
         Of this and the earlier steps the newest `keep` stay. Those of later steps, which a run that was set back has still
-        ahead of it, are left alone until the run comes to them.
+        ahead of it, are left alone until the run comes to them. All processes of a `crew` must call this, each with its own
+        replicas in the state: they write them at the same time, and it is saved for all of them or for none.
         """
         step = operator.index(step)
         if step < 0:
             raise InvalidArgumentError(f"step must be 0 or more, but got {step}; count the steps taken so far")
-        contents = Contents(step, state, setting or {})
         name = f"step={step:09d}"
-        complete, part, old = self.folder / name, self.folder / f".{name}.part", self.folder / f".{name}.old"
+        complete, part = self.folder / name, self.folder / f".{name}.part"
         moved = False
         try:
-            self._make_folder()
-            self._tidy()
-            part.mkdir()
-            seal = contents.write(part)
-            if complete.is_dir():
-                os.rename(complete, old)
-            os.rename(part, complete)
-            moved = True
-            sync_folder(self.folder)
-            write_synced(complete / f".{DONE}.part", seal)
-            os.replace(complete / f".{DONE}.part", complete / DONE)
-            sync_folder(complete)
-        except BaseException as failure:
-            with contextlib.suppress(OSError):
-                if moved:
-                    _remove(complete)
-                self._tidy()
-            if isinstance(failure, OSError):
-                raise CheckpointError(
-                    f"cannot save {complete} ({failure.strerror or failure}); earlier checkpoints are as they were. "
-                    f"Make room or permit writing there, or choose another folder"
-                ) from None
+            with crew.all_or_none("saving of a checkpoint", CheckpointError), self._in_words(complete):
+                contents = Contents(step, state, setting or {})
+                if crew.is_first:
+                    self._make_folder()
+                    self._tidy()
+                    part.mkdir()
+            written = {}
+            with crew.all_or_none("saving of a checkpoint", CheckpointError), self._in_words(complete):
+                if not part.is_dir():
+                    raise CheckpointError(
+                        f"{self.folder} is not the same folder for all processes; use one on a shared file system"
+                    )
+                written = contents.write_replicas(part)
+            replicas = {k: each for of_rank in crew.gather(written, "saving of a checkpoint") for k, each in of_rank.items()}
+            with crew.all_or_none("saving of a checkpoint", CheckpointError), self._in_words(complete):
+                if crew.is_first:
+                    seal = contents.write_rest(part, replicas)
+                    if complete.is_dir():
+                        os.rename(complete, self.folder / f".{name}.old")
+                    os.rename(part, complete)
+                    moved = True
+                    self._finish(complete, seal)
+        except BaseException:
+            if crew.is_first:
+                with contextlib.suppress(OSError):
+                    if moved:
+                        _remove(complete)
+                    self._tidy()
             raise
-        self._remove_surplus(step)
+        if crew.is_first:
+            self._remove_surplus(step)
         return complete
 
-    def load_newest(self, *, setting: Mapping[str, Any] | None = None, among: Collection[int] | None = None) -> Checkpoint | None:
+    def _finish(self, complete: Path, seal: bytes) -> None:
+        """From here on it counts."""
+        sync_folder(self.folder)
+        write_synced(complete / f".{DONE}.part", seal)
+        os.replace(complete / f".{DONE}.part", complete / DONE)
+        sync_folder(complete)
+
+    @contextlib.contextmanager
+    def _in_words(self, complete: Path) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except OSError as failure:
+            raise CheckpointError(
+                f"cannot save {complete} ({failure.strerror or failure}); earlier checkpoints are as they were. "
+                f"Make room or permit writing there, or choose another folder"
+            ) from None
+
+    def load_newest(
+        self,
+        *,
+        setting: Mapping[str, Any] | None = None,
+        among: Collection[int] | None = None,
+        crew: Crew = ALONE,
+        replicas: Collection[int] | None = None,
+    ) -> Checkpoint | None:
         """The newest checkpoint that passes every check, or None where none was ever completed; if asked for `among` some steps.
 
         Damaged ones are skipped with a warning, but one of another `setting` or schema version is an error: older ones would
-        be so as well. Nothing that is read is executed.
+        be so as well. Nothing that is read is executed. Each process of a `crew` reads the `replicas` it is to hold, and all of
+        them go back to the same step.
         """
         wrong: list[str] = []
-        for step, path in reversed(self._complete().items()):
+        for step in reversed(crew.first(self.steps())):
             if among is not None and step not in among:
                 continue
-            try:
-                state = read(path, step, setting)
-            except DamagedError as damage:
-                wrong.append(" ".join(f"{path.name} {damage}".split()))
+            path, damage, state = self.path_of(step), None, {}
+            with crew.all_or_none("reading of a checkpoint", CheckpointError):
+                try:
+                    state = read(path, step, setting, replicas)
+                except DamagedError as found:
+                    damage = " ".join(f"{path.name} {found}".split())
+            damaged = [each for each in crew.gather(damage, "reading of a checkpoint") if each is not None]
+            if damaged:
+                wrong.append(damaged[0])
                 continue
-            if wrong:
+            if wrong and crew.is_first:
                 log.warning("damaged checkpoint skipped in %s: %s; using %s instead", self.folder, "; ".join(wrong), path.name)
             return Checkpoint(step, state, path)
         if wrong:

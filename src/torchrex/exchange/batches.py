@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from torchrex.distributed import Crew
 from torchrex.errors import InvalidArgumentError, TargetError
 from torchrex.exchange.forward_rng import ForwardRandomness
 from torchrex.exchange.module_ensemble import ModuleEnsemble
@@ -24,13 +26,13 @@ QUICK = 5e-4
 
 def try_batch(ensemble: ModuleEnsemble, batch: Batch, forward: ForwardRandomness) -> None:
     """Evaluate the first batch without consequences, so that a wrong loss or model is told before anything moves."""
-    replicas = len(ensemble.modules)
+    replicas = ensemble.mesh.n_replicas
     if not ensemble.shares_minibatch and not (isinstance(batch, list | tuple) and len(batch) == replicas):
         raise InvalidArgumentError(f"with shared_batches=False a step takes a list of {replicas} batches, one for each replica")
-    module, mine = ensemble.modules[0], ensemble.batch_of({"batch": batch}, 0)
+    module, (mine, _) = ensemble.modules[0], ensemble.batch_of({"batch": batch}, 0)
     state = forward.state_dict()
     try:
-        with torch.no_grad(), forward, untouched_buffers(module), ensemble.casting():
+        with torch.no_grad(), forward, forward.turn_of(0), untouched_buffers(module), ensemble.casting():
             losses = ensemble.energy.per_example(module, mine)
             if ensemble.device.type == "cpu":
                 began = time.perf_counter()
@@ -48,6 +50,25 @@ def try_batch(ensemble: ModuleEnsemble, batch: Batch, forward: ForwardRandomness
             f"the loss gave {len(losses)} values for a batch of {sizes[0]} examples; it must give one per example, shape "
             f"({sizes[0]},)"
         )
+
+
+def require_same_everywhere(crew: Crew, seeds: list[int], batch: Batch) -> None:
+    """All processes must show their replicas the same examples and draw the same uniforms: the swaps compare their energies."""
+    if crew.size == 1:
+        return
+    digest = hashlib.sha256()
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    said = crew.gather([seeds, digest.hexdigest()], "look at the first batch")
+    for rank, (theirs, shown) in enumerate(said):
+        if theirs != said[0][0]:
+            raise InvalidArgumentError(f"rank 0 has seed {said[0][0]} and rank {rank} {theirs}; give all processes the same seed")
+        if shown != said[0][1]:
+            raise InvalidArgumentError(
+                f"ranks 0 and {rank} have different first batches, but all replicas must see the same; use DeviceLoader, or give "
+                f"the DataLoader a seeded generator"
+            )
 
 
 def warn_of_size(counted: int, data: Any) -> None:

@@ -41,7 +41,8 @@ def respawn(ensemble: ModuleEnsemble, replica_at: Tensor, energy: Tensor, step: 
     """
     standing = [int(replica) for replica in replica_at[:, 0]]
     rungs = range(len(standing))
-    finite = [bool(energy[r, 0].isfinite()) and bool(ensemble.position[standing[r]].isfinite().all()) for r in rungs]
+    weights = ensemble.finite()
+    finite = [bool(energy[r, 0].isfinite()) and weights[standing[r]] for r in rungs]
     events = []
     for rung in rungs:
         if finite[rung]:

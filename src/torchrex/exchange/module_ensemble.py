@@ -14,9 +14,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from torchrex.distributed import ReplicaMesh
 from torchrex.errors import InvalidArgumentError, TargetError
 from torchrex.exchange.flat import FlatLayout
-from torchrex.exchange.module_work import assemble_energy, untouched_buffers, update_rows
+from torchrex.exchange.module_work import assemble_energy, prior_terms, untouched_buffers, update_rows
 from torchrex.exchange.momentum import after_swap
 from torchrex.exchange.philox import MASK, keys_of, normals
 from torchrex.rng import Streams, derive_seed
@@ -34,7 +35,7 @@ class ModuleEnsemble:
     of its own, and a step takes a list of them. Minibatches are those of an epoch, each example once; say `replacement=True` if
     yours are drawn with replacement, for then their sums vary more. Weights stay in float32 or float64; `autocast=torch.bfloat16`
     is for speed on a GPU, as is `channels_last=True` for convolutions. A module stays in the mode (training or evaluation) it is
-    given in.
+    given in. With `mesh=replica_mesh(n)` under torchrun every process holds some of the replicas, or a part of every minibatch.
     """
 
     has_noise = True
@@ -51,7 +52,10 @@ class ModuleEnsemble:
         device: torch.device | str | None = None,
         autocast: torch.dtype | None = None,
         channels_last: bool = False,
+        mesh: ReplicaMesh | None = None,
     ) -> None:
+        if mesh is not None and not isinstance(mesh, ReplicaMesh):
+            raise InvalidArgumentError(f"mesh must be torchrex.replica_mesh(n_replicas), got {mesh!r}")
         if not callable(model):
             raise InvalidArgumentError(f"model must be an nn.Module or a function that makes one, got {model!r}")
         if not isinstance(energy, PosteriorEnergy):
@@ -67,7 +71,8 @@ class ModuleEnsemble:
         self.energy, self.sampler = energy, SGLD() if sampler is None else sampler
         self.shares_minibatch, self.replacement, self.initial = shared_batches, replacement, initial
         self._model, self._device, self._autocast, self._channels_last = model, device, autocast, channels_last
-        self.modules: list[nn.Module] = []
+        self._mesh = mesh
+        self.modules: list[nn.Module] = []  # of the replicas of this process
 
     @property
     def source_of_noise(self) -> ModuleEnsemble:
@@ -84,18 +89,24 @@ class ModuleEnsemble:
         """Build the replicas. Initial weights come from the seed, whatever else the process draws."""
         if self.modules:
             raise InvalidArgumentError("this ensemble belongs to a run already; make another ModuleEnsemble for another run")
+        self.mesh = ReplicaMesh(n_replicas) if self._mesh is None else self._mesh
+        if self.mesh.n_replicas != n_replicas:
+            raise InvalidArgumentError(
+                f"the mesh is one of {self.mesh.n_replicas} replicas, the ladder has {n_replicas} rungs; make it for as many"
+            )
         modules = self._build(n_replicas, streams)
         self.layout = FlatLayout.of(modules[0], channels_last=self._channels_last)
         self.device = next(modules[0].parameters()).device
         if gpu_only and self.device.type != "cuda":
             raise InvalidArgumentError(f"compiled=True captures a CUDA graph, but the ensemble is on {self.device}; leave it out")
-        self.position = self.layout.empty_rows(n_replicas, self.device)
-        self.gradient = self.layout.empty_rows(n_replicas, self.device)
-        self.velocity = self.layout.empty_rows(n_replicas, self.device) if self.sampler.has_momentum else None
+        n_here = len(self.mesh.mine)
+        self.position = self.layout.empty_rows(n_here, self.device)
+        self.gradient = self.layout.empty_rows(n_here, self.device)
+        self.velocity = self.layout.empty_rows(n_here, self.device) if self.sampler.has_momentum else None
         self._parameters = [self._adopt(replica, module) for replica, module in enumerate(modules)]
         self._precision = self._precisions()
         self._streams = streams
-        self._move_keys = keys_of([derive_seed(streams.seed, f"move.{k}") for k in range(n_replicas)], self.device)
+        self._move_keys = self._keys(streams.seed)
         # On a GPU noise is a function of the step, computed inside the move; a CPU's generators are faster than that.
         self.counted_noise = self.device.type == "cuda"
         self.clock = torch.zeros((), dtype=torch.int64, device=self.device)  # the step, where a captured graph can read it
@@ -104,6 +115,8 @@ class ModuleEnsemble:
         self.backward_at_once = False  # one call of autograd for all replicas: the same numbers, see `QUICK` in batches.py
         self._held: list[Tensor] = []
         self.lanes: list[torch.cuda.Stream] | None = None  # one side stream per replica while a step is captured
+        self.turn_of: Callable[[int], contextlib.AbstractContextManager[None]] = lambda k: contextlib.nullcontext()
+        self.shares_losses = True  # with the other processes, or only their sums
         self.modules = modules
 
     def use(self, losses_of: Callable[..., Tensor], assemble: Callable[..., Energy], update: Callable[..., None]) -> None:
@@ -121,6 +134,7 @@ class ModuleEnsemble:
             if not all(isinstance(module, nn.Module) for module in modules):
                 raise InvalidArgumentError(f"model must make an nn.Module, but made {type(modules[0]).__name__}")
             modules += [copy.deepcopy(modules[0]) for _ in range(n_replicas - n_made)]
+        modules = [modules[replica] for replica in self.mesh.mine]
         if not any(True for _ in modules[0].parameters()):
             raise TargetError(f"{type(modules[0]).__name__} has no parameters, so there is nothing to sample")
         if self._device is not None:
@@ -158,25 +172,32 @@ class ModuleEnsemble:
 
     def evaluate(self, noise: Noise) -> tuple[Energy, Tensor]:
         """Energies of all replicas, with the gradients of their data terms; those of a Gaussian prior join in the move."""
-        losses, extra, objectives = [], [], []
+        losses, extra, objectives, shared = [], [], [], None
         for replica, module in self._in_lanes():
             with torch.enable_grad():
+                batch, n = self.batch_of(noise, replica)
                 with self.casting():
-                    terms = self._losses_of(module, self.batch_of(noise, replica))
+                    terms = self._losses_of(module, batch)
                 if len(terms) == 0:
                     raise TargetError("a batch has no examples; leave empty batches out")
                 terms = terms if terms.dtype == torch.float64 else terms.float()
-                objective = terms.sum() * (self.n_data / len(terms))
+                objective = terms.sum() * (self.n_data / (n or len(terms)))
                 added = self._function_prior(replica)
-                objectives.append(objective if added is None else objective + added)
-            if not self.backward_at_once:
-                self._backward([replica], [objectives[replica]])
+                # Once, however many ranks add up their gradients.
+                objectives.append(objective if added is None or self.mesh.data_rank else objective + added)
             losses.append(terms.detach())
             extra.append(None if added is None else added.detach())
+            if self.mesh.is_spread and replica == len(self.modules) - 1:
+                shared = self._share(losses, extra, n)  # on their way while the last gradients are computed
+            if not self.backward_at_once:
+                self._backward([replica], [objectives[replica]])
         if self.backward_at_once:
             self._backward(list(range(len(self.modules))), objectives)
         self._held = losses if self.lanes is not None else []  # a capture must not free what came from another stream
-        return self._energy(losses, extra), self.gradient
+        if self.mesh.shares_examples:
+            self.mesh.sum_over_examples(self.gradient)
+            self._average_buffers()
+        return self._energy(losses, extra) if shared is None else shared(), self.gradient
 
     def _backward(self, replicas: list[int], objectives: list[Tensor]) -> None:
         """Write the gradients of some replicas' objectives into their rows."""
@@ -188,20 +209,45 @@ class ModuleEnsemble:
 
     def energies(self, noise: Noise) -> Energy:
         """Energies alone, in the mode of a step; the buffers stay as they were."""
-        losses, extra = [], []
+        losses, extra, n = [], [], None
         for replica, module in self._in_lanes():
+            batch, n = self.batch_of(noise, replica)
             with torch.no_grad(), untouched_buffers(module):
                 with self.casting():
-                    terms = self._losses_of(module, self.batch_of(noise, replica))
+                    terms = self._losses_of(module, batch)
                 losses.append(terms if terms.dtype == torch.float64 else terms.float())
                 extra.append(self._function_prior(replica))
-        return self._energy(losses, extra)
+        return self._share(losses, extra, n)() if self.mesh.is_spread else self._energy(losses, extra)
 
     def _energy(self, losses: list[Tensor], extra: list[Tensor | None]) -> Energy:
-        """The energies that the swaps compare."""
+        """The energies that the swaps compare, of the replicas of this process."""
         if not self.energy.prior_in_swaps:
             return self._assemble(losses, [None] * len(losses), self.position, None, self.n_data)
         return self._assemble(losses, extra, self.position, self._precision, self.n_data)
+
+    def _share(self, losses: list[Tensor], extra: list[Tensor | None], n: int | None) -> Callable[[], Energy]:
+        """Begin to send this process's losses and prior terms to all others; the energies of all replicas when they are there."""
+        n = len(losses[0]) if n is None else n
+        terms = torch.stack(losses)
+        prior = prior_terms(extra, self.position, self._precision) if self.energy.prior_in_swaps else None
+        own = (terms.new_zeros(len(terms), dtype=torch.float64) if prior is None else prior.double())[:, None]
+        if not self.shares_losses:  # their sums will do, one from each process
+            sums = self.mesh.begin_gather(
+                torch.cat([own, terms.sum(1, keepdim=True, dtype=torch.float64)], 1), self.mesh.n_data_ranks
+            )
+            return lambda: _energy_of(sums(), None, n, self.n_data)
+        numbers = self.mesh.begin_gather(torch.cat([own, terms.double()], dim=1), n)
+        return lambda: _energy_of(numbers(), terms.dtype, n, self.n_data)
+
+    def _average_buffers(self) -> None:
+        """Running statistics are those of all examples of a minibatch, not of this process's share."""
+        buffers = [b for module in self.modules for b in module.buffers() if b.is_floating_point()]
+        if buffers:
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            self.mesh.sum_over_examples(flat)
+            flat /= self.mesh.n_data_ranks
+            for buffer, mean in zip(buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True):
+                buffer.copy_(mean.view_as(buffer))
 
     def change_rungs(
         self, swapped: Tensor, noise: Noise, *, policy: str, scale_before: Tensor, scale_after: Tensor
@@ -209,6 +255,7 @@ class ModuleEnsemble:
         """Adjust momenta after a swap. A rescaling is kept for the move, which passes over them anyway."""
         if self.velocity is None or policy == "keep":
             return self
+        swapped, scale_before, scale_after = map(self.mesh.local, (swapped, scale_before, scale_after))
         if policy == "rescale":
             self._pending = (swapped, scale_before, scale_after)
             return self
@@ -230,8 +277,8 @@ class ModuleEnsemble:
             self.clock,
             self._precision,
             self._pending,
-            lr,
-            temperature,
+            self.mesh.local(lr),
+            self.mesh.local(temperature),
             self.sampler,
         )
         self._pending = None
@@ -243,8 +290,10 @@ class ModuleEnsemble:
 
     # Parts
 
-    def batch_of(self, noise: Noise, replica: int) -> Batch:
-        return noise["batch"] if self.shares_minibatch else noise["batch"][replica]
+    def batch_of(self, noise: Noise, replica: int) -> tuple[Batch, int | None]:
+        """What the replica of that place on this process is shown, and of how many examples that is a share, if it is one."""
+        batch = noise["batch"] if self.shares_minibatch else noise["batch"][self.mesh.mine[replica]]
+        return self.mesh.part_of(batch) if self.mesh.shares_examples else (batch, None)
 
     @contextlib.contextmanager
     def casting(self) -> Iterator[None]:
@@ -258,7 +307,9 @@ class ModuleEnsemble:
     def _in_lanes(self) -> Iterator[tuple[int, nn.Module]]:
         """Replica after replica; in a captured step each on its own stream, so that their kernels share the device."""
         if self.lanes is None:
-            yield from enumerate(self.modules)
+            for k, module in enumerate(self.modules):
+                with self.turn_of(k):
+                    yield k, module
             return
         main = torch.cuda.current_stream(self.device)
         for lane, item in zip(self.lanes, enumerate(self.modules), strict=True):
@@ -284,49 +335,69 @@ class ModuleEnsemble:
             keys = self._move_keys ^ (MASK if name == "refresh" else 0)
             return normals(keys, self.clock, self.layout.size).to(self.layout.dtype)
         numbers = torch.empty_like(self.position)
-        for replica, row in enumerate(numbers):
+        for replica, row in zip(self.mesh.mine, numbers, strict=True):
             row.normal_(generator=self._streams[f"{name}.{replica}"])
         return numbers
 
+    def _keys(self, seed: int) -> Tensor:
+        return keys_of([derive_seed(seed, f"move.{replica}") for replica in self.mesh.mine], self.device)
+
     # Whole replicas
 
-    def tensors_of(self, replica: int) -> dict[str, dict[str, Tensor]]:
-        """Weights, buffers (those too that a state dict leaves out), frozen weights and momentum of one replica, not copied."""
+    def tensors_of(self, k: int) -> dict[str, dict[str, Tensor]]:
+        """Weights, all buffers, frozen weights and momentum, not copied, of the k-th replica of this process."""
         tensors = {
-            "parameters": self.layout.views(self.position[replica]),
-            "buffers": dict(self.modules[replica].named_buffers()),
-            "frozen": {name: p.data for name, p in self.modules[replica].named_parameters() if not p.requires_grad},
+            "parameters": self.layout.views(self.position[k]),
+            "buffers": dict(self.modules[k].named_buffers()),
+            "frozen": {name: p.data for name, p in self.modules[k].named_parameters() if not p.requires_grad},
         }
         if self.velocity is not None:
-            tensors["velocity"] = self.layout.views(self.velocity[replica])
+            tensors["velocity"] = self.layout.views(self.velocity[k])
         return tensors
 
-    def load_replicas(self, states: list[dict[str, dict[str, Tensor]]]) -> None:
-        """Overwrite all replicas with tensors of that form, after all of them were found to fit."""
-        if len(states) != len(self.modules):
-            raise InvalidArgumentError(f"the state has {len(states)} replicas, this run has {len(self.modules)}")
-        for replica, state in enumerate(states):
-            for part, tensors in self.tensors_of(replica).items():
+    def load_tensors(self, states: list[dict[str, dict[str, Tensor]]]) -> None:
+        """Overwrite the replicas of this process with tensors of that form, after all of them were found to fit."""
+        for k, state in enumerate(states):
+            for part, tensors in self.tensors_of(k).items():
                 given = state.get(part, {})
                 wrong = [name for name in {*given, *tensors} if name not in given or name not in tensors]
                 wrong += [name for name in tensors if not wrong and given[name].shape != tensors[name].shape]
                 if wrong:
                     raise InvalidArgumentError(f"the state is that of another model: its {part} differ, for example {wrong[0]!r}")
-        for replica, state in enumerate(states):
-            for part, tensors in self.tensors_of(replica).items():
+        for k, state in enumerate(states):
+            for part, tensors in self.tensors_of(k).items():
                 for name, tensor in tensors.items():
                     tensor.copy_(state[part][name])
 
     def copy_replica(self, source: int, to: int) -> None:
-        """Make one replica a copy of another."""
-        other = self.tensors_of(source)
-        for part, tensors in self.tensors_of(to).items():
-            for name, tensor in tensors.items():
-                tensor.copy_(other[part][name])
+        """Make one replica a copy of another, wherever they are."""
+        other = self.tensors_from(source)
+        if to in self.mesh.mine:
+            for part, tensors in self.tensors_of(self.mesh.mine.index(to)).items():
+                for name, tensor in tensors.items():
+                    tensor.copy_(other[part][name])
+
+    def tensors_from(self, replica: int) -> dict[str, dict[str, Tensor]]:
+        """The tensors of any replica. Every process must ask: they are sent by the one that has them."""
+        here = replica in self.mesh.mine
+        tensors = self.tensors_of(self.mesh.mine.index(replica) if here else 0)
+        if not self.mesh.is_spread:
+            return tensors
+        owner = self.mesh.owner_of(replica)
+        return {
+            part: {name: self.mesh.crew.broadcast(t.detach().clone(), owner, "copy of a replica") for name, t in named.items()}
+            for part, named in tensors.items()
+        }
+
+    def finite(self) -> list[bool]:
+        """Of each replica: are all its weights finite? Every process must ask."""
+        mine = self.position.isfinite().all(1).tolist()
+        gathered = self.mesh.crew.gather(mine, "look at the weights")
+        return [fine for row in range(self.mesh.n_replica_ranks) for fine in gathered[row * self.mesh.n_data_ranks]]
 
     def take_seed(self, seed: int) -> None:
         """The counted noise of another seed, in place, because a captured step may read the keys."""
-        self._move_keys.copy_(keys_of([derive_seed(seed, f"move.{k}") for k in range(len(self.modules))], self.device))
+        self._move_keys.copy_(self._keys(seed))
 
     def setting(self) -> dict[str, str]:
         """What must agree between a state and the ensemble that loads it."""
@@ -345,4 +416,11 @@ class ModuleEnsemble:
         if not self.modules:
             return f"ModuleEnsemble({self.energy!r}, {self.sampler!r})"
         model, dtype, energy, sampler, minibatches, *_ = self.setting().values()
-        return f"ModuleEnsemble({len(self.modules)} x {model} of {dtype}, {energy}, {sampler}, {minibatches} minibatches)"
+        return f"ModuleEnsemble({self.mesh.n_replicas} x {model} of {dtype}, {energy}, {sampler}, {minibatches} minibatches)"
+
+
+def _energy_of(numbers: Tensor, dtype: torch.dtype | None, n: int, n_data: int) -> Energy:
+    """Energies from what all processes sent: prior terms, then losses of that dtype, or with None sums of them."""
+    losses = numbers[:, 1:]
+    total = (n_data / n) * (losses if dtype is None else losses.to(dtype)).sum(1, dtype=torch.float64) + numbers[:, 0]
+    return Energy(total[:, None], None if dtype is None else losses[:, None])

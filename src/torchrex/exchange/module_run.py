@@ -7,6 +7,7 @@ of steps at once; energies, swaps and variances are looked at when a stretch of 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -22,13 +23,14 @@ from torchrex.exchange.divergence import Divergence, first_failure, respawn
 from torchrex.exchange.forward_rng import ForwardRandomness
 from torchrex.exchange.module_ensemble import ModuleEnsemble
 from torchrex.exchange.module_work import evaluating
-from torchrex.exchange.noise import RepeatedDraws
+from torchrex.exchange.noise import PerExample, RepeatedDraws
 from torchrex.exchange.run import ReplicaExchange
 from torchrex.exchange.side_by_side import BLOCK, SideBySide
 from torchrex.rng import Streams
 from torchrex.targets import Batch
 
 BLOCK_STREAMS = ("pairing", "swap")
+REPLICA_STREAMS = ("move", "refresh")  # one of each for every replica, move.0, move.1, ...
 
 
 class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
@@ -63,12 +65,16 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         on_gpu = self.device.type == "cuda"
         # Energies are sums over all data: single precision would lose what the swap test looks at.
         self._state = ExchangeState.start(rules, 1, device=self.device, dtype=torch.float64, standing=torch.int64)
-        self.forward = ForwardRandomness(self.streams, self.device)
+        self.mesh = ensemble.mesh
+        self.forward = ForwardRandomness(self.streams, self.device, self.mesh)
+        ensemble.turn_of = self.forward.turn_of
+        ensemble.shares_losses = isinstance(rules.noise.feed, PerExample)
+        self._guest: nn.Module | None = None  # for a replica of another process
         self._block_start, self._streams_at_block = -1, self.streams.state_dict()
         self._table: ExchangeInputs | None = None
         self._rows: list[ExchangeInputs] = []
         self.records = Records(rules, BLOCK, self.device) if on_gpu else None
-        self.capturing = on_gpu and compiled is not False
+        self.capturing = on_gpu and compiled is not False and not self.mesh.is_spread
         self.deterministic = deterministic
         # Without a compiled form the predictions of a thinned average took 5 % of the time of ResNet-20.
         self._output = compiled_or_plain(ensemble.energy.output) if self.capturing else ensemble.energy.output
@@ -97,12 +103,35 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         return self._standing[1][rung]
 
     def module_at(self, rung: int = 0) -> nn.Module:
-        """The module of the replica that stands on that rung now; its weights change with the next step."""
-        return self._ensemble.modules[self.replica_at(rung)]
+        """The module of the replica that stands on that rung now; its weights change with the next step.
+
+        On several processes all of them must ask: those that do not hold it get a copy.
+        """
+        replica, modules = self.replica_at(rung), self._ensemble.modules
+        if not self.mesh.is_spread:
+            return modules[replica]
+        sent = self._ensemble.tensors_from(replica)
+        if replica in self.mesh.mine:
+            return modules[self.mesh.mine.index(replica)]
+        self._guest = copy.deepcopy(modules[0]) if self._guest is None else self._guest
+        here = {**dict(self._guest.named_parameters()), **dict(self._guest.named_buffers())}
+        for name, tensor in {**sent["parameters"], **sent["buffers"], **sent["frozen"]}.items():
+            here[name].data.copy_(tensor)
+        return self._guest
 
     def predict(self, batch: Batch, rung: int = 0) -> Any:
-        """Output of that module for a batch as in training, in evaluation mode, without gradients."""
-        module = self.module_at(rung)
+        """Output of that module for a batch as in training, in evaluation mode, without gradients.
+
+        On several processes all of them must ask: the one that holds the module sends its output.
+        """
+        replica = self.replica_at(rung)
+        if not self.mesh.is_spread:
+            return self._output_of(replica, batch)
+        output = self._output_of(self.mesh.mine.index(replica), batch) if replica in self.mesh.mine else None
+        return self.mesh.send_from(self.mesh.owner_of(replica), output, self.device)
+
+    def _output_of(self, k: int, batch: Batch) -> Any:
+        module = self._ensemble.modules[k]
         with evaluating(module), self._ensemble.casting():
             output = self._output(module, self.to_device(batch))
         return output.float() if isinstance(output, Tensor) and output.dtype == torch.bfloat16 else output
@@ -222,27 +251,42 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
     # Stopping and going on exactly
 
     def state_dict(self) -> dict[str, Any]:
+        """All that an exact continuation needs. On several processes each has its own replicas in it, and None for the others."""
+        here = {replica: self._state_of(k, replica) for k, replica in enumerate(self.mesh.mine)}
         return {
             "setting": self.setting,
             "seed": self.streams.seed,
             "n_steps": self.n_steps,
             "exchange": {name: tensor.clone() for name, tensor in self._state._asdict().items()},
-            "replicas": [pytree.tree_map(torch.clone, self._ensemble.tensors_of(replica)) for replica in range(self.n_rungs)],
-            "streams": self._streams_at_step(),
-            "forward": self.forward.state_dict(),
+            "replicas": [here.get(replica) for replica in range(self.n_rungs)],
+            "streams": {name: s for name, s in self._streams_at_step().items() if name.split(".")[0] not in REPLICA_STREAMS},
             "respawns": [dict(event) for event in self.respawns],
         }
 
+    def _state_of(self, k: int, replica: int) -> dict[str, Any]:
+        """The tensors of the k-th replica of this process, and its random generators."""
+        states = self.streams.state_dict()
+        generators = {name: states[f"{name}.{replica}"] for name in REPLICA_STREAMS if f"{name}.{replica}" in states}
+        tensors = pytree.tree_map(torch.clone, self._ensemble.tensors_of(k))
+        return {**tensors, "generators": generators, "forward": self.forward.state_of(k)}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._require_same(state.get("setting"), self.setting)
-        self._ensemble.load_replicas(state["replicas"])
+        replicas = state["replicas"]
+        if len(replicas) != self.n_rungs:
+            raise InvalidArgumentError(f"the state has {len(replicas)} replicas, this run has {self.n_rungs}")
+        here = [replicas[replica] for replica in self.mesh.mine]
+        self._ensemble.load_tensors(here)
         exchange = {name: state["exchange"][name].to(self.device, copy=True) for name in ExchangeState._fields}
         self._set_state(ExchangeState(**exchange))
         self.n_steps = int(state["n_steps"])
         self.streams.seed = int(state["seed"])
         self._ensemble.take_seed(self.streams.seed)
-        self.streams.load_state_dict(state["streams"])
-        self.forward.load_state_dict(state["forward"])
+        streams = dict(state["streams"])
+        for k, (replica, saved) in enumerate(zip(self.mesh.mine, here, strict=True)):
+            streams |= {f"{name}.{replica}": generator for name, generator in saved["generators"].items()}
+            self.forward.load_state_of(k, saved["forward"])
+        self.streams.load_state_dict(streams)
         self.respawns = [dict(event) for event in state["respawns"]]
         self._block_start, self._standing = -1, None
         self.alone.begin_data_anew()

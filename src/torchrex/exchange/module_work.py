@@ -25,11 +25,20 @@ def assemble_energy(
         raise TargetError(f"the minibatches of all replicas must have one size, got {[len(terms) for terms in losses]}")
     per_example = torch.stack(losses)
     total = (n_data / per_example.shape[1]) * per_example.sum(1, dtype=torch.float64)
-    if precision is not None:
-        total = total + 0.5 * (precision * position.square()).sum(1, dtype=torch.float64)
+    prior = prior_terms(extra, position, precision)
+    return Energy((total if prior is None else total + prior)[:, None], per_example[:, None].double())
+
+
+def prior_terms(extra: list[Tensor | None], position: Tensor, precision: Tensor | float | None) -> Tensor | None:
+    """What the prior adds to the energy of every replica, (replicas,)."""
     if extra[0] is not None:
-        total = total + torch.stack([term for term in extra if term is not None])
-    return Energy(total[:, None], per_example[:, None].double())
+        return torch.stack([term for term in extra if term is not None])
+    if precision is None:
+        return None
+    squares = precision * position.square()
+    if position.device.type == "cpu":  # row by row: how threads divide a sum must not depend on how many replicas are here
+        return 0.5 * torch.stack([row.sum(dtype=torch.float64) for row in squares])
+    return 0.5 * squares.sum(1, dtype=torch.float64)
 
 
 def update_rows(

@@ -13,7 +13,7 @@ import torch
 
 from torchrex.errors import InvalidArgumentError, NonFiniteEnergyError
 from torchrex.exchange.algorithm import StepInfo
-from torchrex.exchange.batches import batches_of, try_batch, warn_of_size
+from torchrex.exchange.batches import batches_of, require_same_everywhere, try_batch, warn_of_size
 from torchrex.exchange.capture import Captured, Graphs
 from torchrex.exchange.noise import RepeatedDraws
 from torchrex.targets import Batch, DeviceLoader
@@ -237,6 +237,7 @@ class SideBySide:
         if not self._batch_tried:
             for run in self.runs:
                 try_batch(run.ensemble, batch, run.forward)
+            require_same_everywhere(self.runs[0].mesh.crew, [run.streams.seed for run in self.runs], batch)
             self._batch_tried = True
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torchrex.distributed import Crew
 from torchrex.errors import DeviceError, InvalidArgumentError, NonFiniteEnergyError
 from torchrex.exchange import ModuleExchange, SideBySide
 from torchrex.exchange.divergence import LOWER_IT
@@ -42,6 +43,11 @@ class Loop:
     def n_steps(self) -> int:
         return self.going[0].run.n_steps
 
+    @property
+    def crew(self) -> Crew:
+        """The processes that train together."""
+        return self.members[0].run.mesh.crew
+
     def averages(self) -> list[PosteriorAverage]:
         return [average for member in self.going for average in member.averages]
 
@@ -65,7 +71,7 @@ class Loop:
             for member in self.members:
                 watched = Watched(recipe_of(member), member.run, n_steps, tuple(member.averages))
                 _, told = self._watching[id(member)] = (watched, [])
-                for observer in (*member.observers, *more):
+                for observer in (*member.observers, *more) if self.crew.is_first else ():
                     if not isinstance(observer, Observer):
                         raise InvalidArgumentError(f"observers must derive from torchrex.recording.Observer, got {observer!r}")
                     observer.on_start(watched)
@@ -158,7 +164,7 @@ class Loop:
     @staticmethod
     def _broken(run: ModuleExchange) -> NonFiniteEnergyError | None:
         """What is wrong with weights that are not finite, unless the run will heal them."""
-        finite = run.ensemble.position.isfinite().all(1).tolist()
+        finite = run.ensemble.finite()
         if all(finite) or run.heals:
             return None
         replica = finite.index(False)

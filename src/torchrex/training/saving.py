@@ -22,7 +22,8 @@ def newest_of(member: Member) -> Path | None:
 
 
 def has_checkpoints(members: Sequence[Member]) -> bool:
-    return any(member.checkpoints is not None and member.checkpoints.steps() for member in members)
+    found = any(member.checkpoints is not None and member.checkpoints.steps() for member in members)
+    return members[0].run.mesh.crew.first(found)  # before another rank writes, and not what a slow file system shows here
 
 
 def require_nothing_later(members: Sequence[Member]) -> None:
@@ -43,7 +44,7 @@ def save(member: Member, data: Any, extra: Any, seconds: float, *, about_to: Cal
     if member.checkpoints is None:
         return
     run = member.run
-    if not run.heals and not bool(run.ensemble.position.isfinite().all()):
+    if not run.heals and not all(run.ensemble.finite()):
         logger.warning("no checkpoint at step %d, because weights are not finite", run.n_steps)
         return
     about_to()
@@ -57,9 +58,9 @@ def save(member: Member, data: Any, extra: Any, seconds: float, *, about_to: Cal
         "extra": _position_of(extra),
         "seconds": seconds,
     }
-    member.checkpoints.save(run.n_steps, state, setting=setting_of(member))
+    member.checkpoints.save(run.n_steps, state, setting=setting_of(member), crew=run.mesh.crew)
     for average in member.averages:
-        if average.store is not None:
+        if average.store is not None and run.mesh.crew.is_first:
             average.store.commit(oldest=member.checkpoints.steps()[0])
 
 
@@ -106,7 +107,8 @@ def resume(members: Sequence[Member], data: Any, extra: Any) -> float | None:
 
 def _newest_common(members: Sequence[Member]) -> list[Checkpoint] | None:
     folders = [member.checkpoints for member in members if member.checkpoints is not None]
-    common = set.intersection(*(set(folder.steps()) for folder in folders))
+    crew = members[0].run.mesh.crew
+    common = set(crew.first(sorted(set.intersection(*(set(folder.steps()) for folder in folders)))))
     if not common and len(folders) > 1 and has_checkpoints(members):
         raise CheckpointError(
             f"the runs have no checkpoint of the same step: {', '.join(str(folder.steps()[-1:]) for folder in folders)}; "
@@ -115,7 +117,8 @@ def _newest_common(members: Sequence[Member]) -> list[Checkpoint] | None:
     among = None if len(folders) == 1 else common  # one alone may fall back to a checkpoint that was about to be replaced
     while True:
         found = [
-            folder.load_newest(setting=setting_of(member), among=among) for folder, member in zip(folders, members, strict=True)
+            folder.load_newest(setting=setting_of(member), among=among, crew=member.run.mesh.crew, replicas=member.run.mesh.mine)
+            for folder, member in zip(folders, members, strict=True)
         ]
         whole = [checkpoint for checkpoint in found if checkpoint is not None]
         if len(whole) < len(found):

@@ -94,8 +94,20 @@ def train_together(
     if len({member.checkpoints is None for member in members}) > 1:
         raise InvalidArgumentError("give checkpoints to all members or to none")
     loop = Loop(members, data, extra)
+    with loop.crew.telling():
+        return _train(loop, n_steps, checkpoint_every, resume, budget, progress)
+
+
+def _train(
+    loop: Loop,
+    n_steps: int,
+    checkpoint_every: int,
+    resume: bool,
+    budget: float | None,
+    progress: Callable[[int, int], None] | bool | None,
+) -> Outcome:
     if loop.saves:
-        loop.resume() if resume else require_nothing_later(members)
+        loop.resume() if resume else require_nothing_later(loop.members)
     if loop.n_steps > n_steps:
         raise InvalidArgumentError(f"the run stands at step {loop.n_steps} already, beyond n_steps={n_steps}, which is the total")
     began = time.monotonic()
@@ -110,11 +122,11 @@ def train_together(
         loop.status = status
         return Outcome(status, number, loop.seconds, loop.n_steps - first)
 
-    stretch = 1
+    crew, stretch = loop.crew, 1
     with contextlib.ExitStack() as stack:
         stack.enter_context(loop.observed(n_steps, [LiveDisplay()] if progress is True else []))
         received = stack.enter_context(stopping_signals())
-        if loop.saves and not has_checkpoints(members):
+        if loop.saves and not has_checkpoints(loop.members):
             loop.save()  # so that a crash before the first one has somewhere to go back to, and the stores of draws with it
         while loop.n_steps < n_steps:
             due = [n_steps, *(_next_draw(average, loop.n_steps) for average in loop.averages())]
@@ -123,16 +135,23 @@ def train_together(
             looked = time.monotonic()
             here = min(stretch, min(due) - loop.n_steps)
             loop.advance(here)
-            if callable(progress):
+            if callable(progress) and crew.is_first:
                 progress(loop.n_steps, n_steps)
-            if received:
-                return outcome("interrupted", received[0])
-            if budget is not None and time.monotonic() - began >= budget and loop.n_steps < n_steps:
+            # Every process must go on or stop at the same step: a signal to one is a signal to all.
+            number, used_up, took = crew.largest(
+                (
+                    received[0] if received else 0,
+                    budget is not None and time.monotonic() - began >= budget,
+                    time.monotonic() - looked,
+                )
+            )
+            if number:
+                return outcome("interrupted", int(number))
+            if used_up and loop.n_steps < n_steps:
                 return outcome("paused")
             if loop.saves and loop.n_steps % checkpoint_every == 0 and loop.n_steps < n_steps:
                 loop.seconds = elapsed()
                 loop.save()
-            took = time.monotonic() - looked
             stretch = max(1, int(here * min(2.0, SECONDS_BETWEEN_LOOKS / max(took, 1e-9))))
         loop.require_finite()
         return outcome("finished", received[0] if received else None)

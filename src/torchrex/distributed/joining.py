@@ -1,0 +1,61 @@
+"""Becoming one of several processes, as `torchrun` describes them in the environment, and leaving again.
+
+gloo carries what lies on CPUs, NCCL what lies on GPUs. Time-outs are bounded: a rank that does not come ends the job.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from torchrex.distributed.crew import ALONE, Crew
+from torchrex.distributed.watch import Watch
+from torchrex.errors import InvalidArgumentError
+
+TIMEOUT = 300.0  # seconds that a rank waits for the others; TORCHREX_TIMEOUT says otherwise
+
+_crew: Crew = ALONE
+
+
+def join() -> Crew:
+    """All processes of this job: those of torchrun, those of a process group that is there already, or this one alone."""
+    global _crew
+    if _crew.size > 1:
+        return _crew
+    if not dist.is_available():
+        return ALONE
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+            return ALONE
+        on_gpus = torch.cuda.is_available()
+        if on_gpus:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", timeout=timedelta(seconds=_timeout()))
+    if dist.get_world_size() == 1:
+        return ALONE
+    _crew = Crew(dist.get_rank(), dist.get_world_size(), Watch(dist.get_rank(), dist.get_world_size()))
+    return _crew
+
+
+def leave() -> None:
+    """End what `join` began; torch complains about a process group that is left open."""
+    global _crew
+    if _crew.watch is not None:
+        _crew.watch.stop()
+    _crew = ALONE
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _timeout() -> float:
+    said = os.environ.get("TORCHREX_TIMEOUT", "")
+    try:
+        seconds = float(said) if said else TIMEOUT
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise InvalidArgumentError(f"TORCHREX_TIMEOUT must be a number of seconds > 0, got {said!r}")
+    return seconds
