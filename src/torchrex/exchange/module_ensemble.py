@@ -7,7 +7,6 @@ whole ensemble is one pass. Everything else about a module stays as its author w
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from torchrex.distributed import ReplicaMesh
 from torchrex.errors import InvalidArgumentError, TargetError
-from torchrex.exchange.flat import FlatLayout
+from torchrex.exchange.module_replicas import Model, ModuleReplicas
 from torchrex.exchange.module_work import assemble_energy, prior_terms, untouched_buffers, update_rows
 from torchrex.exchange.momentum import after_swap
 from torchrex.exchange.philox import MASK, keys_of, normals
@@ -24,10 +23,8 @@ from torchrex.rng import Streams, derive_seed
 from torchrex.samplers import SGLD, Sampler
 from torchrex.targets import Batch, Energy, GaussianPrior, Noise, PosteriorEnergy
 
-Model = nn.Module | Callable[[], nn.Module]
 
-
-class ModuleEnsemble:
+class ModuleEnsemble(ModuleReplicas):
     """Replicas of a module on the posterior of its parameters; `ReplicaExchange` makes as many as the ladder has rungs.
 
     `model` is a function that builds a module, or a module to copy. All replicas begin with the same weights, as in the paper, or
@@ -94,16 +91,9 @@ class ModuleEnsemble:
             raise InvalidArgumentError(
                 f"the mesh is one of {self.mesh.n_replicas} replicas, the ladder has {n_replicas} rungs; make it for as many"
             )
-        modules = self._build(n_replicas, streams)
-        self.layout = FlatLayout.of(modules[0], channels_last=self._channels_last)
-        self.device = next(modules[0].parameters()).device
+        modules = self.hold(streams, momenta=self.sampler.has_momentum)
         if gpu_only and self.device.type != "cuda":
             raise InvalidArgumentError(f"compiled=True captures a CUDA graph, but the ensemble is on {self.device}; leave it out")
-        n_here = len(self.mesh.mine)
-        self.position = self.layout.empty_rows(n_here, self.device)
-        self.gradient = self.layout.empty_rows(n_here, self.device)
-        self.velocity = self.layout.empty_rows(n_here, self.device) if self.sampler.has_momentum else None
-        self._parameters = [self._adopt(replica, module) for replica, module in enumerate(modules)]
         self._precision = self._precisions()
         self._streams = streams
         self._move_keys = self._keys(streams.seed)
@@ -122,38 +112,6 @@ class ModuleEnsemble:
     def use(self, losses_of: Callable[..., Tensor], assemble: Callable[..., Energy], update: Callable[..., None]) -> None:
         """The functions that do the work: `PosteriorEnergy.per_example` and two of `module_work.py`, or compiled forms."""
         self._losses_of, self._assemble, self._update = losses_of, assemble, update
-
-    def _build(self, n_replicas: int, streams: Streams) -> list[nn.Module]:
-        if isinstance(self._model, nn.Module):
-            modules = [copy.deepcopy(self._model) for _ in range(n_replicas)]
-        else:
-            with torch.random.fork_rng():
-                torch.manual_seed(derive_seed(streams.seed, "initial"))
-                n_made = n_replicas if self.initial == "independent" else 1
-                modules = [self._model() for _ in range(n_made)]
-            if not all(isinstance(module, nn.Module) for module in modules):
-                raise InvalidArgumentError(f"model must make an nn.Module, but made {type(modules[0]).__name__}")
-            modules += [copy.deepcopy(modules[0]) for _ in range(n_replicas - n_made)]
-        modules = [modules[replica] for replica in self.mesh.mine]
-        if not any(True for _ in modules[0].parameters()):
-            raise TargetError(f"{type(modules[0]).__name__} has no parameters, so there is nothing to sample")
-        if self._device is not None:
-            modules = [module.to(self._device) for module in modules]
-        if self._channels_last:
-            modules = [module.to(memory_format=torch.channels_last) for module in modules]  # type: ignore[call-overload]
-        return modules
-
-    def _adopt(self, replica: int, module: nn.Module) -> list[nn.Parameter]:
-        """Move a module's parameters into its row; from now on they are views of it."""
-        named = dict(module.named_parameters())
-        if {name for name, p in named.items() if p.requires_grad} != set(self.layout.names):
-            raise TargetError("the model function makes modules with different parameters; all replicas must be alike")
-        for name, view in self.layout.views(self.position[replica]).items():
-            if named[name].shape != view.shape:
-                raise TargetError(f"the model function makes modules of different sizes, in {name}; all replicas must be alike")
-            view.copy_(named[name].detach())
-            named[name].data = view
-        return [named[name] for name in self.layout.names]
 
     def _precisions(self) -> Tensor | float | None:
         """Prior precision of every number of a row: one for all, or a row of them."""
@@ -342,58 +300,7 @@ class ModuleEnsemble:
     def _keys(self, seed: int) -> Tensor:
         return keys_of([derive_seed(seed, f"move.{replica}") for replica in self.mesh.mine], self.device)
 
-    # Whole replicas
-
-    def tensors_of(self, k: int) -> dict[str, dict[str, Tensor]]:
-        """Weights, all buffers, frozen weights and momentum, not copied, of the k-th replica of this process."""
-        tensors = {
-            "parameters": self.layout.views(self.position[k]),
-            "buffers": dict(self.modules[k].named_buffers()),
-            "frozen": {name: p.data for name, p in self.modules[k].named_parameters() if not p.requires_grad},
-        }
-        if self.velocity is not None:
-            tensors["velocity"] = self.layout.views(self.velocity[k])
-        return tensors
-
-    def load_tensors(self, states: list[dict[str, dict[str, Tensor]]]) -> None:
-        """Overwrite the replicas of this process with tensors of that form, after all of them were found to fit."""
-        for k, state in enumerate(states):
-            for part, tensors in self.tensors_of(k).items():
-                given = state.get(part, {})
-                wrong = [name for name in {*given, *tensors} if name not in given or name not in tensors]
-                wrong += [name for name in tensors if not wrong and given[name].shape != tensors[name].shape]
-                if wrong:
-                    raise InvalidArgumentError(f"the state is that of another model: its {part} differ, for example {wrong[0]!r}")
-        for k, state in enumerate(states):
-            for part, tensors in self.tensors_of(k).items():
-                for name, tensor in tensors.items():
-                    tensor.copy_(state[part][name])
-
-    def copy_replica(self, source: int, to: int) -> None:
-        """Make one replica a copy of another, wherever they are."""
-        other = self.tensors_from(source)
-        if to in self.mesh.mine:
-            for part, tensors in self.tensors_of(self.mesh.mine.index(to)).items():
-                for name, tensor in tensors.items():
-                    tensor.copy_(other[part][name])
-
-    def tensors_from(self, replica: int) -> dict[str, dict[str, Tensor]]:
-        """The tensors of any replica. Every process must ask: they are sent by the one that has them."""
-        here = replica in self.mesh.mine
-        tensors = self.tensors_of(self.mesh.mine.index(replica) if here else 0)
-        if not self.mesh.is_spread:
-            return tensors
-        owner = self.mesh.owner_of(replica)
-        return {
-            part: {name: self.mesh.crew.broadcast(t.detach().clone(), owner, "copy of a replica") for name, t in named.items()}
-            for part, named in tensors.items()
-        }
-
-    def finite(self) -> list[bool]:
-        """Of each replica: are all its weights finite? Every process must ask."""
-        mine = self.position.isfinite().all(1).tolist()
-        gathered = self.mesh.crew.gather(mine, "look at the weights")
-        return [fine for row in range(self.mesh.n_replica_ranks) for fine in gathered[row * self.mesh.n_data_ranks]]
+    # Settings
 
     def take_seed(self, seed: int) -> None:
         """The counted noise of another seed, in place, because a captured step may read the keys."""
