@@ -54,7 +54,7 @@ class Watch:
         after = [self._hear("beat", rank) for rank in range(self._size)]
         failed = {rank: self._hear("failed", rank) for rank in range(self._size)}
         survivors = [rank for rank in range(self._size) if self._hear("survives", rank) is not None]
-        speaks = self._rank == min([self._rank, *survivors])
+        speaks = self._is_first_to_tell()
         names = {rank: self._named(rank) for rank in range(self._size)}
         told = [f"{names[rank]} failed with {reason}" for rank, reason in failed.items() if reason is not None]
         if told:
@@ -71,6 +71,12 @@ class Watch:
         return RankError(
             f"the connection of {names[self._rank]} to the other ranks broke in the {what} ({short(error)})", speaks=speaks
         )
+
+    def _is_first_to_tell(self) -> bool:
+        try:
+            return int(self._store.add("torchrex/told", 1)) == 1
+        except RuntimeError:
+            return self._rank == 0
 
     def _named(self, rank: int) -> str:
         name = self._hear("name", rank)
