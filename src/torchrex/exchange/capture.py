@@ -235,8 +235,10 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
 def no_waiting() -> Iterator[None]:
     """Let everything that waits for the device raise: a capture that fails in the middle is harder to recover from."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the mode is a prototype, which finds not all that waits
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
