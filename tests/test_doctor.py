@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,18 @@ import typer
 from typer.testing import CliRunner
 
 from torchrex.cli.doctor import doctor
+from torchrex.diagnostics import round_trips
+from torchrex.diagnostics.estimate import Estimate
 from torchrex.errors import MissingDependencyError, RunFolderError
 from torchrex.experiments import get_recipe, run_recipe
 from torchrex.report import doctor_draws
-from torchrex.report.doctor import as_json, as_text, diagnose, diagnose_folder
-from torchrex.report.doctor_draws import check_average, check_convergence, check_tail
-from torchrex.report.doctor_swaps import check_correction, check_swaps, check_travel, gather, history_from_curves
+from torchrex.report.doctor import as_json, as_text, diagnose, diagnose_folder, findings_of
+from torchrex.report.doctor_average import check_average
+from torchrex.report.doctor_draws import check_convergence, check_tail, check_temperature
+from torchrex.report.doctor_evidence import count, gather, history_from_curves
+from torchrex.report.doctor_ladder import check_ladder
+from torchrex.report.doctor_words import about, measured, number, percent, several, times
+from torchrex.report.findings import SEVERITIES
 from torchrex.report.runs import load_run
 
 RESULTS = Path(__file__).parents[1] / "results" / "images" / "icml2020"
@@ -52,8 +59,8 @@ def finding_of(findings, title):
     return found
 
 
-def with_curve(run, accuracy, **metrics):
-    result = {**run.result, "metrics": {**run.metrics, **metrics}, "curves": {"probabilities_accuracy": accuracy}}
+def with_curve(run, curve, **metrics):
+    result = {**run.result, "metrics": {**run.metrics, **metrics}, "curves": {"probabilities_accuracy": curve}}
     return replace(run, result=result)
 
 
@@ -80,14 +87,15 @@ def test_case_3_at_f_1_has_no_swaps_and_is_told_what_would_give_them(figure1):
     assert 2.0 < found.numbers["factor_for_2_percent"] < 3.5 < found.numbers["factor_for_10_percent"] < 6.0
     assert found.numbers["rungs_for_F_1"] in (11, 12)
     assert "An F of about 2." in found.words
-    assert f"a ladder of about {found.numbers['rungs_for_F_1']} rungs from 1 to 10 at F = 1" in found.words
-    assert {"too few round trips", "the correction is far outside the energies"} <= titles(diagnosis, "problem", "warning")
+    assert f"F = 1 needs a ladder of about {found.numbers['rungs_for_F_1']} rungs from 1 to 10." in found.words
+    # What follows from that is not said again.
+    assert not {"too few round trips", "the correction is far outside the energies"} & titles(diagnosis, *SEVERITIES)
     assert "naive swaps: biased" not in titles(diagnosis, "problem", "warning", "note")
 
 
 def test_the_advised_factor_does_what_it_says(figure1, tmp_path):
     """Run it: an F for 10 % found on energies at F = 1 gives 10 % to within the change that swaps themselves make."""
-    numbers = next(iter(check_swaps(figure1("case3-resgld-F1")))).numbers
+    numbers = next(iter(check_ladder(figure1("case3-resgld-F1")))).numbers
     config = replace(get_recipe("figure1/case3-resgld-F1"), n_steps=10_000, n_runs=8)
     run = load_run(run_recipe(replace(config, correction_factor=numbers["factor_for_10_percent"]), 0, tmp_path).path)
     assert float(run.draws.acceptance_rate) == pytest.approx(0.10, abs=0.03)
@@ -106,7 +114,8 @@ def test_the_naive_test_is_biased_and_rung_0_hotter(figure1, case):
 
 
 def test_a_finite_factor_is_priced(figure1):
-    found = finding_of(check_swaps(figure1("case3-resgld-F2")), "F above 1: bias expected")
+    found = finding_of(check_ladder(figure1("case3-resgld-F2")), "F above 1: bias expected")
+    assert re.search(r"needs a ladder of about 1[12] rungs from 1 to 10, for noise s = 9\.\d+ is above 4", found.words)
     assert found.severity == "warning"
     assert found.numbers["acceptance_rate"] > 20 * found.numbers["acceptance_at_F_1"]
 
@@ -144,7 +153,7 @@ def test_the_temperature_of_tall_data_is_read(tmp_path):
 def test_swaps_at_nearly_every_step_with_a_large_factor(figure1):
     run = figure1("case3-resgld-F2")
     many = replace(run.history, accepted=(0.95 * run.history.proposed).long())
-    found = finding_of(check_swaps(replace(run, history=many)), "swaps at nearly every step")
+    found = finding_of(check_ladder(replace(run, history=many)), "swaps at nearly every step")
     assert found.severity == "warning"
     assert "F is too large" in found.words
 
@@ -159,13 +168,39 @@ def test_replicas_that_keep_to_their_own_mode(figure1):
 
 def test_a_variance_that_still_moves(figure1):
     run = figure1("case1-resgld")
-    assert not list(check_correction(run))
+    assert "sigma2 has not settled" not in {found.title for found in check_ladder(run)}
     ramp = torch.linspace(1.0, 4.0, len(run.history.steps))[:, None, None].expand_as(run.history.noise_variance)
     moving = replace(run.history, noise_variance=ramp * (1 + 0.01 * torch.rand(16)))
-    found = finding_of(check_correction(replace(run, history=moving)), "sigma2 has not settled")
+    found = finding_of(check_ladder(replace(run, history=moving)), "sigma2 has not settled")
     assert (found.numbers["third_quarter"], found.numbers["last_quarter"]) == pytest.approx((2.9, 3.6), rel=0.03)
     small = replace(run.history, noise_variance=4.0 + 0.1 * ramp)
-    assert not list(check_correction(replace(run, history=small)))
+    assert "sigma2 has not settled" not in {found.title for found in check_ladder(replace(run, history=small))}
+
+
+def test_noise_above_4_is_not_fine_whatever_was_accepted(figure1):
+    """At sigma2 = 16 the noise is s = sqrt(2) * 0.9 * 4 = 5.09, which needs 7 rungs; the counts are those of a lively run."""
+    run = figure1("case1-resgld")
+
+    def swaps(sigma2, **changes):
+        noisy = replace(
+            run.history, noise_variance=torch.full_like(run.history.noise_variance, sigma2), correction=None, **changes
+        )
+        gap = noisy.inverse_gap[:, :, None]
+        return list(check_ladder(replace(run, history=replace(noisy, correction=gap * noisy.noise_variance.double()))))
+
+    found = finding_of(swaps(16.0), "too much noise for these temperatures")
+    assert found.severity == "warning"
+    assert found.numbers["noise_s"] == pytest.approx(5.0912, abs=1e-3)
+    assert found.numbers["rungs_for_F_1"] == 7
+    assert "F = 1 needs a ladder of about 7 rungs from 1 to 10." in found.words
+    assert f"An F of about {about(found.numbers['factor_for_2_percent'])}" in found.words
+    assert finding_of(swaps(9.0), "swaps").severity == "fine"  # s = 3.8
+    # The same noise of 9, with 9 or 10 swaps of each chain in 2,000 tests, 0.5 %.
+    for n, title in ((9, "hardly any swaps"), (10, "swaps")):
+        some = {"accepted": torch.full((1, 16), n), "proposed": torch.full((1, 16), 2_000)}
+        (told,) = (each for each in swaps(9.0, **some) if "accepted" in each.numbers)
+        assert told.title == title
+        assert (". Run longer. " in told.words) == (n == 9)  # the noise is not what is in the way
 
 
 def test_one_chain_tells_no_agreement(figure1):
@@ -182,11 +217,32 @@ def test_the_average_of_a_network(images):
     assert "extend" in found.words
     flat = [*rising[:60], *[0.906] * 30]
     assert finding_of(check_average(with_curve(images, flat)), "average").severity == "fine"
-    worse = check_average(with_curve(images, flat, nll=0.3, single_nll=0.2))
-    assert finding_of(worse, "the average is worse than one network").severity == "warning"
     risen_and_fallen = [*[0.90 + 0.0002 * k for k in range(80)], *[0.9158 - 0.0001 * k for k in range(10)]]
     assert risen_and_fallen[-1] - risen_and_fallen[60] > 0.002  # more than in two thirds of the run, but not rising now
     assert not [f for f in check_average(with_curve(images, risen_and_fallen)) if "not converged" in f.title]
+
+
+def test_an_average_is_worse_only_beyond_the_error_of_its_test_images(images):
+    """By hand, 10,000 images: sqrt((0.94 * 0.06 + 0.945 * 0.055) / 10,000) = 0.33 points, so 0.5 are noise and 0.8 are not."""
+    flat = [0.94] * 9
+
+    def told(accuracy, single, run=images, **metrics):
+        (found,) = check_average(with_curve(run, flat, accuracy=accuracy, single_accuracy=single, **metrics))
+        return found
+
+    within, beyond = told(0.94, 0.945), told(0.94, 0.948)
+    assert (within.severity, within.title) == ("fine", "average")
+    assert within.numbers["standard_error"] == pytest.approx(0.0032920, abs=1e-6)
+    assert "-0.50 +- 0.33 points (binomial, 10,000 test images), within noise" in within.words
+    assert (beyond.severity, beyond.title) == ("warning", "the average is worse than one network")
+    assert "-0.80 +- 0.33 points" in beyond.words
+    assert told(0.948, 0.94).severity == "fine"
+    few = replace(images, settings=replace(images.settings, test_subset=200))
+    assert told(0.94, 0.948, few).severity == "fine"  # of 200 images that is one or two
+    # A larger NLL alone has no known error: it is told, and not blamed.
+    nll = told(0.94, 0.94, nll=0.3, single_nll=0.2)
+    assert nll.severity == "note"
+    assert "0.3000 against 0.2000" in nll.words
 
 
 def test_committed_images_from_their_curves(images):
@@ -195,15 +251,15 @@ def test_committed_images_from_their_curves(images):
     assert (history.n_rungs, history.n_chains, history.n_steps) == (2, 1, 97_500)
     # Swaps at epochs 11.5, 99.8, 290.06, 290.07 and 422.4: who stood on rung 0 when the epochs around them began.
     assert history.replica_at[[0, 11, 12, 99, 100, 290, 291, 422, 423], 0, 0].tolist() == [0, 0, 1, 1, 0, 0, 0, 0, 1]
-    found = list(check_swaps(images))
+    found = list(check_ladder(images))
     few = finding_of(found, "hardly any swaps")
     assert (few.numbers["accepted"], few.numbers["proposed"]) == (5, 95_550)
     assert few.numbers["noise_s"] > 1e6
-    assert "rungs, so larger batches" in few.words  # no ladder of that many rungs is advised
+    assert "larger batches or a smaller gap (a ladder would have 3e9 rungs)" in few.words  # which is no advice
+    assert "Rung 0 got something new 5 times: mixing between modes is left to chance." in few.words
     assert 1e4 < few.numbers["factor_for_2_percent"] < few.numbers["factor_for_10_percent"] < 1e7
     assert finding_of(found, "F above 1: bias expected").numbers["acceptance_at_F_1"] < 1e-6
-    travel = finding_of(check_travel(images), "too few round trips").numbers
-    assert (travel["round_trips_per_chain"], travel["restarts_per_chain"]) == (4.0, 5.0)  # five swaps of one pair
+    assert (few.numbers["round_trips_per_chain"], few.numbers["restarts_per_chain"]) == (4.0, 5.0)  # five swaps of one pair
     hotter = finding_of(diagnose(images).findings, "rung 0 is hotter than nominal")
     assert hotter.numbers["times_nominal_at_the_end"] == pytest.approx(0.984**-299, rel=1e-6)
 
@@ -214,6 +270,43 @@ def test_runs_without_swaps_are_not_blamed():
     descent = diagnose(load_run(RESULTS / "cifar10-resnet20-msgd" / "seed=0"))
     assert not {title for title in titles(descent, "problem", "warning") if "swap" in title or "hotter" in title}
     assert gather(load_run(RESULTS / "cifar10-resnet20-msgd" / "seed=0")) is None
+
+
+def test_a_temperature_is_judged_by_a_tolerance_that_is_told(figure1, monkeypatch):
+    run = figure1("case1-resgld")
+
+    def told(tau, error):
+        monkeypatch.setattr(
+            doctor_draws, "equipartition_temperature", lambda *_: Estimate(torch.tensor(tau), torch.tensor(error))
+        )
+        (found,) = check_temperature(run)
+        return found.severity, found.title, found.words
+
+    severity, _, words = told(1.054, 0.006)  # nine standard errors, but small
+    assert severity == "fine"
+    assert "reads 1.0540 +- 0.0060 on rung 0, 5.4 % above its temperature 1: within the 10 % tolerated." in words
+    severity, _, words = told(1.3, 0.15)  # large, but not sure
+    assert severity == "fine"
+    assert "within 3 standard errors" in words
+    assert told(1.12, 0.01)[:2] == ("warning", "rung 0 is hotter than nominal")
+    assert told(1.6, 0.01)[:2] == ("problem", "rung 0 is hotter than nominal")
+    severity, title, words = told(0.8, 0.01)
+    assert (severity, title) == ("warning", "rung 0 is colder than nominal")
+    assert "20 % below" in words
+
+
+def test_numbers_look_the_same_everywhere():
+    assert [number(x) for x in (0.1025, 0.102, 150_000.0, 25210.4, 9.957, 1000, 1.1384e9, 2.5556e-6, 0.0, float("inf"))] == [
+        *("0.1025", "0.102", "150,000", "25,210", "9.957", "1,000", "1.138e9", "2.556e-6", "0", "inf")
+    ]
+    assert [about(x) for x in (2.53, 1.6e5, 11.4, 123.0)] == ["2.5", "160,000", "11", "120"]
+    assert [percent(x) for x in (0.1117, 0.42, 5.23e-5, 1e-9, 0.0, 1.0)] == [
+        *("11.2 %", "42 %", "0.00523 %", "less than 0.0001 %", "0 %", "100 %")
+    ]
+    assert [times(n) for n in (0, 1, 2, 3, 2.52, 12345)] == ["never", "once", "twice", "3 times", "2.5 times", "12,345 times"]
+    assert [several(n, "test") for n in (0, 1, 2_000)] == ["0 tests", "1 test", "2,000 tests"]
+    assert measured(1.0523, 0.0061) == "1.0523 +- 0.0061"
+    assert measured(1.0, float("nan")) == "1 (its error is not known)"
 
 
 # Folders
@@ -237,6 +330,94 @@ def test_failed_unfinished_damaged_and_empty(figure1, tmp_path):
     assert any("ends at byte" in finding.words for finding in damaged.findings)
     assert any("config.json is damaged at line 1" in finding.words for finding in no_config.findings)
     assert (empty.status, titles(empty, "problem")) == ("empty", {"empty"})
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """A run of the digits that is through, of 400 steps."""
+    config = replace(get_recipe("digits/resghmc"), epochs=20, burn_in_epochs=10)
+    return run_recipe(config, 0, tmp_path_factory.mktemp("digits")).path
+
+
+def unfinished(digits, folder, accepted, proposed=1_000, **config):
+    """As a run that was paused leaves it: counts, and neither trace nor metrics."""
+    path = folder / "digits" / "resghmc" / "seed=0"
+    path.mkdir(parents=True)
+    settings = json.loads((digits / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**settings, **config}))
+    result = json.loads((digits / "result.json").read_text())
+    swaps = [{"pair": [0, 1], "proposed": proposed, "accepted": accepted, "acceptance_rate": accepted / proposed}]
+    (path / "result.json").write_text(json.dumps({**result, "status": "paused", "metrics": {}, "steps_done": 40, "swaps": swaps}))
+    return load_run(path)
+
+
+def test_an_unfinished_network_is_told_by_the_counts_of_its_result(digits, tmp_path):
+    many = findings_of(unfinished(digits, tmp_path / "many", 63))
+    assert "The rungs swapped 63 times in 1,000 tests (6.3 %), says result.json." in finding_of(many, "swaps").words
+    assert "--resume` goes on" in finding_of(many, "the run is not finished").words
+    # 2 Phi(-s/2) = 1 / 1,000 at s = 6.581, which is 7 pairs of s below 1.
+    few = finding_of(findings_of(unfinished(digits, tmp_path / "few", 1)), "hardly any swaps")
+    assert few.severity == "warning"
+    assert "swapped once in 1,000 tests (0.1 %)" in few.words
+    assert few.numbers["noise_s_from_counts"] == pytest.approx(6.581, abs=1e-3)
+    assert "a ladder of about 8 rungs from 0.1 to 0.1025" in few.words
+    assert 1 < few.numbers["factor_for_2_percent"] < few.numbers["factor_for_10_percent"] < 4
+    none = finding_of(findings_of(unfinished(digits, tmp_path / "none", 0)), "no swaps")
+    assert "never swapped in 1,000 tests, says result.json. That is what noise of at least about s = 5.9 leaves." in none.words
+    other = finding_of(findings_of(unfinished(digits, tmp_path / "other", 1, correction_factor=3.0)), "hardly any swaps")
+    assert "told when it has ended" in other.words  # the rate alone does not tell s at another F
+    naive = findings_of(unfinished(digits, tmp_path / "naive", 500, correction_factor="inf"))
+    assert finding_of(naive, "naive swaps: biased").severity == "problem"
+
+
+def test_damage_is_told_with_its_place_and_counts_are_read_up_to_it(digits, tmp_path):
+    (whole,) = (found.numbers for found in findings_of(load_run(digits)) if "accepted" in found.numbers)
+    assert 0 < whole["accepted"] < whole["proposed"] == 400
+    for name in ("trace", "result", "config"):
+        shutil.copytree(digits, tmp_path / name / "digits" / "resghmc" / "seed=0")
+    trace, result, config = (tmp_path / name / "digits" / "resghmc" / "seed=0" for name in ("trace", "result", "config"))
+    data = (digits / "trace.safetensors").read_bytes()
+    (trace / "trace.safetensors").write_bytes(data[: len(data) // 2])
+    text = (digits / "result.json").read_text()
+    (result / "result.json").write_text(text[: text.index('"wall_seconds"')])
+    (result / "trace.safetensors").unlink()
+    (config / "config.json").write_text('{"recipe": ')
+    for path, place, status in (
+        (trace, f"trace.safetensors is damaged: it ends at byte {len(data) // 2:,} of {len(data):,}", "finished, damaged"),
+        (result, "result.json is damaged at line ", "damaged"),
+        (config, "config.json is damaged at line 1, column 12", "finished, damaged"),
+    ):
+        diagnosis = diagnose(load_run(path))
+        assert diagnosis.status == status
+        assert finding_of(diagnosis.findings, "damaged").words.startswith(place)
+        (swaps,) = (found.numbers for found in diagnosis.findings if "accepted" in found.numbers)
+        assert (swaps["accepted"], swaps["proposed"]) == (whole["accepted"], whole["proposed"])
+    assert count(load_run(result))[0].source == "result.json before its damage"
+    (result / "result.json").write_text(text[: text.index('"acceptance_rate"')])
+    assert count(load_run(result)) == []
+    assert "swaps not told" in titles(diagnose(load_run(result)), "note")
+
+
+def test_findings_are_sorted_and_quick_leaves_out_the_slow_one(tmp_path, figure1):
+    for name in ("case1-naive", "case3-resgld-F1", "case3-resgld-F2"):
+        order = [SEVERITIES.index(found.severity) for found in findings_of(figure1(name))]
+        assert order == sorted(order)
+        assert len(set(order)) > 1
+        assert findings_of(figure1(name), quick=True) == findings_of(figure1(name))
+    config = replace(get_recipe("tall/logistic"), n_data=1_000, n_steps=2_000, n_runs=8, lr_of_mean=0.1)
+    run = load_run(run_recipe(config, 0, tmp_path).path)
+    quick, full = ({found.title for found in findings_of(run, quick=quick)} for quick in (True, False))
+    assert quick - full == {"temperature not told"}
+    assert len(full - quick) == 1
+
+
+def test_trips_are_counted_as_if_every_row_and_chain_were_looked_at(figure1):
+    for name in ("case1-resgld", "case3-resgld-F1"):
+        evidence = gather(figure1(name))
+        every = round_trips(evidence.history)
+        assert torch.equal(evidence.travel.round_trips, every.round_trips)
+        assert torch.equal(evidence.travel.restarts, every.restarts)
+        assert evidence.travel.exact == every.exact
 
 
 def test_a_missing_dependency_is_a_note_that_names_the_extra(figure1, monkeypatch):
@@ -265,6 +446,8 @@ def test_the_command(figure1, tmp_path):
     shown = CliRunner().invoke(app, [str(figure1("case1-naive").path)])
     assert shown.exit_code == 0  # whatever is found
     assert "problem: naive swaps: biased." in shown.output
+    assert all(line == line.rstrip() and len(line) <= 80 for line in shown.output.splitlines() if "seed=0" not in line)
+    assert "Exit code: 0" in CliRunner().invoke(app, ["--help"]).output
     told = CliRunner().invoke(app, [str(figure1("case1-naive").path), "--json"])
     (machine,) = json.loads(told.output)
     assert machine == json.loads(json.dumps(as_json([diagnose(figure1("case1-naive"))])[0]))

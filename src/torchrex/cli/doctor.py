@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.padding import Padding
 from rich.text import Text
 
 from torchrex.experiments.config import dumps
@@ -20,16 +19,29 @@ def doctor(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run folder, or a folder that holds some.")],
     json_: Annotated[bool, typer.Option("--json", help="Print the findings for machines.")] = False,
 ) -> None:
-    """Say in plain words what is wrong with a run and what to change, with the numbers behind it."""
+    """Say in plain words what is wrong with a run and what to change, with the numbers behind it.
+
+    Problems come first (do not trust the answer), then warnings, notes, and what is fine.
+
+    Exit code: 0 if runs were read, whatever was found (look at the verdicts of --json), 2 if DIR holds no run.
+    """
     diagnoses = diagnose_folder(folder)
     if json_:
         typer.echo(dumps(as_json(diagnoses)), nl=False)
         return
     console = Console()
-    for diagnosis in diagnoses:
-        for severity, words in as_text(diagnosis):
-            if not severity:
-                console.print(Text(words, style="bold"))
-                continue
-            console.print(Padding(Text.assemble((severity, STYLES[severity]), f": {words}"), (0, 0, 0, 2)))
-        console.print(Padding(Text(str(diagnosis.path), style="dim"), (0, 0, 0, 2)), soft_wrap=True)
+    for k, diagnosis in enumerate(diagnoses):
+        (_, head), *findings = as_text(diagnosis)
+        if k:
+            console.print()
+        console.print(Text(head, style="bold"), soft_wrap=True)
+        for severity, words in findings:
+            _print_hanging(console, Text.assemble((severity, STYLES[severity]), f": {words}"))
+        console.print(Text(f"  {diagnosis.path}", style="dim"), soft_wrap=True)
+
+
+def _print_hanging(console: Console, text: Text) -> None:
+    """Indented by two columns, further lines by four; Rich's own padding would fill the lines with blanks."""
+    for k, line in enumerate(text.wrap(console, max(20, console.width - 4))):
+        line.rstrip()
+        console.print(Text("    " if k else "  ").append_text(line), soft_wrap=True)

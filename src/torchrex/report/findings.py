@@ -47,7 +47,8 @@ class Diagnosis:
     def verdict(self) -> str:
         """One line: how many problems and warnings, or that there are none."""
         if self.healthy:
-            return "nothing wrong was found" if self.of("fine") else "there was nothing to check"
+            checked = any(finding.severity == "fine" or finding.numbers for finding in self.findings)
+            return "nothing wrong was found" if checked else "there was nothing to check"
         counts = [(len(self.of(severity)), severity) for severity in ("problem", "warning")]
         return " and ".join(f"{n} {word}{'s' if n > 1 else ''}" for n, word in counts if n)
 
