@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,10 @@ from torchrex.cli.compare import compare as command
 from torchrex.errors import ConfigError, InvalidArgumentError, RunFolderError
 from torchrex.experiments import get_recipe
 from torchrex.experiments.config import to_json
-from torchrex.report.compare import as_json, as_markdown, compare_folders, compare_metric, differing, direction, run_metrics
+from torchrex.report.compare import compare_folders, compare_metric, direction, run_metrics
+from torchrex.report.compare_text import as_json, as_markdown, lines, wrapped
 from torchrex.report.runs import load_run
+from torchrex.report.settings_that_matter import differing, differing_that_matter
 
 RESULTS = Path(__file__).parents[1] / "results" / "images" / "icml2020"
 
@@ -114,7 +118,7 @@ def test_seeds_in_one_only_are_named_and_left_out(tmp_path):
     assert "seed 7 only in digits/resghmc, left out" in notes
     assert "seed=8 is paused, left out" in notes
     assert "3 common seeds, two-sided, level 0.05" in comparison.test
-    assert "1 metrics were looked at" in comparison.test
+    assert "1 metric was looked at" in comparison.test
 
 
 def test_fields_that_differ(tmp_path):
@@ -128,6 +132,116 @@ def test_fields_that_differ(tmp_path):
         "correction_factor": (1.0, "inf"),
     }
     assert differing({"a": 1, "b": None}, {"a": 1, "c": None}) == {"b": (None, "absent"), "c": ("absent", None)}
+
+
+def changed(recipe, **changes):
+    """The config.json of a recipe with other values; dots become two underscores."""
+    config = to_json(get_recipe(recipe))
+    for name, value in changes.items():
+        place, _, part = name.rpartition("__")
+        (config[place] if place else config)[part] = value
+    return config
+
+
+@pytest.mark.parametrize(
+    ("recipe", "one", "other", "wanted"),
+    [
+        ("figure1/case1-resgld", {}, {"noise__degrees": 7.0}, {}),  # the noise is normal
+        ("figure1/case2-resgld", {}, {"noise__degrees": 7.0}, {"noise.degrees": (5.0, 7.0)}),
+        (
+            "figure1/case2-resgld",
+            {"noise__law": "gaussian"},
+            {"noise__degrees": 7.0},
+            {"noise.law": ("gaussian", "student"), "noise.degrees": ("not used", 7.0)},
+        ),
+        ("figure1/case1-sgld", {}, {"correction_factor": 9.0, "measure_every": 5, "noise__scale": 7.0}, {}),  # one rung
+        ("figure1/case1-resgld", {}, {"correction_factor": 9.0}, {"correction_factor": (1.0, 9.0)}),
+        ("digits/independent", {}, {"correction_factor": 9.0, "smoothing": 0.5}, {}),
+        ("digits/resghmc", {}, {"smoothing": 0.5}, {"smoothing": (0.05, 0.5)}),
+        ("digits/sghmc", {}, {"hot_lr": 3.0, "checkpoint_every": 7}, {}),
+        ("digits/resghmc", {}, {"hot_lr": 3.0}, {"hot_lr": (1.0, 3.0)}),
+        ("clean/cifar10-resnet20-msgd", {}, {"temperature": 1.0, "hot_lr": 2.0, "variance": "repeated"}, {}),
+        ("clean/cifar10-resnet20-sghmc", {}, {"temperature": 1.0, "hot_lr": 2.0}, {"temperature": (0.01, 1.0)}),
+        ("clean/cifar10-resnet20-independent", {}, {"hot_lr": 2.0, "swaps_after": 3.0}, {"hot_lr": (1.5, 2.0)}),
+    ],
+)
+def test_settings_that_cannot_matter_are_no_differences(recipe, one, other, wanted):
+    assert differing_that_matter(changed(recipe, **one), changed(recipe, **other)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "apart"),
+    [
+        ("figure1/case1-naive", {"means": [-4.0, 2.0]}, ("means",)),
+        ("figure1/case1-naive", {"weights": [0.5, 0.5], "stds": [0.7, 0.7]}, ("weights", "stds")),
+        ("figure1/case1-naive", {"correction_factor": 2.0}, ()),
+        ("clean/cifar10-resnet20", {"data": "cifar100"}, ("data",)),
+        ("clean/cifar10-resnet20", {"test_subset": 100}, ("test_subset",)),
+        ("clean/cifar10-resnet20", {"validation": 500}, ("validation",)),
+        ("clean/cifar10-resnet20", {"subset": 500, "epochs": 7}, ()),  # measured on the same images
+        ("clean/cifar10-resnet20", {"data_seed": 3}, ()),  # of the order alone
+        ("tall/logistic", {"data_seed": 3}, ("data_seed",)),  # of the data
+        ("tall/logistic", {"n_data": 1000}, ("n_data",)),
+    ],
+)
+def test_different_problems_get_no_verdict(tmp_path, recipe, changes, apart):
+    first = write(tmp_path / "a", recipe, {s: {"nll": 1.0 + s} for s in range(3)})
+    other = write(tmp_path / "b", recipe, {s: {"nll": 2.0 + 1.01 * s} for s in range(3)}, **changes)
+    (comparison,) = compare_folders([first, other])
+    (row,) = comparison.rows
+    assert comparison.apart == apart
+    if not apart:
+        assert row.verdict.startswith("higher, worse")
+        return
+    assert row.verdict == f"not comparable: different {', '.join(apart)}"
+    assert (row.better, row.p_value, row.error) == ("", None, None)
+    for text in (as_markdown([comparison]), "\n".join(lines(comparison)), json.dumps(as_json([comparison]))):
+        assert "higher, worse" not in text
+        assert "p = " not in text
+        for name in apart:
+            assert name in text
+    assert f"they are not comparable: they differ in {', '.join(apart)}" in as_markdown([comparison])
+    assert as_json([comparison])[0]["not_comparable_because_of"] == list(apart)
+
+
+def test_different_kinds_that_share_a_metric(tmp_path):
+    first = write(tmp_path, "digits/sghmc", {0: {"nll": 1.0, "accuracy": 0.5}})
+    other = write(tmp_path, "clean/cifar10-resnet20", {0: {"nll": 2.0, "accuracy": 0.6}})
+    (comparison,) = compare_folders([first, other])
+    assert "data" in comparison.apart
+    text = "\n".join(lines(comparison))
+    assert "settings that only other has: data, net, method" in text
+    assert "absent" not in text
+
+
+def test_a_damaged_config_is_said_and_is_no_difference(tmp_path):
+    first = write(tmp_path / "a", "digits/sghmc", {0: {"nll": 1.0}, 1: {"nll": 1.0}})
+    other = write(tmp_path / "b", "digits/sghmc", {0: {"nll": 2.0}, 1: {"nll": 1.0}})
+    (other / "seed=0" / "config.json").write_text("{")
+    (comparison,) = compare_folders([first, other])
+    assert comparison.settings == {}
+    assert any("config.json of seed=0 is missing or damaged" in note for note in comparison.notes)
+
+
+LONG = "pooled_logits_best_accuracy_of_all_the_rungs_together"
+
+
+@pytest.mark.parametrize("width", [None, 200, 120, 80, 60, 30])
+def test_no_name_is_cut_at_any_width(tmp_path, width):
+    numbers = {s: {LONG: 0.123456 + s, "nll": 1.0} for s in range(3)}
+    first, other = write(tmp_path, "digits/sghmc", numbers), write(tmp_path, "digits/resghmc", numbers, epochs=7)
+    (comparison,) = compare_folders([first, other])
+    made = lines(comparison, width)
+    words = [word.rstrip(",;:") for word in " ".join(made).split()]
+    for word in (LONG, "digits/sghmc", "digits/resghmc", "temperatures", "1.12346", "nll", "the", "same"):
+        assert word in words
+    assert "…" not in "".join(made)
+    if width is None:
+        assert sum(LONG in line and line.endswith("the same on all 3 seeds") for line in made) == 1, "a row is a line"
+    else:
+        assert all(len(line) <= width or len(line.split()) == 1 for line in made)
+    assert wrapped(f"of {LONG} and semi-detached", 30) == ["of", LONG, "and semi-detached"]
+    assert any(line.startswith("metric ") for line in made) == (width is None or width > 100)
 
 
 def test_the_same_recipe_with_other_settings_is_told_by_folder(tmp_path):
@@ -161,12 +275,16 @@ def test_bad_input(tmp_path):
     one = write(tmp_path, "digits/sghmc", {0: {"nll": 1.0}})
     other = write(tmp_path, "digits/resghmc", {1: {"nll": 1.0}})
     paused = write(tmp_path / "c", "digits/msgd", {0: {}}, status="paused")
+    strange = write(tmp_path / "d", "figure1/case1-naive", {0: {"w2": 1.0}})
+    bare = write(tmp_path / "e", "digits/msgd", {0: {}})
     (tmp_path / "empty").mkdir()
     for paths, kind, words in (
         ([one], InvalidArgumentError, "at least two"),
         ([one, other], RunFolderError, "none in common"),
         ([one, tmp_path / "digits"], RunFolderError, "2 recipes"),
         ([one, paused], RunFolderError, "no finished run"),
+        ([one, strange], RunFolderError, "no metric in common, so there is nothing to compare"),
+        ([one, bare], RunFolderError, "has no metric: no metric in common"),
         ([one, tmp_path / "empty"], RunFolderError, "holds no run"),
         ([one, tmp_path / "none"], RunFolderError, "there is no folder"),
     ):
@@ -178,14 +296,16 @@ def test_bad_input(tmp_path):
 def test_committed_images_against_their_files():
     first, other = (RESULTS / f"cifar10-resnet20{method}" for method in ("-msgd", ""))
     (comparison,) = compare_folders([first, other])
-    assert comparison.seeds == (0, 1)
+    seeds = comparison.seeds
+    assert seeds == tuple(range(len(seeds)))
+    assert len(seeds) >= 2
     row = next(row for row in comparison.rows if row.metric == "accuracy")
     values = [
-        [json.loads((side / f"seed={s}" / "result.json").read_text())["metrics"]["accuracy"] for s in (0, 1)]
+        [json.loads((side / f"seed={s}" / "result.json").read_text())["metrics"]["accuracy"] for s in seeds]
         for side in (first, other)
     ]
-    assert row.difference == pytest.approx(sum(values[1]) / 2 - sum(values[0]) / 2)
-    assert {row.verdict for row in comparison.rows} == {"no claim at n=2"}
+    assert row.difference == pytest.approx((sum(values[1]) - sum(values[0])) / len(seeds))
+    assert (row.verdict == "no claim at n=2") == (len(seeds) == 2)
     assert comparison.settings == {"method": ("msgd", "resghmc")}
 
 
@@ -196,10 +316,10 @@ def test_the_command(tmp_path):
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(command)
     arguments = [str(first), str(other), str(third)]
-    shown = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "new" / "table.md")], env={"COLUMNS": "200"})
+    shown = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "new" / "table.md")])
     assert shown.exit_code == 0, shown.output
     for words in ("not distinguishable at n=3", "one seed tells nothing", "temperatures: 0.1 / 0.1,0.1025", "seeds 0, 2 only in"):
-        assert words in shown.output
+        assert any(words in line for line in shown.output.splitlines()), "a pipe has no edge: nothing is wrapped"
     comparisons = compare_folders([first, other, third])
     assert (tmp_path / "new" / "table.md").read_text() == as_markdown(comparisons)
     assert "| nll | lower | 2 | 1.9 | -0.1 +- 0.058 | 3 | not distinguishable at n=3 |" in as_markdown(comparisons)
@@ -223,3 +343,14 @@ def test_only_its_own_files_are_overwritten(tmp_path, suffix):
         assert precious.read_text() == before
     command(folders, out=tmp_path / f"table{suffix}")
     command(folders, out=tmp_path / f"table{suffix}")
+
+
+def test_nothing_to_compare_is_one_line_and_exit_code_2(tmp_path):
+    """By the program itself, as a script sees it."""
+    one = write(tmp_path / "a", "digits/sghmc", {0: {"nll": 1.0}})
+    other = write(tmp_path / "b", "digits/sghmc", {0: {"w2": 1.0}})
+    done = subprocess.run([sys.executable, "-m", "torchrex", "compare", one, other], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("torchrex: ")
+    assert done.stderr.count("\n") == 1
+    assert "no metric in common" in done.stderr

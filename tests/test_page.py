@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shlex
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -15,16 +17,21 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from chromium import chromium, find_chromium
-from torchrex.cli.report import report
+from torchrex.cli.report import in_words as command_in_words
+from torchrex.cli.report import report, size_in_words
 from torchrex.errors import RunFolderError
 from torchrex.experiments.config import dumps, override, to_json
 from torchrex.experiments.recipes import get_recipe
+from torchrex.experiments.runner import run_recipe
 from torchrex.posterior import Draws
-from torchrex.report.page import page_of, write_page
+from torchrex.report import doctor
+from torchrex.report.doctor import diagnose
+from torchrex.report.page import Written, advice, page_of, write_page
 from torchrex.report.page.command import command_to_repeat
 from torchrex.report.page.overview import families, paper_of
 from torchrex.report.page.thin import number, rows_to_keep
-from torchrex.report.runs import load_run
+from torchrex.report.page.wall_time import groups, in_words, total_seconds
+from torchrex.report.runs import find_runs, load_run
 
 HOSTILE = "<!--<script x</script ></script/><script>window.hacked=1</script><img src=x onerror='window.hacked=2'>\"'&amp;"
 needs_chromium = pytest.mark.skipif(
@@ -151,7 +158,7 @@ def demo(tmp_path_factory):
         write_digits(out, seed=seed)
     write_digits(out, "digits/independent")
     page = out / "page.html"
-    assert write_page([out], page) == (7, 0)
+    assert write_page([out], page, doctor_seconds=math.inf) == (7, 0, 0)
     return page
 
 
@@ -257,7 +264,7 @@ def damaged_runs(out: Path) -> None:
 
 def test_unfinished_and_damaged_runs_are_shown_as_such(tmp_path):
     damaged_runs(tmp_path)
-    assert write_page([tmp_path], tmp_path / "page.html") == (7, 5)
+    assert write_page([tmp_path], tmp_path / "page.html") == (7, 5, 1)
     page = Elements(tmp_path / "page.html")
     for words in ("draws.safetensors is damaged: it ends at byte 4,000", "there is no result.json", "NaN!", "line 1, column 2"):
         assert words in page.text
@@ -267,6 +274,196 @@ def test_unfinished_and_damaged_runs_are_shown_as_such(tmp_path):
     assert by_name["digits/resghmc, seed 0"]["status"] == "unfinished"
     assert by_name["digits/resghmc, seed 0"]["charts"]  # what is there is drawn
     assert by_name["digits/resghmc, seed 1"]["status"] == "damaged"
+    assert by_name["digits/resghmc, seed 4"]["status"] == "damaged", "its result.json has parts of the wrong kind"
+    assert by_name["figure1/case3-resgld-F4, seed 1"]["damaged"] == ["draws.safetensors"]
+
+
+def test_empty_folders_have_rows_of_their_own(tmp_path):
+    damaged_runs(tmp_path)
+    (tmp_path / "nothing").mkdir()
+    assert write_page([tmp_path, tmp_path / "nothing"], tmp_path / "page.html").empty == 2
+    html = (tmp_path / "page.html").read_text()
+    assert "<b>2</b> empty" in html
+    rows = [row for row in html.split("<tr>")[1:] if 'class="badge empty"' in row]
+    assert len(rows) == 2
+    assert "digits/resghmc/seed=5" in rows[0]
+    assert ">digits/resghmc<" in rows[0]
+    assert "input" not in rows[0], "there is nothing to show"
+    assert "./nothing/" in rows[1]
+    assert "1 of 6, 2 damaged, 1 empty" in html  # in the table of the digits; of the others one failed and one is unfinished
+
+
+BROKEN = {
+    "[]": "result.json is damaged: it holds a list in place of an object; none of it is used",
+    "3": "result.json is damaged: it holds a whole number in place of an object",
+    "null": "result.json is damaged: it holds nothing (null) in place of an object",
+    "{}": "result.json is damaged: it lacks recipe, seed, status, metrics, swaps",
+    '{"recipe": "digits/resghmc", "seed": 0, "metrics": {}, "swaps": []}': "result.json is damaged: it lacks status",
+}
+WRONG = {
+    "seed": ("0", "seed is text in place of a whole number"),
+    "status": (None, "status is nothing (null) in place of text"),
+    "metrics": ([1], "metrics is a list in place of an object"),
+    "metrics ": ({"nll": {}}, "metrics holds other things than numbers"),
+    "swaps": ([{"pair": [0, 1]}], "swaps lacks the counts of a pair"),
+    "wall_seconds": ("long", "wall_seconds is text in place of a number"),
+    "steps_done": (True, "steps_done is true in place of a whole number"),
+}
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_result_of_another_shape_is_damaged(tmp_path, text):
+    folder = write_digits(tmp_path)
+    (folder / "result.json").write_text(text)
+    run = load_run(folder)
+    assert (run.status, run.damaged, run.recipe, run.seed) == ("damaged", ("result.json",), "digits/resghmc", 0)
+    (problem,) = run.problems
+    assert problem.startswith(BROKEN[text])
+    assert run.history is not None, "its trace is there"
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_parts_of_the_wrong_kind_are_damage_and_the_others_are_used(tmp_path, name):
+    folder = write_digits(tmp_path)
+    value, words = WRONG[name]
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps({**result, name.strip(): value}))
+    run = load_run(folder)
+    assert (run.status, run.damaged) == ("damaged", ("result.json",))
+    assert run.problems == (f"result.json is damaged: {words}",)
+    assert name.strip() not in run.result
+    assert run.result["date"] == result["date"]
+    write_page([tmp_path], tmp_path / "page.html")
+
+
+def test_every_result_that_is_written_is_sound(tmp_path):
+    pytest.importorskip("sklearn")
+    network = run_recipe(replace(get_recipe("digits/resghmc"), epochs=2, burn_in_epochs=1, hidden=8), 0, tmp_path)
+    density = run_recipe(replace(get_recipe("figure1/case1-naive"), n_steps=200, n_runs=4), 0, tmp_path)
+    for folder in (network.path, density.path, *find_runs(Path(__file__).parents[1] / "results" / "images")):
+        run = load_run(folder)
+        assert (run.status, run.problems, run.damaged) == ("finished", (), ()), folder
+
+
+@pytest.mark.parametrize("text", ["{", "[]", None, '{"recipe": "digits/resghmc", "temperatures": "hot"}'])
+def test_a_run_without_its_config_stays_with_its_recipe(tmp_path, text):
+    for seed in (0, 1, 2):
+        folder = write_digits(tmp_path, seed=seed)
+    write_digits(tmp_path, "digits/independent")
+    broken = tmp_path / "digits/resghmc/seed=0/config.json"
+    broken.unlink() if text is None else broken.write_text(text)
+    (tmp_path / "digits/resghmc/seed=3").mkdir()
+    runs = [load_run(path) for path in find_runs(tmp_path)]
+    (family,) = families(runs, [tmp_path / "digits/resghmc/seed=3"])
+    assert [row.label for row in family.rows] == ["independent", "resghmc"]
+    row = family.rows[1]
+    assert [run.seed for run in row.runs] == [0, 1, 2]
+    assert [run.seed for run in row.finished] == [1, 2], "with which settings seed 0 ran is not known"
+    assert row.config == json.loads((folder / "config.json").read_text())
+    write_page([tmp_path], tmp_path / "page.html")
+    html = (tmp_path / "page.html").read_text()
+    assert f"2 of 4, 1 {'without config.json' if text is None else 'damaged'}, 1 empty" in html
+    marked = [row for row in html.split("<tr>")[1:] if 'class="badge finished"' in row and 'class="badge damaged"' in row]
+    assert len(marked) == (0 if text is None else 1)
+
+
+def test_a_lonely_run_without_config_is_told_by_its_folder(tmp_path):
+    folder = write_digits(tmp_path)
+    (folder / "config.json").write_text("{")
+    (folder / "result.json").write_text("[")
+    ((row,),) = (family.rows for family in families([load_run(folder)]))
+    assert (row.recipe, row.label) == ("digits/resghmc", "resghmc")
+
+
+def timed(out: Path, seed: int, seconds, minute: int, recipe="clean/cifar10-resnet20", **more) -> Path:
+    result = header(recipe, seed, **{"wall_seconds": seconds, "date": f"2026-01-02T03:{minute:02d}:00+00:00", **more})
+    return write_json(out / recipe / f"seed={seed}", get_recipe(recipe), result)
+
+
+def test_time_that_runs_shared_counts_once(tmp_path):
+    for seed, minute in ((0, 1), (1, 1), (2, 2)):  # one clock; results are written one after the other
+        timed(tmp_path, seed, 600.123456789, minute)
+    timed(tmp_path, 3, 600.5, 1)  # another clock
+    timed(tmp_path, 4, 600.123456789, 30)  # as long, but later: one after the other
+    timed(tmp_path, 5, 600.123456789, 1, device="TPU")
+    timed(tmp_path, 6, 600.123456789, 1, replicas_side_by_side=2)  # it says that it was alone
+    timed(tmp_path, 7, 600.123456789, 1, replicas_side_by_side=8)
+    timed(tmp_path, 0, 600.123456789, 1, recipe="digits/sghmc")  # never trains beside others
+    runs = [load_run(path) for path in find_runs(tmp_path)]
+    assert sorted(len(group) for group in groups(runs)) == [1, 1, 1, 1, 1, 4]
+    assert total_seconds(runs) == pytest.approx(6 * 600.2, abs=1)
+    write_page([tmp_path], tmp_path / "page.html")
+    page = Elements(tmp_path / "page.html")
+    assert "1.0 h of computing" in page.text
+    assert "4 runs trained side by side in 1 group" in page.text
+    assert page.text.count("600.1*") == 4
+    assert (in_words(12.34), in_words(1043.3), in_words(7000.0)) == ("12.3 s", "17.4 min", "1.9 h")
+
+
+def test_the_time_of_the_committed_images():
+    """Six runs on CIFAR-10 trained together in 1,043 s: not in 1.7 h."""
+    runs = [load_run(path) for path in find_runs(Path(__file__).parents[1] / "results" / "images" / "icml2020")]
+    chosen = [run for run in runs if run.recipe.startswith("icml2020/cifar10-resnet20")]
+    clocks = {run.result["wall_seconds"] for run in chosen}
+    assert len(clocks) < len(chosen)
+    assert total_seconds(chosen) == pytest.approx(sum(clocks))
+
+
+def test_what_doctor_says_is_on_the_page(demo):
+    page = Elements(demo)
+    by_name = {run["name"]: run["doctor"] for run in (page.data(f"run-{k}") for k in range(7))}
+    said = by_name["figure1/case3-resgld-F4, seed 0"]
+    wanted = diagnose(load_run(demo.parent / "figure1/case3-resgld-F4/seed=0"))
+    assert said["findings"] == [[each.severity, each.title, each.words] for each in wanted.findings]
+    assert (said["problems"], said["warnings"]) == (len(wanted.of("problem")), len(wanted.of("warning")))
+    assert "Doctor looked at 7 runs: " in page.text
+
+
+def test_a_page_does_not_fail_because_doctor_does(tmp_path, monkeypatch):
+    write_mixture(tmp_path)
+    write_digits(tmp_path)
+    real = doctor.diagnose
+
+    def stumbles(run):
+        if run.recipe.startswith("digits"):
+            raise ZeroDivisionError("by <b>zero</b>")
+        return real(run)
+
+    monkeypatch.setattr(doctor, "diagnose", stumbles)
+    write_page([tmp_path], tmp_path / "page.html")
+    page = Elements(tmp_path / "page.html")
+    said = [page.data(f"run-{k}")["doctor"] for k in range(2)]
+    assert said[0]["verdict"] == "doctor failed on this run (ZeroDivisionError: by <b>zero</b>)"
+    assert said[1]["findings"]
+    assert "Doctor looked at 1 run" in page.text
+    assert "Of 1 it does not tell" in page.text
+
+
+def test_doctor_is_not_waited_for(tmp_path, monkeypatch):
+    """The quick runs come first, and what is not asked is said."""
+    write_mixture(tmp_path)
+    write_digits(tmp_path)
+    asked = []
+    monkeypatch.setattr(advice, "advice_of", lambda run: asked.append(run.recipe) or advice._unknown("told"))
+    clock = iter([0.0, 5.0, 15.0])
+    monkeypatch.setattr(advice.time, "monotonic", lambda: next(clock))
+    runs = [load_run(path) for path in reversed(find_runs(tmp_path))]  # the density first
+    found = advice.advice_for(runs, seconds=10.0)
+    assert asked == ["digits/resghmc"]
+    assert found[id(runs[0])]["verdict"].startswith("doctor was not asked, to keep this page quick")
+    monkeypatch.undo()
+    write_page([tmp_path], tmp_path / "page.html", doctor_seconds=0)
+    page = Elements(tmp_path / "page.html")
+    assert "Of 2 it does not tell; `torchrex doctor DIR` does" in page.text
+
+
+def test_damage_is_told_once(tmp_path):
+    folder = write_digits(tmp_path)
+    (folder / "result.json").unlink()
+    run = load_run(folder)
+    said = [words for _, _, words in advice.advice_of(run)["findings"]]
+    assert run.problems
+    assert not [words for words in said if words.startswith(run.problems[0])]
 
 
 def hostile_run(out: Path) -> None:
@@ -326,17 +523,38 @@ def test_command(tmp_path):
     write_mixture(tmp_path)
     done = CliRunner().invoke(app, [str(tmp_path), "--out", str(tmp_path / "new" / "page.html"), "--title", "A & B"])
     assert done.exit_code == 0, done.output
-    assert "1 run;" in done.output
+    assert "(1 run; " in done.output
+    assert re.search(r"; \d+ kB, opens without", done.output), "a small page has kilobytes, not 0.0 MB"
     assert "<title>A &amp; B</title>" in (tmp_path / "new" / "page.html").read_text()
     again = CliRunner().invoke(app, [str(tmp_path), "--out", str(tmp_path / "new" / "page.html")])
     assert again.exit_code == 0, "a page is replaced by a newer one"
+    (tmp_path / "figure1/case3-resgld-F4/seed=0/result.json").unlink()
+    alone = CliRunner().invoke(app, [str(tmp_path), "--out", str(tmp_path / "page.html"), "--doctor", "none"])
+    assert "(1 run, not whole (the page says what is missing); " in alone.output
+
+
+def test_what_the_command_says():
+    for written, words in (
+        (Written(1, 0, 0), "1 run"),
+        (Written(1, 1, 0), "1 run, not whole (the page says what is missing)"),
+        (Written(3, 1, 1), "3 runs, 1 of them not whole (the page says what is missing), 1 empty folder"),
+        (Written(3, 3, 2), "3 runs, none of them whole (the page says what is missing), 2 empty folders"),
+    ):
+        assert command_in_words(written) == words
+    assert [size_in_words(n) for n in (700, 61_234, 999_499, 999_500, 1_260_000)] == [
+        "1 kB",
+        "61 kB",
+        "999 kB",
+        "1.0 MB",
+        "1.3 MB",
+    ]
 
 
 def test_bad_input_is_one_line(tmp_path):
     with pytest.raises(RunFolderError, match="there is no folder"):
         write_page([tmp_path / "none"], tmp_path / "page.html")
     (tmp_path / "digits/resghmc/seed=0").mkdir(parents=True)
-    with pytest.raises(RunFolderError, match=r"there is no run in .* \(1 folders are named like runs but are empty\)"):
+    with pytest.raises(RunFolderError, match=r"there is no run in .* \(1 folder is named like a run but empty\)"):
         write_page([tmp_path], tmp_path / "page.html")
     folder = write_mixture(tmp_path)
     with pytest.raises(RunFolderError, match="is a folder"):
@@ -435,17 +653,17 @@ def test_tables_sort_by_number_and_back(browser, demo):
     def column(k):
         return browser.run(f"[...document.querySelectorAll('#all-runs tbody tr')].map(r => r.cells[{k}].textContent)")
 
-    before = column(4)
-    browser.click("#all-runs th:nth-child(5) button")
-    there = [int(text.replace(",", "")) for text in column(4) if text]
+    before = column(5)
+    browser.click("#all-runs th:nth-child(6) button")
+    there = [int(text.replace(",", "")) for text in column(5) if text]
     assert there == sorted(there)
-    assert column(4)[-1] == "", "what is not known comes last"
-    browser.click("#all-runs th:nth-child(5) button")
-    there = [int(text.replace(",", "")) for text in column(4) if text]
+    assert column(5)[-1] == "", "what is not known comes last"
+    browser.click("#all-runs th:nth-child(6) button")
+    there = [int(text.replace(",", "")) for text in column(5) if text]
     assert there == sorted(there, reverse=True)
-    assert column(4)[-1] == ""
-    assert sorted(before) == sorted(column(4))
-    assert browser.run("document.querySelector('#all-runs th:nth-child(5)').ariaSort") == "descending"
+    assert column(5)[-1] == ""
+    assert sorted(before) == sorted(column(5))
+    assert browser.run("document.querySelector('#all-runs th:nth-child(6)').ariaSort") == "descending"
     browser.run("(() => { const f = document.getElementById('filter'); f.value = 'F4'; f.dispatchEvent(new Event('input')); })()")
     assert browser.run("[...document.querySelectorAll('#all-runs tbody tr')].filter(r => !r.hidden).length") == 1
 
@@ -484,6 +702,20 @@ def test_a_crafted_run_cannot_run_a_script(browser, tmp_path):
     assert browser.run("document.querySelectorAll('img').length") == 0
     assert browser.run("document.querySelector('h1').textContent") == HOSTILE
     assert browser.errors == []
+
+
+@needs_chromium
+def test_what_doctor_says_is_read_in_the_panel(browser, demo):
+    """Problems and warnings stand open, what is fine is folded."""
+    panel_of_digits(browser, demo)
+    said = json.loads(browser.run("document.getElementById('run-1').textContent"))["doctor"]
+    shown = browser.run("[...document.querySelectorAll('.panel .doctor > ul > li')].map(e => e.textContent)")
+    grave = [finding for finding in said["findings"] if finding[0] in ("problem", "warning")]
+    rest = [finding for finding in said["findings"] if finding[0] not in ("problem", "warning")]
+    assert shown == [f"{severity} {title}. {words}" for severity, title, words in grave]
+    assert shown
+    folded = "[...document.querySelectorAll('.panel .doctor details')].map(e => [e.open, e.querySelectorAll('li').length])"
+    assert browser.run(folded) == ([[False, len(rest)]] if rest else [])
 
 
 @needs_chromium

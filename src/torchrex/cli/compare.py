@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from torchrex.durable import replace_file
 from torchrex.errors import ConfigError, RunFolderError
 from torchrex.experiments.config import dumps
-from torchrex.report.compare import COLUMNS, Comparison, about, as_json, as_markdown, cells, compare_folders
+from torchrex.report.compare import Comparison, compare_folders
+from torchrex.report.compare_text import as_json, as_markdown, lines
 
 MARK = "paired t"  # the test, which every file of ours names
 WRITERS: dict[str, Callable[[Sequence[Comparison]], str]] = {".md": as_markdown, ".json": lambda each: dumps(as_json(each))}
@@ -31,16 +30,10 @@ def compare(
         raise ConfigError(f"--out {out} is a file that `torchrex compare` did not write; choose another name")
     comparisons = compare_folders(folders)
     console = Console()
-    for comparison in comparisons:
-        head, *rest = about(comparison)
-        console.print(head, markup=False, highlight=False)
-        table = Table(*COLUMNS, box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0))
-        for row in comparison.rows:
-            table.add_row(*cells(row))
-        if comparison.rows:
-            console.print(table)
-        for line in rest:
-            console.print(line, markup=False, highlight=False)
+    width = console.width if console.is_terminal else None  # what reads a pipe has no edge
+    for k, comparison in enumerate(comparisons):
+        for line in [""] * (k > 0) + lines(comparison, width):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     if out is not None:
         try:
             out.parent.mkdir(parents=True, exist_ok=True)

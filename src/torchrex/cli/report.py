@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from torchrex.report.page import write_page
+from torchrex.report.page import Written, write_page
+from torchrex.report.page.advice import SECONDS
+
+
+class Doctor(StrEnum):
+    """How much time doctor gets."""
+
+    QUICK = "quick"
+    ALL = "all"
+    NONE = "none"
+
+
+TIME = {Doctor.QUICK: SECONDS, Doctor.ALL: math.inf, Doctor.NONE: 0.0}
 
 
 def report(
@@ -19,10 +33,30 @@ def report(
         "page.html"
     ),
     title: Annotated[str, typer.Option(help="Heading of the page; by default the names of the folders.")] = "",
+    doctor: Annotated[
+        Doctor, typer.Option(help=f"Ask doctor about runs for {SECONDS:g} s, about all of them, or about none.")
+    ] = Doctor.QUICK,
 ) -> None:
-    """Write one page about all runs in DIR: tables beside the paper's numbers, charts, and how to repeat each run."""
-    shown, not_whole = write_page(folders, out, title=title)
-    size = out.stat().st_size / 1e6
-    trouble = f", {not_whole} of them not whole (the page says what is missing)" if not_whole else ""
-    line = f"page: {out} ({shown} run{'' if shown == 1 else 's'}{trouble}; {size:.1f} MB, opens without a network)"
+    """Write one page about all runs in DIR: tables beside the paper's numbers, charts, advice, and how to repeat each run."""
+    written = write_page(folders, out, title=title, doctor_seconds=TIME[doctor])
+    line = f"page: {out} ({in_words(written)}; {size_in_words(out.stat().st_size)}, opens without a network)"
     Console().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def in_words(written: Written) -> str:
+    """`3 runs, 1 of them not whole (the page says what is missing), 2 empty folders`."""
+    parts = [_count(written.runs, "run")]
+    if written.not_whole:
+        which = "not whole" if written.runs == 1 else "none of them whole"
+        which = which if written.not_whole == written.runs else f"{written.not_whole} of them not whole"
+        parts.append(f"{which} (the page says what is missing)")
+    parts += [_count(written.empty, "empty folder")] if written.empty else []
+    return ", ".join(parts)
+
+
+def size_in_words(n_bytes: int) -> str:
+    return f"{n_bytes / 1e6:.1f} MB" if n_bytes >= 999_500 else f"{n_bytes / 1e3:.0f} kB"
+
+
+def _count(n: int, word: str) -> str:
+    return f"{n:,} {word}{'' if n == 1 else 's'}"

@@ -143,9 +143,9 @@ def replica_mesh(n_replicas: int, device: torch.device | str | None = None) -> R
         raise InvalidArgumentError(f"n_replicas must be a whole number >= 1, got {n_replicas!r}")
     crew = join()
     if crew.size > n_replicas and crew.size % n_replicas:
+        fitting = crew.size - crew.size % n_replicas
         raise InvalidArgumentError(
-            f"{crew.size} processes cannot share {n_replicas} replicas evenly; start {crew.size - crew.size % n_replicas} of them, "
-            f"or at most {n_replicas}"
+            f"{crew.size} processes cannot share {n_replicas} replicas evenly; start {fitting} of them, or at most {n_replicas}"
         )
     if crew.size == 1:
         return ReplicaMesh(n_replicas)

@@ -18,8 +18,8 @@ from typing import Any, Literal
 from scipy import stats
 
 from torchrex.errors import InvalidArgumentError, RunFolderError
-from torchrex.experiments.config import to_json
 from torchrex.report.runs import LoadedRun, find_runs, load_run
+from torchrex.report.settings_that_matter import decides_the_problem, differing_that_matter
 
 LEVEL = 0.05
 FEWEST_SEEDS = 3  # two seeds can agree by chance whatever their spread
@@ -49,7 +49,7 @@ class Row:
     first: float  # means over the common seeds
     other: float
     difference: float  # other - first
-    error: float | None  # its standard error; None for one seed
+    error: float | None  # its standard error; None for one seed, and between different problems
     n: int
     p_value: float | None
     verdict: str
@@ -63,17 +63,21 @@ class Comparison:
     other: Side
     seeds: tuple[int, ...]
     rows: tuple[Row, ...]
-    settings: dict[str, tuple[Any, Any]]  # config fields that differ: (first, other)
+    settings: dict[str, tuple[Any, Any]]  # config fields that differ and matter: (first, other)
     notes: tuple[str, ...]  # what was left out, and why
+    apart: tuple[str, ...] = ()  # those of `settings` that make the two different problems: nothing is better or worse then
 
     @property
     def test(self) -> str:
         """What was done, in words, so that a reader can correct for it."""
+        if self.apart:
+            return f"no paired t-test: different {', '.join(self.apart)} make them different problems"
+        n, seeds = len(self.rows), f"{len(self.seeds)} common seed{'s' if len(self.seeds) != 1 else ''}"
+        looked_at = f"{n} metric{' was' if n == 1 else 's were'} looked at"
         return (
-            f"paired t-test over {len(self.seeds)} common seed{'s' if len(self.seeds) != 1 else ''}, two-sided, level {LEVEL:g} "
-            f"for each metric by itself; {len(self.rows)} metrics were looked at, so by chance alone about "
-            f"{LEVEL * len(self.rows):.2g} of them would differ (Bonferroni: p < {LEVEL / max(1, len(self.rows)):.2g}); no claim "
-            f"below {FEWEST_SEEDS} seeds"
+            f"paired t-test over {seeds}, two-sided, level {LEVEL:g} for each metric by itself; {looked_at}, so by chance alone "
+            f"about {LEVEL * n:.2g} of them would differ (Bonferroni: p < {LEVEL / max(1, n):.2g}); no claim below "
+            f"{FEWEST_SEEDS} seeds"
         )
 
 
@@ -132,22 +136,44 @@ def compare(first: Side, other: Side) -> Comparison:
             f"{first.name} has seeds {_listed(first.runs)} and {other.name} {_listed(other.runs)}: none in common, so there is "
             f"nothing to pair; run the same seeds"
         )
-    rows, metrics = [], [[run_metrics(side.runs[seed]) for seed in seeds] for side in (first, other)]
+    metrics = [[run_metrics(side.runs[seed]) for seed in seeds] for side in (first, other)]
     everywhere = [name for name in metrics[0][0] if all(name in each for side in metrics for each in side)]
     somewhere = {name for side in metrics for each in side for name in each}
+    if not everywhere:
+        have = " and ".join(f"{side.name} has {_few(each[0])}" for side, each in zip((first, other), metrics, strict=True))
+        raise RunFolderError(f"{have}: no metric in common, so there is nothing to compare; compare runs of one kind")
     if missing := sorted(somewhere - set(everywhere)):
         notes.append(f"not in all of the runs, left out: {', '.join(missing)}")
+    settings = _settings(first, other, seeds, notes)
+    configs = [side.runs[seed].config for side in (first, other) for seed in seeds]
+    apart = tuple(key for key in settings if any(decides_the_problem(key, config) for config in configs))
+    rows = []
     for name in everywhere:
-        rows.append(compare_metric(name, [m[name] for m in metrics[0]], [m[name] for m in metrics[1]]))
-    settings: dict[str, tuple[Any, Any]] = {}
+        row = compare_metric(name, [m[name] for m in metrics[0]], [m[name] for m in metrics[1]])
+        rows.append(_without_verdict(row, apart) if apart else row)
+    return Comparison(first, other, seeds, tuple(rows), settings, tuple(notes), apart)
+
+
+def _settings(first: Side, other: Side, seeds: Sequence[int], notes: list[str]) -> dict[str, tuple[Any, Any]]:
+    """What differs between the sides, by what their runs tell; what differs within a side, or is not told, becomes a note."""
+    found: dict[str, tuple[Any, Any]] = {}
     for seed in seeds:
-        for key, pair in differing(first.runs[seed].config, other.runs[seed].config).items():
-            settings.setdefault(key, pair)
+        one, two = first.runs[seed], other.runs[seed]
+        if one.settings_known and two.settings_known:
+            for key, pair in differing_that_matter(one.config, two.config).items():
+                found.setdefault(key, pair)
     for side in (first, other):
-        configs = [side.runs[seed].config for seed in seeds]
-        if fields := sorted({key for config in configs for key in differing(configs[0], config)}):
+        if unknown := [side.runs[seed].path.name for seed in seeds if not side.runs[seed].settings_known]:
+            notes.append(f"{side.name}: config.json of {', '.join(unknown)} is missing or damaged, so settings are not told")
+        configs = [side.runs[seed].config for seed in seeds if side.runs[seed].settings_known]
+        if fields := sorted({key for config in configs for key in differing_that_matter(configs[0], config)}):
             notes.append(f"{side.name}: its own seeds differ in {', '.join(fields)}")
-    return Comparison(first, other, seeds, tuple(rows), settings, tuple(notes))
+    return found
+
+
+def _without_verdict(row: Row, apart: Sequence[str]) -> Row:
+    words = f"not comparable: different {', '.join(apart)}"
+    return dataclasses.replace(row, better="", error=None, p_value=None, verdict=words)
 
 
 def run_metrics(run: LoadedRun) -> dict[str, float]:
@@ -205,84 +231,9 @@ def direction(metric: str) -> Better:
     return "higher" if words & set(HIGHER) else "lower" if words & set(LOWER) else ""
 
 
-def differing(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Fields of two configs that differ, nested ones joined by dots; the recipe's name and the paper's numbers do not count."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for key in {**one, **other}:
-        a, b, name = one.get(key), other.get(key), f"{prefix}{key}"
-        if name in ("recipe", "paper"):
-            continue
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found |= differing(a, b, f"{name}.")
-        elif (key in one) != (key in other) or a != b:
-            found[name] = (a if key in one else "absent", b if key in other else "absent")
-    return found
-
-
 def _listed(runs: Mapping[int, Any]) -> str:
     return ", ".join(map(str, sorted(runs)))
 
 
-# Printing
-
-
-COLUMNS = ("metric", "better", "first", "other", "difference", "seeds", "verdict")
-
-
-def cells(row: Row) -> list[str]:
-    """One row as text, for the columns above."""
-    error = "" if row.error is None else f" +- {row.error:.2g}"
-    return [
-        row.metric,
-        row.better,
-        f"{row.first:.6g}",
-        f"{row.other:.6g}",
-        f"{row.difference:+.4g}{error}",
-        str(row.n),
-        row.verdict,
-    ]
-
-
-def about(comparison: Comparison) -> list[str]:
-    """Sentences around the table: what is compared, what differs in settings, what was left out, and the test."""
-    settings = "; ".join(f"{key}: {_shown(a)} / {_shown(b)}" for key, (a, b) in comparison.settings.items())
-    lines = [
-        f"first: {comparison.first.name}; other: {comparison.other.name}; seeds {', '.join(map(str, comparison.seeds))}; "
-        f"difference = other - first, +- its standard error",
-        f"settings that differ: {settings}" if settings else "their settings are the same",
-        *(f"note: {note}" for note in comparison.notes),
-        f"test: {comparison.test}",
-    ]
-    if not comparison.rows:
-        lines.append("they have no metric in common, so there is nothing to compare")
-    return lines
-
-
-def as_markdown(comparisons: Sequence[Comparison]) -> str:
-    parts = []
-    for comparison in comparisons:
-        lines = [f"## {comparison.other.name} against {comparison.first.name}", ""]
-        lines += [f"- {line}" for line in about(comparison)]
-        lines += ["", "| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
-        lines += ["| " + " | ".join(cells(row)) + " |" for row in comparison.rows]
-        parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts)
-
-
-def as_json(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
-    return [
-        {
-            "first": {"recipe": each.first.name, "path": str(each.first.path)},
-            "other": {"recipe": each.other.name, "path": str(each.other.path)},
-            "seeds": list(each.seeds),
-            "test": {"kind": "paired t", "two_sided": True, "level": LEVEL, "metrics": len(each.rows), "words": each.test},
-            "settings": {key: {"first": a, "other": b} for key, (a, b) in each.settings.items()},
-            "notes": list(each.notes),
-            "rows": [to_json(row) for row in each.rows],
-        }
-        for each in comparisons
-    ]
-
-
-def _shown(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+def _few(metrics: Mapping[str, float]) -> str:
+    return ", ".join(list(metrics)[:3]) + (", ..." if len(metrics) > 3 else "") if metrics else "no metric"

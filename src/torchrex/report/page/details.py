@@ -45,6 +45,7 @@ def details_of(run: LoadedRun, page: Path) -> dict[str, Any]:
     return {
         "name": run.name,
         "status": run.status,
+        "damaged": list(run.damaged),
         "problems": list(run.problems),
         "folder": link_to(run.path, page),
         "command": command.line,

@@ -1,6 +1,7 @@
 """Runs side by side: which of them are one row, the numbers of a row beside the paper's, and the charts with a line for each row.
 
-Runs of one recipe that differ in more than the seed are different rows, and what differs is said.
+Runs of one recipe that differ in more than the seed are different rows, and what differs is said. A run whose config.json is
+missing or damaged stays with the runs of its folder, but not in their numbers: nobody knows whether it was made as they were.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchrex.experiments.images import PAPER_EPOCHS, ImageConfig
@@ -57,6 +59,7 @@ class Row:
     config: dict[str, Any]
     runs: list[LoadedRun] = field(default_factory=list)
     difference: str = ""  # to the other rows of the recipe
+    empty: list[Path] = field(default_factory=list)  # folders of further seeds that hold nothing
 
     @property
     def label(self) -> str:
@@ -65,7 +68,9 @@ class Row:
 
     @property
     def finished(self) -> list[LoadedRun]:
-        return [run for run in self.runs if run.status == "finished"]
+        """The runs whose numbers are shown."""
+        known = any(run.settings_known for run in self.runs)
+        return [run for run in self.runs if run.status == "finished" and (run.settings_known or not known)]
 
 
 @dataclass
@@ -76,19 +81,31 @@ class Family:
     rows: list[Row] = field(default_factory=list)
 
 
-def families(runs: Sequence[LoadedRun]) -> list[Family]:
+def families(runs: Sequence[LoadedRun], empty: Sequence[Path] = ()) -> list[Family]:
+    """Rows of runs with the same settings, in families; empty run folders are told with the row whose runs lie beside them."""
     found: dict[str, Family] = {}
     rows: dict[tuple[str, str], Row] = {}
-    for run in runs:
-        key = (run.recipe, json.dumps(run.config, sort_keys=True, default=str))
-        if key not in rows:
-            rows[key] = Row(run.recipe, run.config)
-            name = run.recipe.split("/", 1)[0]
-            found.setdefault(name, Family(name)).rows.append(rows[key])
-        rows[key].runs.append(run)
+    for run in sorted(runs, key=lambda run: not run.settings_known):  # those that join others come last
+        row = None if run.settings_known else _row_of_folder(rows.values(), run)
+        if row is None:
+            key = (run.recipe, json.dumps(run.config, sort_keys=True, default=str) if run.settings_known else "")
+            row = rows.setdefault(key, Row(run.recipe, run.config if run.settings_known else {}))
+        row.runs.append(run)
+    first = {id(run): k for k, run in enumerate(runs)}
+    for row in sorted(rows.values(), key=lambda row: min(first[id(run)] for run in row.runs)):
+        row.runs.sort(key=lambda run: first[id(run)])
+        row.empty = [path for path in empty if path.parent == row.runs[0].path.parent]
+        name = row.recipe.split("/", 1)[0]
+        found.setdefault(name, Family(name)).rows.append(row)
     for family in found.values():
         _name_differences(family)
     return list(found.values())
+
+
+def _row_of_folder(rows: Iterable[Row], run: LoadedRun) -> Row | None:
+    """The row with runs beside `run`; in want of that, one of its recipe."""
+    beside = [row for row in rows if any(each.path.parent == run.path.parent for each in row.runs)]
+    return next(iter([*beside, *(row for row in rows if row.recipe == run.recipe)]), None)
 
 
 def _name_differences(family: Family) -> None:
@@ -147,7 +164,7 @@ def paper_of(row: Row) -> dict[str, Paper]:
         if isinstance(value, int | float):
             text = "none" if metric == "acceptance_rate" and value == 0 else f"{value * scale(metric):g}"
             found[metric] = Paper(value * scale(metric), text)
-    settings = row.runs[0].settings
+    settings = next((run.settings for run in row.runs if run.settings is not None), None)
     if isinstance(settings, ImageConfig) and settings.method in METHOD_COLUMN:
         for recipes, table in TABLES.values():
             if row.recipe in recipes() and (settings.data, settings.net) in table:

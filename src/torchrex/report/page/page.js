@@ -29,12 +29,31 @@ function copyButton(text, source) {
   return button;
 }
 
+function badge(status) {
+  const known = ["finished", "failed", "paused", "interrupted", "unfinished", "damaged"];
+  return el("span", { class: `badge ${known.includes(status) ? status : "other"}` }, status);
+}
+
+// What is grave stands open, what is fine is folded.
+function doctorSays(doctor) {
+  const line = ([severity, title, words]) => el("li", {}, el("span", { class: `badge ${severity}` }, severity), el("b", {}, ` ${title}. `), words);
+  const grave = doctor.findings.filter(([severity]) => severity === "problem" || severity === "warning");
+  const rest = doctor.findings.filter((finding) => !grave.includes(finding));
+  const made = el("div", { class: "doctor" }, el("h4", {}, "What doctor says"));
+  made.append(grave.length ? el("ul", {}, ...grave.map(line)) : el("p", { class: "note" }, `${doctor.verdict[0].toUpperCase()}${doctor.verdict.slice(1)}.`));
+  const fine = rest.filter(([severity]) => severity === "fine").length;
+  const counts = [[fine, "fine"], [rest.length - fine, rest.length - fine === 1 ? "note" : "notes"]].filter(([n]) => n);
+  if (rest.length) made.append(el("details", {}, el("summary", {}, counts.map(([n, word]) => `${n} ${word}`).join(", ")), el("ul", {}, ...rest.map(line))));
+  return made;
+}
+
 function panelOf(k, close) {
   const run = read(`run-${k}`);
-  const known = ["finished", "failed", "paused", "interrupted", "unfinished", "damaged"];
+  const marks = run.damaged.length && run.status !== "damaged" ? [badge(run.status), badge("damaged")] : [badge(run.status)];
   const panel = el("article", { class: "panel", "data-panel": k },
-    el("header", {}, el("h3", {}, run.name), el("span", { class: `badge ${known.includes(run.status) ? run.status : "other"}` }, run.status), el("button", { type: "button", "aria-label": `hide ${run.name}`, onclick: close }, "×")));
+    el("header", {}, el("h3", {}, run.name), ...marks, el("button", { type: "button", "aria-label": `hide ${run.name}`, onclick: close }, "×")));
   if (run.problems.length) panel.append(el("div", { class: "problems" }, el("ul", {}, ...run.problems.map((words) => el("li", {}, words)))));
+  panel.append(doctorSays(run.doctor));
   const charts = el("div", { class: "charts" });
   panel.append(charts);
   if (!run.charts.length) charts.append(el("p", { class: "note" }, "Nothing was recorded that could be drawn."));
