@@ -424,10 +424,10 @@ def test_a_page_does_not_fail_because_doctor_does(tmp_path, monkeypatch):
     write_digits(tmp_path)
     real = doctor.diagnose
 
-    def stumbles(run):
+    def stumbles(run, *, quick):
         if run.recipe.startswith("digits"):
             raise ZeroDivisionError("by <b>zero</b>")
-        return real(run)
+        return real(run, quick=quick)
 
     monkeypatch.setattr(doctor, "diagnose", stumbles)
     write_page([tmp_path], tmp_path / "page.html")
@@ -444,7 +444,7 @@ def test_doctor_is_not_waited_for(tmp_path, monkeypatch):
     write_mixture(tmp_path)
     write_digits(tmp_path)
     asked = []
-    monkeypatch.setattr(advice, "advice_of", lambda run: asked.append(run.recipe) or advice._unknown("told"))
+    monkeypatch.setattr(advice, "advice_of", lambda run, quick: asked.append(run.recipe) or advice._unknown("told"))
     clock = iter([0.0, 5.0, 15.0])
     monkeypatch.setattr(advice.time, "monotonic", lambda: next(clock))
     runs = [load_run(path) for path in reversed(find_runs(tmp_path))]  # the density first

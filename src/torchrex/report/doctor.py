@@ -40,10 +40,10 @@ def findings_of(run: LoadedRun, *, quick: bool = False) -> list[Finding]:
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
-def diagnose(run: LoadedRun) -> Diagnosis:
-    """The findings about a run, with its name and verdict."""
+def diagnose(run: LoadedRun, *, quick: bool = False) -> Diagnosis:
+    """The findings about a run, with its name and verdict; `quick` as in `findings_of`."""
     status = f"{run.status}, damaged" if run.damaged and run.status != "damaged" else run.status
-    return Diagnosis(run.path, run.name, status, tuple(findings_of(run)))
+    return Diagnosis(run.path, run.name, status, tuple(findings_of(run, quick=quick)))
 
 
 def diagnose_folder(root: Path) -> list[Diagnosis]:

@@ -6,6 +6,7 @@ doctor about a second each, so the quick runs are asked first, and those left wh
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +15,8 @@ from torchrex.report.runs import LoadedRun
 
 SECONDS = 8.0  # for all runs of a page together; importing ArviZ takes half of it on a busy machine
 NOT_ASKED = "doctor was not asked, to keep this page quick; `torchrex doctor` with its folder tells, or `report --doctor all`"
-Advice = dict[
-    str, Any
-]  # "verdict", how many "problems" and "warnings", None if not known, and "findings": severity, title, words
+# "verdict"; how many "problems" and "warnings", None if not known; "findings": severity, title, words
+Advice = dict[str, Any]
 
 
 def advice_for(runs: Sequence[LoadedRun], seconds: float = SECONDS) -> dict[int, Advice]:
@@ -24,17 +24,17 @@ def advice_for(runs: Sequence[LoadedRun], seconds: float = SECONDS) -> dict[int,
     found = {}
     until = time.monotonic() + seconds
     for run in sorted(runs, key=_size):
-        found[id(run)] = advice_of(run) if time.monotonic() < until else _unknown(NOT_ASKED)
+        found[id(run)] = advice_of(run, quick=math.isfinite(seconds)) if time.monotonic() < until else _unknown(NOT_ASKED)
     return found
 
 
-def advice_of(run: LoadedRun) -> Advice:
+def advice_of(run: LoadedRun, *, quick: bool = False) -> Advice:
     """All findings about one run, the gravest first; what the page says of missing and damaged files anyway is left out."""
     # Imported here, because doctor itself takes the command that repeats a run from this package.
     try:
         from torchrex.report.doctor import diagnose
 
-        diagnosis = diagnose(run)
+        diagnosis = diagnose(run, quick=quick)
         findings = [(each.severity, each.title, each.words) for each in diagnosis.findings]
     except Exception as error:  # whatever it is, the page goes on
         return _unknown(f"doctor failed on this run ({type(error).__name__}: {error})")
