@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import os
 import pty
@@ -11,14 +13,21 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
+import torchrex
 from torchrex import Draws
+from torchrex.cli import app, reproduce, reproducing
 from torchrex.cli.main import main
-from torchrex.experiments import recipes
+from torchrex.cli.numbers import Number
+from torchrex.experiments import get_recipe, recipes, run_recipe
+from torchrex.experiments.config import dumps, override
+from torchrex.experiments.digits import DigitsConfig
 from torchrex.experiments.mixtures import MixtureConfig
+from torchrex.experiments.run_folder import RunFolder
 
 SMALL = ["--set", "n_steps=400", "--set", "n_runs=4"]
 
@@ -35,6 +44,80 @@ def cli(monkeypatch, capsys):
         return end.value.code or 0, printed.out, printed.err
 
     return call
+
+
+# Starting
+
+
+def modules_after(*words):
+    """Exit code and what is printed by the command in a process of its own, and which modules it loaded."""
+    code = "import sys; from torchrex.cli import main\ntry: main()\nfinally: print('\\nloaded:', *sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, check=False)
+    printed, _, loaded = done.stderr.rpartition("loaded: ")
+    return done.returncode, done.stdout, printed, set(loaded.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "expected"),
+    [
+        (["--version"], 0, f"torchrex {torchrex.__version__}"),
+        (["--help"], 0, "compare"),
+        (["run", "--help"], 0, "--budget"),
+        (["reproduce", "--help"], 0, "figure1, digits"),
+        (["data", "import", "--help"], 0, "cifar10, cifar100, svhn"),
+        (["rnu"], 2, "Did you mean 'run'?"),
+        (["run", "digits/sghmc", "--seedz", "3"], 2, "--seedz"),
+        (["run", "digits/sghmc", "--budget", "soon"], 2, "--budget must be a time"),
+    ],
+)
+def test_help_and_slips_are_answered_without_torch(words, code, expected):
+    """torch, scipy and rich take seconds to load."""
+    found, out, err, loaded = modules_after(*words)
+    assert found == code, err
+    assert expected in " ".join((out + err).split())
+    assert not loaded & {"torch", "scipy", "numpy", "rich"}
+
+
+def test_the_list_of_commands_says_what_their_help_says():
+    for name, place in app.COMMANDS.items():
+        assert " ".join(app.load(name).help.split("\n\n")[0].split()) == place.words
+    assert tuple(reproducing.RECIPES) == reproduce.THINGS
+
+
+def test_names_of_the_package_are_there_before_they_are_loaded():
+    """Editors, type checkers and `from torchrex import *` see the same names; each is what its room has."""
+    tree = ast.parse(Path(torchrex.__file__).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    static = {alias.name for node in block.body if node.module != "typing" for alias in node.names}
+    assert static == set(torchrex.__all__) == {*torchrex._HOME_OF, "schedules"}
+    assert set(dir(torchrex)) >= {*torchrex.__all__, "__version__", "exchange"}
+    for name, home in torchrex._HOME_OF.items():
+        assert getattr(torchrex, name) is getattr(importlib.import_module(f"torchrex.{home}"), name)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = torchrex.nonsense
+    assert torchrex.__getattr__("exchange") is sys.modules["torchrex.exchange"]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_ctrl_c_while_loading_is_one_line(tmp_path, number):
+    """While torch is imported, even where that swallows a KeyboardInterrupt; before the command is parsed; when all is loaded."""
+    when = [
+        "class F:\n def find_spec(self, name, *_):\n  try: name == 'torch' and os.kill(os.getpid(), 2)\n"
+        "  except BaseException: pass\nsys.meta_path.insert(0, F())",
+        "import torchrex.cli.app as a; k = a.Commands.make_context\n"
+        "def m(*w, **s): os.kill(os.getpid(), 2); return k(*w, **s)\na.TyperGroup.make_context = m",
+        "import torchrex.cli.running as r\ndef m(*w, **s): os.kill(os.getpid(), 2)\nr.require_logs = m",
+    ][number]
+    code = f"import os, sys\n{when}\nfrom torchrex.cli import main\nmain()"
+    command = [sys.executable, "-c", code, "run", "digits/sghmc", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.startswith("torchrex: interrupted")
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+# Running
 
 
 def test_list_and_help(cli):
@@ -88,7 +171,7 @@ def test_other_recipes_run(cli, tmp_path):
         "run", "tall/logistic", "--set", "n_data=2000", "--set", "n_steps=100", "--set", "n_runs=2", "--out", tmp_path
     )
     assert code == 0, err
-    assert "largest_sd_ratio" in out
+    assert "largest ratio of sds" in out
 
 
 @pytest.mark.parametrize(
@@ -165,7 +248,7 @@ def test_ctrl_c_while_measuring_keeps_the_draws(cli, tmp_path, monkeypatch):
 
 
 def test_reproduce_runs_what_is_missing_and_draws(cli, tmp_path):
-    arguments = ["reproduce", "figure1", *SMALL, "--out", tmp_path]
+    arguments = ["reproduce", "figure1", "--set", "n_steps=120", "--set", "n_runs=4", "--out", tmp_path]
     code, out, err = cli(*arguments, "--only", "case3")
     assert code == 0, err
     assert (tmp_path / "figure1-case3.png").read_bytes().startswith(b"\x89PNG")
@@ -203,7 +286,7 @@ def test_ctrl_c_writes_what_is_done_and_exits_130(tmp_path):
     """On a terminal there is a progress bar; Ctrl-C once it moves keeps the draws so far."""
     controller, terminal = pty.openpty()
     command = [sys.executable, "-m", "torchrex", "run", "figure1/case1-resgld", "--out", str(tmp_path)]
-    settings = ["--set", "n_steps=100000000", "--set", "thin=1000"]  # would take minutes
+    settings = ["--set", "n_steps=9900", "--set", "n_runs=4000"]  # too few steps to be compiled, enough for half a minute
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
     process = subprocess.Popen([*command, *settings], stdout=subprocess.PIPE, stderr=terminal, text=True, env=environment)
     seen, signalled, deadline = "", False, time.monotonic() + 180
@@ -336,3 +419,187 @@ def test_what_was_refused_leaves_nothing_and_what_is_damaged_can_be_overwritten(
     code, _, err = cli("run", "digits/resghmc", "--overwrite", "--resume", *short)
     assert code == 2
     assert "give one of them" in err
+
+
+QUICK = ["--set", "epochs=2", "--set", "burn_in_epochs=1", "--set", "hidden=8"]
+
+
+def test_the_numbers_that_matter_and_their_mean_over_seeds(cli, tmp_path):
+    code, out, err = cli("run", "digits/resghmc", *QUICK, "--seeds", 3, "--out", tmp_path)
+    assert code == 0, err
+    each = [RunFolder.of(tmp_path, "digits/resghmc", seed).result["metrics"] for seed in range(3)]
+    nll = torch.tensor([metrics["nll"] for metrics in each], dtype=torch.float64)
+    shown, mean = out.split("mean ± standard error over 3 seeds")
+    assert f"{nll[1]:.4g}" in shown
+    assert str(Number(float(nll.mean()), float(nll.std() / 3**0.5))) in mean
+    assert shown.count("swaps of rungs 0 and 1") == 3
+    assert "0 of 40" in shown
+    assert "mutual_information" not in out
+    assert len(mean.strip().splitlines()) == 6, "the handful that matters"
+    assert "all numbers: result.json" in out
+    code, out, _ = cli("run", "digits/resghmc", *QUICK, "--seed", 3, "--out", tmp_path)
+    assert "mean" not in out
+
+
+def test_numbers_have_the_digits_of_their_error():
+    said = {Number(0.40123, 0.0031): "0.4012 ± 0.0031", Number(12.3, 0.0): "12.3", Number(94.126, 1.26): "94.1 ± 1.3"}
+    said |= {Number(3, of=4000): "3 of 4,000", Number(float("inf"), 1.0): "inf", Number(1234.5, 40.0): "1234 ± 40"}
+    assert {number: str(number) for number in said} == said
+
+
+@pytest.mark.parametrize(("recipe", "settings"), [("digits/sghmc", QUICK), ("figure1/case1-sgld", SMALL)])
+def test_what_is_missing_of_some_seeds(cli, tmp_path, recipe, settings):
+    """The refusal comes before anything runs, and names both ways out."""
+    words = ["run", recipe, *settings, "--out", tmp_path]
+    assert cli(*words, "--seed", 1)[0] == 0
+    code, out, err = cli(*words, "--seeds", 3)
+    assert (code, out) == (2, "")
+    assert "--resume to keep it and run only what is missing, --overwrite to replace it" in err
+    assert not RunFolder.of(tmp_path, recipe, 0).path.exists()
+    stamp = (RunFolder.of(tmp_path, recipe, 1).path / "result.json").stat().st_mtime_ns
+    code, out, _ = cli(*words, "--seeds", 3, "--resume")
+    assert code == 0
+    assert "over 3 seeds" in out
+    assert (RunFolder.of(tmp_path, recipe, 1).path / "result.json").stat().st_mtime_ns == stamp
+
+
+def test_a_density_cannot_go_on(cli, tmp_path):
+    words = ["run", "figure1/case1-sgld", *SMALL, "--out", tmp_path, "--resume"]
+    folder = RunFolder.of(tmp_path, "figure1/case1-sgld", 0)
+    assert cli(*words)[0] == 0
+    assert "with other settings" in cli(*words, "--set", "n_steps=300")[2]
+    folder.write_text("result.json", dumps({**folder.result, "status": "interrupted"}))
+    code, _, err = cli(*words)
+    assert code == 2
+    assert "no checkpoints to go on from; add --overwrite" in err
+
+
+@pytest.mark.parametrize("damage", ["{}", "[1]", "3", '{"status": 3}'])
+def test_a_result_without_a_status_is_told(cli, tmp_path, damage):
+    folder = RunFolder.of(tmp_path, "digits/sghmc", 0)
+    folder.make()
+    folder.write_text("config.json", dumps(get_recipe("digits/sghmc")))
+    folder.write_text("result.json", damage)
+    code, _, err = cli("run", "digits/sghmc", "--out", tmp_path)
+    assert code == 2
+    assert len(err.strip().splitlines()) == 1
+    assert "--overwrite" in err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is present")
+@pytest.mark.parametrize("words", [["run", "digits/sghmc"], ["run", "tall/logistic"], ["reproduce", "digits"]])
+def test_a_device_that_is_not_there_leaves_nothing(cli, tmp_path, words):
+    code, _, err = cli(*words, "--device", "cuda", "--out", tmp_path / "runs")
+    assert (code, "no CUDA device" in err) == (2, True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_logs_are_for_networks(cli, tmp_path):
+    for words in (["run", "figure1/case1-sgld"], ["reproduce", "figure1"]):
+        code, _, err = cli(*words, "--log", "jsonl", "--out", tmp_path / "runs")
+        assert code == 2
+        assert "--log is for networks; figure1/case1-sgld samples a density" in err
+    assert not list(tmp_path.iterdir())
+    assert "Networks only" in cli("run", "--help")[1]
+
+
+def test_a_density_that_is_killed_is_unfinished_and_not_empty(tmp_path, monkeypatch):
+    """The config is there while it draws; after an error nothing is."""
+    seen = []
+    draw = MixtureConfig.draw
+
+    def looking(config, seed, **how):
+        folder = RunFolder.of(tmp_path, config.recipe, seed)
+        seen.append((folder.config is not None, folder.result))
+        if len(seen) == 2:
+            raise RuntimeError("no")
+        return draw(config, seed, **how)
+
+    monkeypatch.setattr(MixtureConfig, "draw", looking)
+    config = override(get_recipe("figure1/case1-sgld"), ["n_steps=400", "n_runs=4"])
+    run_recipe(config, 0, tmp_path)
+    assert seen == [(True, None)]
+    with pytest.raises(RuntimeError):
+        run_recipe(config, 1, tmp_path)
+    assert seen[1] == (True, None)
+    assert [path.name for path in (tmp_path / config.recipe).iterdir()] == ["seed=0"]
+
+
+def test_results_say_where_and_in_which_precision(cli, tmp_path):
+    assert cli("run", "digits/sghmc", *QUICK, "--out", tmp_path)[0] == 0
+    result = RunFolder.of(tmp_path, "digits/sghmc", 0).result
+    assert (result["precision"], result["device"][:5]) == ("float32", "CPU, ")
+    config = get_recipe("clean/cifar10-resnet20")
+    assert config.place("cpu").precision == "float32"
+    assert config.precision_on(torch.device("cuda")) == "bfloat16"
+
+
+def test_a_budget_says_what_was_not_reached(cli, tmp_path):
+    """The old runs are still there, and must not be taken for new ones."""
+    words = ["run", "digits/sghmc", *QUICK, "--out", tmp_path]
+    assert cli(*words, "--seeds", 2)[0] == 0
+    code, out, _ = cli(*words, "--seeds", 3, "--overwrite", "--budget", "0.001s")
+    assert code == 0
+    assert "not reached: digits/sghmc seed 1 (still the old run), digits/sghmc seed 2\n" in out
+    assert "1 of them would be taken for finished: give --overwrite again" in out
+    out = cli("reproduce", "digits", "--only", "sghmc", *QUICK, "--seeds", 4, "--out", tmp_path, "--budget", "0.001s")[1]
+    assert (
+        "not reached: digits/sghmc seed 2, digits/sghmc seed 3, digits/resghmc seed 0" in out
+    )  # seed 0 was unfinished, seed 1 is there
+    assert "old run" not in out
+    assert cli(*words, "--seed", 3)[0] == 0
+    out = cli(*words, "--seeds", 4, "--resume", "--budget", "0.001s")[1]
+    assert "not reached: digits/sghmc seed 2\n" in out  # seeds 1 and 3 are finished, and no one's to replace
+    assert "old run" not in out
+
+
+def test_sigterm_before_the_first_step_brings_the_finished_run_back(cli, tmp_path, monkeypatch):
+    words = ["run", "digits/sghmc", *QUICK, "--out", tmp_path]
+    assert cli(*words)[0] == 0
+    file = tmp_path / "digits/sghmc/seed=0/result.json"
+    before = file.read_bytes()
+    execute = DigitsConfig.execute
+
+    def terminated(config, jobs, **how):
+        assert not file.exists()
+        os.kill(os.getpid(), signal.SIGTERM)
+        return execute(config, jobs, **how)
+
+    monkeypatch.setattr(DigitsConfig, "execute", terminated)
+    code, _, err = cli(*words, "--overwrite")
+    assert (code, "nothing was written" in err) == (143, True)
+    assert file.read_bytes() == before
+    assert [path.name for path in file.parents[1].iterdir()] == ["seed=0"]
+
+
+def test_what_a_killed_process_left_beside_a_run(cli, tmp_path, caplog):
+    """A run that waits comes back if nothing was done in its place, waits on if steps were, and goes if the new one is there."""
+    words = ["run", "digits/sghmc", *QUICK, "--out", tmp_path]
+    assert cli(*words)[0] == 0
+    path = tmp_path / "digits/sghmc/seed=0"
+    waiting, before = path.with_name("seed=0.replaced"), (path / "result.json").read_bytes()
+    path.rename(waiting)
+    path.mkdir()
+    (path / "config.json").write_bytes((waiting / "config.json").read_bytes())  # as after `kill -9` while it compiled
+    assert "is finished" in cli(*words)[2]
+    assert "the finished run of before is back" in caplog.text
+    assert (path / "result.json").read_bytes() == before
+    assert not waiting.exists()
+    assert cli(*words, "--overwrite", "--budget", "0.001s")[0] == 0  # a step is done
+    assert (waiting / "result.json").read_bytes() == before
+    assert cli(*words, "--resume")[0] == 0
+    assert not waiting.exists()
+    path.with_name("seed=0.replaced").mkdir()  # as after `kill -9` in the last moment
+    assert cli(*words, "--resume")[0] == 0
+    assert not waiting.exists()
+
+
+def test_a_failure_names_recipe_and_seed(cli, tmp_path):
+    code, _, err = cli("run", "digits/sghmc", *QUICK, "--set", "lr_of_mean=1e20", "--seed", 3, "--out", tmp_path)
+    assert code == 2
+    assert "(digits/sghmc, seed 3)" in err
+    assert "(run 0)" not in err
+    assert "(digits/sghmc, seed 3)" in RunFolder.of(tmp_path, "digits/sghmc", 3).result["error"]
+    code, _, err = cli("run", "figure1/case1-sgld", *SMALL, "--set", "lr=3", "--set", "thin=1", "--seed", 4, "--out", tmp_path)
+    assert re.search(r"\(run \d of figure1/case1-sgld, seed 4\)", err)
+    assert "seed 4)" in RunFolder.of(tmp_path, "figure1/case1-sgld", 4).result["error"]

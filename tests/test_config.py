@@ -101,3 +101,12 @@ def test_unknown_recipe_suggests_the_nearest():
         get_recipe("figure1/case1-regsld")
     with pytest.raises(LookupError, match="torchrex list"):
         get_recipe("qqq")
+
+
+def test_the_beginning_of_a_name_brings_those_that_begin_so():
+    resgld = "did you mean figure1/case3-resgld-F1, figure1/case3-resgld-F2 or figure1/case3-resgld-F4[?]"
+    for words, given in ((resgld, "figure1/case3-resgld"), ("figure1/case3-naive, .* or 2 others[?]", "figure1/case3")):
+        with pytest.raises(RecipeError, match=f"{words} `torchrex list {given}` shows"):
+            get_recipe(given)
+    with pytest.raises(RecipeError, match=r"did you mean tall/logistic[?] `torchrex list logis`"):
+        get_recipe("logis")

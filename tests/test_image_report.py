@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from modules import same
+from torchrex.cli import reproducing
 from torchrex.cli.main import main
-from torchrex.cli.reproduce import matches, trained_ones
+from torchrex.cli.reproducing import matches, trained_ones
 from torchrex.experiments.config import dumps
 from torchrex.experiments.image_recipes import (
     PAPER_TABLE1,
@@ -24,6 +25,7 @@ from torchrex.experiments.image_recipes import (
 )
 from torchrex.experiments.images import ImageConfig
 from torchrex.experiments.run_folder import RunFolder
+from torchrex.report.image_pictures import ticks
 from torchrex.report.images import NUMBERS, row_of, tabulate, z_score
 
 HEADLINE = "logits_best_accuracy"
@@ -321,6 +323,29 @@ def test_the_table_fits_the_terminal(write, rebuild, columns):
     assert "0.250" in markdown
 
 
+def test_only_what_is_shown_is_explained(write, rebuild):
+    """In a narrow terminal some columns are not there; neither are their notes, nor those of rows that nobody has."""
+    write(f"{R20}-msgd", 0, epochs=150)
+    narrow, _, markdown = rebuild("table1", columns=64)
+    wide = rebuild("table1", columns=120)[0]
+    narrow, wide = (" ".join(text.split()) for text in (narrow, wide))
+    for words, seen in (
+        ("NLL and ECE: of the average", (False, True, True)),
+        ("one net: the newest network alone.", (False, True, True)),
+        ("prob. last: ", (False, True, False)),
+        ("logits, prob.: ", (False, False, True)),
+        ("min: of the group", (False, False, True)),
+        ("clean: the average", (False, False, False)),
+        ("/ sqrt(sd_ours", (False, False, False)),  # no row is beside the paper's
+        ("Rules of icml2020: as in the authors' code", (True, True, True)),
+    ):
+        assert tuple(words in text for text in (narrow, wide, markdown)) == seen, words
+    write("clean/cifar10-resnet20", 0, epochs=500)
+    said = " ".join(rebuild("table1", columns=64)[0].split())
+    assert "s.e. off: (ours - paper) / sqrt" in said
+    assert "clean: the average of probabilities at the end" in said
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -443,7 +468,7 @@ def trained(write, monkeypatch):
             write(config.recipe, seed, epochs=config.epochs, hot_lr=config.hot_lr)
         return [RunFolder.of(out, config.recipe, seed) for config, seed in each.jobs]
 
-    monkeypatch.setattr(sys.modules["torchrex.cli.main"], "run_group", run_group)
+    monkeypatch.setattr(reproducing, "run_group", run_group)
     return listed
 
 
@@ -503,6 +528,14 @@ def test_figure_2_by_hand(write, rebuild):
         assert "6/500" in flat
         assert "not run: cifar100" in flat
         assert "left out, with other settings" in flat
+
+
+def test_swaps_that_cannot_be_told_apart_share_a_tick():
+    assert ticks([10.0, 100.5, 288.0, 290.0, 421.0], 500) == [(10.0, 1), (100.5, 1), (289.0, 2), (421.0, 1)]
+    assert ticks([], 500) == []
+    many = ticks([k / 10 for k in range(5000)], 500)  # a swap at nearly every step
+    assert len(many) == 50
+    assert sum(n for _, n in many) == 5000
 
 
 def test_figure_2_without_some_panels(write, rebuild):

@@ -2,53 +2,85 @@
 
 `sample` for a log density, `ReplicaExchange` with a `ModuleEnsemble` for a network; the algorithm itself is in
 `torchrex.exchange.algorithm`.
+
+Names are loaded when they are first used (PEP 562): torch takes seconds to load, and `torchrex --help` has no use for it.
 """
 
-from torchrex import schedules
-from torchrex.checkpoint import Checkpoints
-from torchrex.errors import TorchrexError
-from torchrex.exchange import (
-    AllInTurn,
-    ConstantFactor,
-    EvenOdd,
-    KnownVariance,
-    Ladder,
-    ModuleEnsemble,
-    NoSwaps,
-    PairedVariance,
-    PerExample,
-    ProportionalToGap,
-    RandomPair,
-    RepeatedDraws,
-    ReplicaExchange,
-    RunningMean,
-    SideBySide,
-    Smoothing,
-    TargetAcceptance,
-    TensorEnsemble,
-    expected_acceptance,
-    log_swap_ratio,
-)
-from torchrex.posterior import Draws, DrawStore, PosteriorAverage, classification_metrics, collect, sample
-from torchrex.recording import JsonLines, LiveDisplay, Observer, TensorBoard, Trace
-from torchrex.samplers import SGHMC, SGLD
-from torchrex.targets import (
-    DeviceLoader,
-    Gaussian,
-    GaussianMixture,
-    GaussianPrior,
-    LogDensity,
-    Noisy,
-    PosteriorEnergy,
-    StudentT,
-    TallPosterior,
-    Target,
-    from_sgd,
-    logistic_regression,
-)
-from torchrex.training import Member, Outcome, train, train_together
+from __future__ import annotations
+
+import importlib
+
+TYPE_CHECKING = False  # as type checkers know it, without loading `typing`: Ctrl-C in the first moments finds less to interrupt
+if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` and `__all__`
+    from typing import Any
+
+    from torchrex import schedules
+    from torchrex.checkpoint import Checkpoints
+    from torchrex.errors import TorchrexError
+    from torchrex.exchange import (
+        AllInTurn,
+        ConstantFactor,
+        EvenOdd,
+        KnownVariance,
+        Ladder,
+        ModuleEnsemble,
+        NoSwaps,
+        PairedVariance,
+        PerExample,
+        ProportionalToGap,
+        RandomPair,
+        RepeatedDraws,
+        ReplicaExchange,
+        RunningMean,
+        SideBySide,
+        Smoothing,
+        TargetAcceptance,
+        TensorEnsemble,
+        expected_acceptance,
+        log_swap_ratio,
+    )
+    from torchrex.posterior import Draws, DrawStore, PosteriorAverage, classification_metrics, collect, sample
+    from torchrex.recording import JsonLines, LiveDisplay, Observer, TensorBoard, Trace
+    from torchrex.samplers import SGHMC, SGLD
+    from torchrex.targets import (
+        DeviceLoader,
+        Gaussian,
+        GaussianMixture,
+        GaussianPrior,
+        LogDensity,
+        Noisy,
+        PosteriorEnergy,
+        StudentT,
+        TallPosterior,
+        Target,
+        from_sgd,
+        logistic_regression,
+    )
+    from torchrex.training import Member, Outcome, train, train_together
 
 __version__ = "0.1.0"
+
+# Where the names below live.
+_HOMES = {
+    "checkpoint": "Checkpoints",
+    "errors": "TorchrexError",
+    "exchange": (
+        "AllInTurn ConstantFactor EvenOdd KnownVariance Ladder ModuleEnsemble NoSwaps PairedVariance PerExample "
+        "ProportionalToGap RandomPair RepeatedDraws ReplicaExchange RunningMean SideBySide Smoothing TargetAcceptance "
+        "TensorEnsemble expected_acceptance log_swap_ratio"
+    ),
+    "posterior": "Draws DrawStore PosteriorAverage classification_metrics collect sample",
+    "recording": "JsonLines LiveDisplay Observer TensorBoard Trace",
+    "samplers": "SGHMC SGLD",
+    "targets": (
+        "DeviceLoader Gaussian GaussianMixture GaussianPrior LogDensity Noisy PosteriorEnergy StudentT TallPosterior "
+        "Target from_sgd logistic_regression"
+    ),
+    "training": "Member Outcome train train_together",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+# Rooms that are there after `import torchrex`, whether they are loaded yet or not.
+_ROOMS = (*_HOMES, "durable", "notebook", "rng", "schedules")
 
 __all__ = [
     "SGHMC",
@@ -104,3 +136,17 @@ __all__ = [
     "train",
     "train_together",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        value = getattr(importlib.import_module(f"torchrex.{_HOME_OF[name]}"), name)
+        globals()[name] = value  # found at once from now on
+        return value
+    if name in _ROOMS:
+        return importlib.import_module(f"torchrex.{name}")
+    raise AttributeError(f"module 'torchrex' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_ROOMS})

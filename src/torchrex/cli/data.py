@@ -5,23 +5,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from torchrex.cli.interrupts import loading, told
 from torchrex.errors import DataError
-from torchrex.posterior.progress import Callback
-from torchrex.vision.data import data_folder, fetch_images, import_images
-from torchrex.vision.data.cache import cache_path, read_about
-from torchrex.vision.data.sources import SOURCES
+
+if TYPE_CHECKING:
+    from torchrex.posterior.progress import Callback
 
 data_app = typer.Typer(
     help="Image sets: get them, and see which are there.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
 )
 
-Name = Annotated[str, typer.Argument(help=f"One of {', '.join(SOURCES)}.")]
+SETS = ("cifar10", "cifar100", "svhn")
+Name = Annotated[str, typer.Argument(help=f"One of {', '.join(SETS)}.")]
 To = Annotated[
     Path | None, typer.Option(metavar="FOLDER", help="Cache folder; by default TORCHREX_DATA, else the user's cache folder.")
 ]
@@ -34,7 +33,9 @@ def fetch(
     mirror: Annotated[str | None, typer.Option(metavar="URL", help="A folder with the official files, by http.")] = None,
 ) -> None:
     """Download the official files of a set; after a broken connection the same command goes on."""
-    with _bar(f"download {name}") as progress, _told("what was downloaded is kept, and the same command goes on"):
+    with loading():
+        from torchrex.vision.data import fetch_images
+    with _bar(f"download {name}") as progress, told("interrupted; what was downloaded is kept, and the same command goes on"):
         fetch_images(name, to, progress, mirror)
     _say_where(name, to)
 
@@ -48,7 +49,9 @@ def import_(
     to: To = None,
 ) -> None:
     """Check a set that lies in a folder and bring it into the cache."""
-    with _bar(f"import {name}") as progress, _told("nothing was written"):
+    with loading():
+        from torchrex.vision.data import import_images
+    with _bar(f"import {name}") as progress, told("interrupted; nothing was written"):
         import_images(name, from_, to, progress)
     _say_where(name, to)
 
@@ -58,8 +61,11 @@ def list_(
     folder: Annotated[Path | None, typer.Option("--in", metavar="FOLDER", help="Cache folder, as --to of the others.")] = None,
 ) -> None:
     """Show which sets are there, where they are and where they come from."""
-    width = max(map(len, SOURCES))
-    for name in SOURCES:
+    with loading():
+        from torchrex.vision.data import data_folder
+        from torchrex.vision.data.cache import cache_path, read_about
+    width = max(map(len, SETS))
+    for name in SETS:
         if not cache_path(name, folder).exists():
             _print(f"{name:{width}}  not there ({data_folder(folder)})")
             continue
@@ -71,27 +77,24 @@ def list_(
 
 
 def _say_where(name: str, folder: Path | None) -> None:
+    from torchrex.vision.data.cache import read_about
+
     about = read_about(name, folder)
     _print(f"{name}: {about.n_images:,} images in {about.path} ({about.provenance})")
 
 
 def _print(line: str) -> None:
-    Console().print(line, markup=False, highlight=False, soft_wrap=True)
+    from torchrex.cli.consoles import stdout
 
-
-@contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Ctrl-C is one line that says what it leaves behind."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        Console(stderr=True).print(f"torchrex: interrupted; {what}", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(130) from None
+    stdout.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
 def _bar(title: str) -> Iterator[Callback | None]:
     """A callback (done, total) that draws one line, or None where stderr is not a terminal. The total may be 0 for not known."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None

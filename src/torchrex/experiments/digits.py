@@ -20,6 +20,7 @@ from torchrex.exchange import Ladder, ModuleEnsemble, NoSwaps, PairedVariance, R
 from torchrex.exchange.run import steps_on
 from torchrex.exchange.threads import few_threads
 from torchrex.experiments.jobs import Job, Trained
+from torchrex.experiments.place import Place
 from torchrex.posterior import PosteriorAverage
 from torchrex.posterior.progress import Callback
 from torchrex.recording import Trace
@@ -96,6 +97,9 @@ class DigitsConfig:
     def most_replicas(self) -> int:
         return self.n_rungs
 
+    def place(self, device: str) -> Place:
+        return Place(steps_on("cpu" if device == "auto" else device))
+
     def execute(
         self,
         jobs: Sequence[Job],
@@ -108,7 +112,7 @@ class DigitsConfig:
         """Train with one seed."""
         (job,) = jobs
         seed, checkpoints = job.seed, job.checkpoints
-        on = steps_on("cpu" if device == "auto" else device)
+        on = self.place(device).device
         (x, y), test = digits()
         scale = from_sgd(n_data=len(x), lr=self.lr_of_mean, momentum=self.momentum, weight_decay=self.weight_decay)
         energy = PosteriorEnergy(F.cross_entropy, n_data=len(x), prior=scale.prior)
@@ -142,9 +146,9 @@ class DigitsConfig:
                 observers=job.observers,
             )
         if outcome.status != "finished":
-            return outcome, [Trained(trace, device=str(on))]
+            return outcome, [Trained(trace)]
         tensors = {"probabilities": average.probabilities(self.answer)}
-        return outcome, [Trained(trace, self.metrics(average), tensors=tensors, device=str(on))]
+        return outcome, [Trained(trace, self.metrics(average), tensors=tensors)]
 
     @property
     def answer(self) -> int | None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from torchrex.checkpoint import Checkpoints
 from torchrex.errors import DataError, NonFiniteEnergyError
-from torchrex.exchange.run import steps_on
 from torchrex.experiments.images import N_TRAINING, ImageConfig
 from torchrex.experiments.jobs import Job, Trained
 from torchrex.posterior import PosteriorAverage
@@ -36,7 +35,7 @@ def train_images(
 ) -> tuple[Outcome, list[Trained]]:
     """Train jobs of one company side by side; what came of each, in the same order."""
     config: ImageConfig = jobs[0].config
-    on = steps_on(device)
+    on = config.place(device).device
     loader, extra, test = data_of(config, on)
     if on.type == "cpu" and config.n_steps * config.batch_size > MANY_IMAGES:
         logger.warning(
@@ -89,7 +88,7 @@ def train_images(
             outcome.steps,
             config.steps_per_epoch,
         )
-    return outcome, [_trained(job.config, member, outcome, on) for job, member in zip(jobs, members, strict=True)]
+    return outcome, [_trained(job.config, member, outcome) for job, member in zip(jobs, members, strict=True)]
 
 
 def data_of(config: ImageConfig, device: torch.device) -> tuple[DeviceLoader, DeviceLoader, list[tuple[Tensor, Tensor]]]:
@@ -122,14 +121,14 @@ def data_of(config: ImageConfig, device: torch.device) -> tuple[DeviceLoader, De
     return loader, extra, evaluation_batches(*held_out, Normalise(), EVALUATION_BATCH, device)
 
 
-def _trained(config: ImageConfig, member: Member, outcome: Outcome, device: torch.device) -> Trained:
+def _trained(config: ImageConfig, member: Member, outcome: Outcome) -> Trained:
     assert member.trace is not None
     if member.failure is not None or outcome.status != "finished":
-        return Trained(member.trace, failure=member.failure, device=str(device))
+        return Trained(member.trace, failure=member.failure)
     (average,) = member.averages
     metrics = metrics_of(config, average) | {"seconds_per_epoch": outcome.seconds / config.epochs}
     curves = curves_of(config, member.trace.tensors(), average)
-    return Trained(member.trace, metrics, curves, {"probabilities": average.probabilities(0)}, device=str(device))
+    return Trained(member.trace, metrics, curves, {"probabilities": average.probabilities(0)})
 
 
 def metrics_of(config: ImageConfig, average: PosteriorAverage) -> dict[str, Any]:

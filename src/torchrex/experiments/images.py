@@ -29,7 +29,9 @@ from torchrex.exchange import (
     ReplicaExchange,
     Smoothing,
 )
+from torchrex.exchange.run import steps_on
 from torchrex.experiments.jobs import Job, Trained
+from torchrex.experiments.place import Place
 from torchrex.posterior.progress import Callback
 from torchrex.samplers import SGHMC
 from torchrex.schedules import Schedule
@@ -200,14 +202,13 @@ class ImageConfig:
 
     def run(self, seed: int, device: torch.device, energy: PosteriorEnergy) -> ModuleExchange:
         """The run of one seed. `energy` is `self.energy()`, or the equal one of the job beside it, which compiles once then."""
-        fast = self.precision == "bfloat16" or (self.precision == "auto" and device.type == "cuda")
         run = ReplicaExchange(
             ModuleEnsemble(
                 self.model,
                 energy,
                 SGHMC(from_sgd(n_data=1, lr=1.0, momentum=self.momentum).friction),
                 device=device,
-                autocast=torch.bfloat16 if fast else None,
+                autocast=torch.bfloat16 if self.precision_on(device) == "bfloat16" else None,
                 channels_last=True,
             ),
             self.ladder(),
@@ -222,6 +223,16 @@ class ImageConfig:
         )
         assert isinstance(run, ModuleExchange)
         return run
+
+    def precision_on(self, device: torch.device) -> str:
+        """What "auto" becomes."""
+        if self.precision != "auto":
+            return self.precision
+        return "bfloat16" if device.type == "cuda" else "float32"
+
+    def place(self, device: str) -> Place:
+        on = steps_on(device)
+        return Place(on, self.precision_on(on))
 
     def execute(
         self, jobs: Sequence[Job], *, device: str, resume: bool, budget: float | None, progress: Callback | None

@@ -31,4 +31,3 @@ class Trained:
     curves: dict[str, Any] = field(default_factory=dict)  # name -> numbers over the course of the run, few enough for JSON
     tensors: dict[str, Tensor] = field(default_factory=dict)  # for the run folder
     failure: NonFiniteEnergyError | None = None
-    device: str = "cpu"  # where it was trained

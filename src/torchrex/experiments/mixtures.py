@@ -9,9 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torchrex.diagnostics import distance_curve, mean_and_error
 from torchrex.exchange import RepeatedDraws, RunningMean
+from torchrex.exchange.run import steps_on
 from torchrex.exchange.threads import few_threads
+from torchrex.experiments.place import Place
 from torchrex.posterior import Draws, sample
 from torchrex.posterior.sampling import Progress
 from torchrex.targets import Gaussian, GaussianMixture, NoiseModel, Noisy, StudentT
@@ -53,6 +54,9 @@ class MixtureConfig:
     def mixture(self) -> GaussianMixture:
         return GaussianMixture(self.weights, self.means, self.stds)
 
+    def place(self, device: str) -> Place:
+        return Place(steps_on("cpu" if device == "auto" else device))
+
     def draw(self, seed: int, *, device: str = "auto", progress: Progress | None = None) -> Draws:
         return sample(
             Noisy(self.mixture(), self.noise.model()),
@@ -65,7 +69,7 @@ class MixtureConfig:
             thin=self.thin,
             seed=seed,
             initial=self.start,
-            device="cpu" if device == "auto" else device,
+            device=self.place(device).device,
             progress=progress,
         )
 
@@ -75,6 +79,8 @@ class MixtureConfig:
             return self._measure(draws, self.mixture())
 
     def _measure(self, draws: Draws, mixture: GaussianMixture) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        from torchrex.diagnostics import distance_curve, mean_and_error  # scipy takes a second to load
+
         metrics: dict[str, Any] = {"n_steps": draws.n_steps, "n_runs": draws.n_chains}
 
         def add(name: str, per_run: Tensor) -> None:

@@ -16,11 +16,14 @@ from torchrex.experiments.digits import digits_recipes
 from torchrex.experiments.image_recipes import image_recipes
 from torchrex.experiments.jobs import Job, Trained
 from torchrex.experiments.mixtures import figure1_recipes
+from torchrex.experiments.place import Place
 from torchrex.experiments.tall import tall_recipes
 from torchrex.posterior import Draws
 from torchrex.posterior.progress import Callback
 from torchrex.posterior.sampling import Progress
 from torchrex.training import Outcome
+
+MOST_NAMED = 4  # recipes in a hint
 
 
 class Config(Protocol):
@@ -30,6 +33,8 @@ class Config(Protocol):
     def recipe(self) -> str: ...
     @property
     def n_steps(self) -> int: ...
+
+    def place(self, device: str) -> Place: ...  # where `--device` puts it; an error in one line if that is not there
 
 
 @runtime_checkable
@@ -61,10 +66,23 @@ def recipes() -> dict[str, Config]:
 
 
 def get_recipe(name: str) -> Config:
-    """The recipe of that name, or an error that names the nearest one."""
+    """The recipe of that name, or an error that names those it may have been meant for."""
     known = recipes()
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise RecipeError(f"there is no recipe {name!r}; {hint}`torchrex list` shows all of them")
+        meant, word = nearest(name, list(known))
+        hint = f"did you mean {_in_words(meant)}? " if meant else ""
+        raise RecipeError(f"there is no recipe {name!r}; {hint}`torchrex list{word}` shows all of them")
     return known[name]
+
+
+def nearest(name: str, known: Sequence[str]) -> tuple[list[str], str]:
+    """The names that begin with it, or have it in them, and what `list` shows these by; else the one that looks most like it."""
+    for meant in ([each for each in known if each.startswith(name)], [each for each in known if name in each]):
+        if name and meant:
+            return meant, f" {name}"
+    return difflib.get_close_matches(name, known, n=1, cutoff=0.5), ""
+
+
+def _in_words(names: Sequence[str]) -> str:
+    some = [*names] if len(names) <= MOST_NAMED else [*names[: MOST_NAMED - 1], f"{len(names) - MOST_NAMED + 1} others"]
+    return some[0] if len(some) == 1 else f"{', '.join(some[:-1])} or {some[-1]}"

@@ -17,8 +17,9 @@ from torch import Tensor
 
 import torchrex
 from torchrex.durable import replace_file
-from torchrex.errors import RunFolderError
+from torchrex.errors import NonFiniteEnergyError, RunFolderError
 from torchrex.experiments.config import to_json
+from torchrex.experiments.place import Place
 from torchrex.experiments.recipes import Config
 
 
@@ -61,11 +62,20 @@ class RunFolder:
     def _read(self, name: str) -> dict[str, Any] | None:
         path = self.path / name
         try:
-            return dict(json.loads(path.read_text()))
+            values = json.loads(path.read_text())
+            if not isinstance(values, dict):
+                raise ValueError(f"a {type(values).__name__} in place of an object")
+            return values
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
             raise RunFolderError(f"cannot read {path} ({error}); remove it or run again with --overwrite") from None
+
+    def make(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as failure:
+            raise RunFolderError(f"cannot make {self.path} ({failure.strerror}); choose another --out") from None
 
     def write_text(self, name: str, text: str) -> None:
         replace_file(self.path / name, text.encode())
@@ -92,7 +102,7 @@ def header(
     metrics: dict[str, Any],
     swaps: list[dict[str, Any]],
     seconds: float,
-    device: str,
+    place: Place,
 ) -> dict[str, Any]:
     """What every result.json has."""
     return {
@@ -103,9 +113,16 @@ def header(
         "swaps": swaps,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "wall_seconds": seconds,
-        "device": describe_device(device),
+        "device": place.name,
+        "precision": place.precision,
         "versions": versions(),
     }
+
+
+def named(failure: NonFiniteEnergyError, name: str) -> NonFiniteEnergyError:
+    """The same error, saying whose it is as a person knows it, by recipe and seed."""
+    failure.args = (str(failure).replace(f"(run {failure.run})", f"({name})"),)
+    return failure
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
@@ -114,12 +131,6 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 def same_config(folder: RunFolder, config: Config) -> bool:
     return bool(folder.config == to_json(config))
-
-
-def describe_device(device: str) -> str:
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name()
-    return f"CPU, {platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def versions() -> dict[str, str]:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from torchrex.errors import NonFiniteEnergyError, RunFolderError, TorchrexError
-from torchrex.experiments.config import dumps
+from torchrex.experiments import beside
+from torchrex.experiments.drawing import draw_into
 from torchrex.experiments.jobs import Job
 from torchrex.experiments.recipes import Config, DrawingConfig, TrainingConfig
-from torchrex.experiments.run_folder import RunFolder, header, is_finished, remove_if_empty, same_config, save_tensors
+from torchrex.experiments.run_folder import RunFolder, named, same_config
 from torchrex.experiments.slot import Slot
-from torchrex.posterior import Draws
 from torchrex.posterior.progress import Callback
-from torchrex.recording import Observer, count_swaps, open_logs
+from torchrex.recording import Observer, open_logs
 
 logger = logging.getLogger("torchrex")
 
@@ -55,17 +53,18 @@ def run_recipe(
         )
         return folder
     folder = RunFolder.of(out, config.recipe, seed)
+    config.place(device)  # before anything is written
     if open_logs(log, folder.path):
         logger.warning("%s samples a density and keeps all its draws: --log is for networks, and writes nothing", config.recipe)
+    beside.tidy(folder)
     if _is_done(folder, config, overwrite=overwrite, resume=resume):
         return folder
-    _make(folder)
     if resume:
         logger.warning("%s samples a density and keeps no checkpoints: it begins anew", config.recipe)
     if budget is not None:
         logger.warning("%s samples a density and keeps no checkpoints: it runs to its end whatever --budget says", config.recipe)
     assert isinstance(config, DrawingConfig)
-    return _draw(config, seed, folder, device=device, progress=progress)
+    return draw_into(folder, config, seed, device=device, progress=progress)
 
 
 def run_together(
@@ -81,7 +80,10 @@ def run_together(
     log: Sequence[str] = (),
 ) -> list[RunFolder]:
     """Train configs of one company, each with its seed, side by side; no result depends on the others."""
+    place = jobs[0][0].place(device)  # that of all of a company; before anything is written
     folders = [RunFolder.of(out, config.recipe, seed) for config, seed in jobs]
+    for folder in folders:
+        beside.tidy(folder)
     todo = [
         (config, seed, folder)
         for (config, seed), folder in zip(jobs, folders, strict=True)
@@ -94,7 +96,7 @@ def run_together(
         slot.require_room(overwrite=overwrite, resume=resume)
     watching = [(*observers, *open_logs(log, slot.folder.path)) for slot in slots]
     for slot in slots:
-        _make(slot.folder)
+        slot.folder.make()
     try:
         began = time.perf_counter()
         try:
@@ -108,8 +110,10 @@ def run_together(
                 progress=progress,
             )
         except NonFiniteEnergyError as failure:
+            if len(slots) == 1:
+                named(failure, f"{slots[0].config.recipe}, seed {slots[0].seed}")
             for slot in slots:
-                slot.write_failure(failure, time.perf_counter() - began, device)
+                slot.write_failure(failure, time.perf_counter() - began, place)
             raise
         except BaseException:
             for slot in slots:
@@ -117,9 +121,10 @@ def run_together(
             raise
         for slot, one in zip(slots, trained, strict=True):
             if one.failure is not None:
-                slot.write_failure(one.failure, outcome.seconds, one.device)
+                named(one.failure, f"{slot.config.recipe}, seed {slot.seed}")
+                slot.write_failure(one.failure, outcome.seconds, place)
             else:
-                slot.write(outcome, one, sum(each.config.n_rungs for each in slots))
+                slot.write(outcome, one, sum(each.config.n_rungs for each in slots), place)
         if trained[-1].failure is not None and all(one.failure is not None for one in trained):
             raise trained[-1].failure
         if outcome.status == "finished" and outcome.signal:  # it came during the last save: the next one is not begun
@@ -131,70 +136,34 @@ def run_together(
     return folders
 
 
+def require_room(jobs: Sequence[tuple[Config, int]], out: Path, *, overwrite: bool, resume: bool) -> None:
+    """Refuse what would be refused later, when others of these jobs have run for hours."""
+    for config, seed in jobs:
+        folder = RunFolder.of(out, config.recipe, seed)
+        beside.tidy(folder)
+        if not _is_done(folder, config, overwrite=overwrite, resume=resume) and isinstance(config, TrainingConfig):
+            Slot(config, seed, folder).require_room(overwrite=overwrite, resume=resume)
+
+
 def _is_done(folder: RunFolder, config: Config, *, overwrite: bool, resume: bool) -> bool:
     """Is there nothing to do? Or is there something in the way?"""
     there = None if overwrite else folder.result
     if there is None:
         return False
-    training = isinstance(config, TrainingConfig)
-    if resume and there.get("status") == "finished" and same_config(folder, config):
+    status, same, training = there.get("status"), same_config(folder, config), isinstance(config, TrainingConfig)
+    if resume and status == "finished" and same:
         return True
-    if not (resume and training):
-        advice = "add --resume to go on, or " if training and there["status"] != "finished" else ""
-        raise RunFolderError(
-            f"{folder.path} already holds a run that {'is' if there['status'] == 'finished' else 'was'} {there['status']}; "
-            f"{advice}choose another --out or --seed, or add --overwrite"
-        )
-    return False
-
-
-def _make(folder: RunFolder) -> None:
-    try:
-        folder.path.mkdir(parents=True, exist_ok=True)  # before the work, not after it
-    except OSError as failure:
-        raise RunFolderError(f"cannot make {folder.path} ({failure.strerror}); choose another --out") from None
-
-
-def _draw(config: DrawingConfig, seed: int, folder: RunFolder, *, device: str, progress: Callback | None) -> RunFolder:
-    """A run that returns draws. A finished run is replaced by a finished one alone: an attempt that is interrupted or fails
-    goes into a folder beside it.
-    """
-    began = time.perf_counter()
-    error = None
-    try:
-        draws = config.draw(seed, device=device, progress=progress)
-    except NonFiniteEnergyError as failure:
-        if failure.draws is None:
-            remove_if_empty(folder)
-            raise
-        draws, error = failure.draws, failure
-    except BaseException:
-        remove_if_empty(folder)
-        raise
-    seconds = time.perf_counter() - began
-    if draws.status != "finished" and is_finished(folder):
-        folder = RunFolder(folder.path.with_name(f"{folder.path.name}.{draws.status}"))
-    try:
-        shutil.rmtree(folder.path, ignore_errors=True)
-        folder.path.mkdir()
-        folder.write_text("config.json", dumps(config))
-        draws.save(folder.path / "draws.safetensors")  # safe before anything is computed from them
-        metrics: dict[str, Any] = {}
-        if error is None:
-            try:
-                metrics, trace = config.measure(draws)
-                save_tensors(trace, folder.path / "trace.safetensors")
-            except KeyboardInterrupt:
-                draws.status = "interrupted"
-        result = _result(config, seed, draws, metrics, seconds, device)
-        folder.write_text("result.json", dumps(result if error is None else {**result, "error": str(error)}))
-    except OSError as failure:
-        raise RunFolderError(f"cannot write {folder.path} ({failure}); choose another --out") from None
-    if error is not None:
-        raise error
-    return folder
-
-
-def _result(config: Config, seed: int, draws: Draws, metrics: dict[str, Any], seconds: float, device: str) -> dict[str, Any]:
-    swaps = count_swaps(draws.accepted.sum(1), draws.proposed.sum(1))
-    return header(config, seed, draws.status, metrics, swaps, seconds, device)
+    if resume and training:
+        return False  # and the slot looks at its settings
+    ends = {"finished": "that is finished", None: "whose result.json does not say how it ended"}
+    holds = ends.get(status, f"that was {status}")
+    if resume and not same:
+        advice = "with other settings; give the same --set, or add --overwrite to replace it"
+    elif resume:
+        advice = "and no checkpoints to go on from; add --overwrite to begin it anew"
+    elif status == "finished":
+        advice = "add --resume to keep it and run only what is missing, --overwrite to replace it"
+    else:
+        advice = f"add {'--resume to go on with it, ' if training else ''}--overwrite to begin it anew"
+    joined = " " if resume else "; "
+    raise RunFolderError(f"{folder.path} already holds a run {holds}{joined}{advice}, or choose another --out or --seed")

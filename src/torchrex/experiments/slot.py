@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from typing import Any
 
 from torchrex.checkpoint import Checkpoints
 from torchrex.errors import NonFiniteEnergyError, RunFolderError
+from torchrex.experiments import beside
 from torchrex.experiments.config import dumps, to_json
 from torchrex.experiments.jobs import Trained
+from torchrex.experiments.place import Place
 from torchrex.experiments.recipes import TrainingConfig
 from torchrex.experiments.run_folder import RunFolder, header, is_finished, remove_if_empty, same_config, save_tensors
 from torchrex.recording import remove_logs
@@ -22,7 +23,6 @@ class Slot:
     def __init__(self, config: TrainingConfig, seed: int, folder: RunFolder) -> None:
         self.config, self.seed, self.folder = config, seed, folder
         self.checkpoints = folder.path / "checkpoints"
-        self._replaced = folder.path.with_name(f"{folder.path.name}.replaced")
 
     def require_room(self, *, overwrite: bool, resume: bool) -> None:
         """Refuse to go on with a run that was not asked for, or that is another one."""
@@ -42,8 +42,7 @@ class Slot:
     def begin(self, *, overwrite: bool) -> None:
         path = self.folder.path
         if overwrite and is_finished(self.folder):
-            shutil.rmtree(self._replaced, ignore_errors=True)
-            os.replace(path, self._replaced)
+            beside.set_aside(self.folder)
             path.mkdir()
         elif overwrite:
             shutil.rmtree(self.checkpoints, ignore_errors=True)
@@ -56,32 +55,27 @@ class Slot:
         if any(Checkpoints(self.checkpoints).steps()):
             return
         shutil.rmtree(self.checkpoints, ignore_errors=True)
-        if self._replaced.exists():
-            shutil.rmtree(self.folder.path, ignore_errors=True)
-            os.replace(self._replaced, self.folder.path)
-        elif self.folder.result is None:
+        if not beside.put_back(self.folder) and self.folder.result is None:
             remove_logs(self.folder.path)
             (self.folder.path / "config.json").unlink(missing_ok=True)
             remove_if_empty(self.folder)
 
-    def write_failure(self, failure: NonFiniteEnergyError, seconds: float, device: str) -> None:
-        head = header(self.config, self.seed, "failed", {}, [], seconds, device)
+    def write_failure(self, failure: NonFiniteEnergyError, seconds: float, place: Place) -> None:
+        head = header(self.config, self.seed, "failed", {}, [], seconds, place)
         self.folder.write_text("result.json", dumps({**head, "error": str(failure)}))
 
-    def write(self, outcome: Outcome, trained: Trained, n_replicas: int) -> None:
+    def write(self, outcome: Outcome, trained: Trained, n_replicas: int, place: Place) -> None:
         finished = outcome.status == "finished"
         if finished:
             save_tensors({**trained.trace.tensors(), **trained.tensors}, self.folder.path / "trace.safetensors")
-        result = header(
-            self.config, self.seed, outcome.status, trained.metrics, trained.trace.swaps(), outcome.seconds, trained.device
-        )
+        result = header(self.config, self.seed, outcome.status, trained.metrics, trained.trace.swaps(), outcome.seconds, place)
         result["steps_done"] = trained.trace.n_steps
         result["replicas_side_by_side"] = n_replicas  # whose time the seconds are
         result |= {"curves": trained.curves} if trained.curves else {}
         result |= {"signal": outcome.signal} if outcome.status == "interrupted" else {}
         self.folder.write_text("result.json", dumps(result))
         if finished:
-            shutil.rmtree(self._replaced, ignore_errors=True)
+            beside.let_go(self.folder)
 
 
 def _differences(one: dict[str, Any], other: dict[str, Any]) -> str:

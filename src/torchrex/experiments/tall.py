@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrex.diagnostics import mean_and_error
 from torchrex.exchange import PairedVariance
+from torchrex.exchange.run import steps_on
+from torchrex.experiments.place import Place
 from torchrex.posterior import Draws, sample
 from torchrex.posterior.sampling import Progress
 from torchrex.targets import TallPosterior, laplace, logistic_regression, simulate_logistic
@@ -43,6 +44,9 @@ class LogisticConfig:
         features, labels, _ = simulate_logistic(self.n_data, self.dim, seed=self.data_seed)
         return logistic_regression(features, labels, prior_precision=self.prior_precision, batch_size=self.batch_size)
 
+    def place(self, device: str) -> Place:
+        return Place(steps_on("cpu" if device == "auto" else device))
+
     def draw(self, seed: int, *, device: str = "auto", progress: Progress | None = None) -> Draws:
         target = self.target()
         mode, covariance = laplace(target)
@@ -60,12 +64,14 @@ class LogisticConfig:
             thin=self.thin,
             seed=seed,
             initial=mode + z @ torch.linalg.cholesky(covariance).T,
-            device="cpu" if device == "auto" else device,
+            device=self.place(device).device,
             progress=progress,
         )
 
     def measure(self, draws: Draws) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Errors of the posterior means, in posterior sds, and ratios of the sds to the reference."""
+        from torchrex.diagnostics import mean_and_error  # scipy takes a second to load
+
         mode, covariance = laplace(self.target())
         sd = covariance.diagonal().sqrt()
         metrics: dict[str, Any] = {"n_steps": draws.n_steps, "n_runs": draws.n_chains}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torchrex.experiments.images import PAPER_EPOCHS
-from torchrex.report.images import MSGD, PAPER_SEEDS, SGHMC, ImageTable, effects_of, row_of
+from torchrex.report.images import EXCHANGING, INDEPENDENT, MSGD, PAPER_SEEDS, SGHMC, ImageTable, effects_of, row_of
 
 SWAPS_HEAD = (
     "What the swaps did beyond the equal-compute ensemble (the same pair without swaps), and for rung 0 beyond SGHMC; in points, "
@@ -104,13 +104,14 @@ NARROW = {
 FIRST_TO_GO = ("one\nnet", "ECE\n%", "NLL", "prob.\nlast")  # where a terminal is narrow
 
 
-def as_table(table: ImageTable, console: Console) -> Table:
-    """The most telling columns, as many of them as the console has room for."""
+def as_table(table: ImageTable, console: Console) -> tuple[Table, list[str]]:
+    """The most telling columns, as many of them as the console has room for, and their heads."""
     for n_gone in range(len(FIRST_TO_GO) + 1):
-        shown = _table(table, [head for head in NARROW if head not in FIRST_TO_GO[:n_gone]])
+        heads = [head for head in NARROW if head not in FIRST_TO_GO[:n_gone]]
+        shown = _table(table, heads)
         if console.measure(shown, options=console.options.update(width=1000)).maximum <= console.width:
             break
-    return shown
+    return shown, heads
 
 
 def _table(table: ImageTable, heads: Sequence[str]) -> Table:
@@ -127,20 +128,37 @@ def _table(table: ImageTable, heads: Sequence[str]) -> Table:
     return shown
 
 
-def notes(table: ImageTable) -> list[str]:
-    """What a reader must know of the rows that are there."""
-    rows, said = table.rows, []
-    said.append(
-        "ours: ± 2 standard deviations over n seeds. Rules icml2020: as in the authors' code, which sums logits and reports the "
-        "best epoch on the test images; clean: the average of probabilities at the end. NLL and ECE are those of that average."
-    )
-    said.append(
-        f"off by: (ours - paper) / sqrt(sd_ours²/n + sd_paper²/{PAPER_SEEDS}), the paper's sd being half its ±."
-        + (" * one seed only: our sd is taken to be the paper's." if any(row["z_has_the_papers_sd"] for row in rows) else "")
-    )
-    said.append(
-        "one net: the newest network alone, in rows of both rungs the two newest. min: of the group that trained together."
-    )
+def notes(table: ImageTable, heads: Iterable[str]) -> list[str]:
+    """What a reader must know of the rows and columns that are there."""
+    rows, shown = table.rows, {" ".join(head.replace(",", "").split()) for head in heads}
+    families = {row["family"] for row in rows}
+    said = ["ours: ± 2 standard deviations over n seeds." if any(row["ours"]["two_sd"] for row in rows) else "ours: one seed."]
+    rules = {
+        "icml2020": "icml2020: as in the authors' code, which sums logits and reports the best epoch on the test images",
+        "clean": "clean: the average of probabilities at the end",
+    }
+    said[0] += f" Rules of {'; '.join(words for family, words in rules.items() if family in families)}."
+    of_average = [name for name in ("NLL", "ECE %") if name in shown]
+    if of_average:
+        both = " and ".join(name.removesuffix(" %") for name in of_average)
+        said[0] += f" {both}: of the average of probabilities at the end."
+    off = next((head for head in ("off by (s.e.)", "s.e. off") if head in shown), "")
+    if off and any(row["z"] is not None for row in rows):
+        said.append(
+            f"{off}: (ours - paper) / sqrt(sd_ours²/n + sd_paper²/{PAPER_SEEDS}), the paper's sd being half its ±."
+            + (" * one seed only: our sd is taken to be the paper's." if any(row["z_has_the_papers_sd"] for row in rows) else "")
+        )
+    if "prob. last" in shown and "logits last" not in shown:
+        said.append("prob. last: accuracy of the average of probabilities at the end.")
+    elif "prob. last" in shown:
+        said.append(
+            "logits, prob.: accuracy of the sum of logits and of the average of probabilities, at the end or the best epoch."
+        )
+    if "one net" in shown:
+        both_rungs = any(row["method"] in (EXCHANGING.title, INDEPENDENT.title) for row in rows)
+        said.append(f"one net: the newest network alone{', in rows of both rungs the two newest' if both_rungs else ''}.")
+    if "min" in shown:
+        said.append("min: of the group that trained together.")
     if any(marked(row).endswith("†") for row in rows):
         said.append("† rung 0 of the pair without swaps, where SGHMC was not run by itself: the same run bit for bit.")
     if any(marked(row).endswith("‡") for row in rows):
@@ -166,7 +184,7 @@ def as_markdown(what: str, table: ImageTable) -> str:
     lines += ["| " + " | ".join(WIDE) + " |", "|---" * len(WIDE) + "|"]
     lines += ["| " + " | ".join(words(row) for words in WIDE.values()) + " |" for row in table.rows]
     lines += ["", SWAPS_HEAD, ""]
-    lines += [f"- {line}" for line in swap_lines(table)] + ["", *(f"- {note}" for note in notes(table))]
+    lines += [f"- {line}" for line in swap_lines(table)] + ["", *(f"- {note}" for note in notes(table, WIDE))]
     for head, words in (("not run", table.not_run), ("not finished", table.unfinished)):
         lines += ["", f"{head}: {', '.join(words)}"] if words else []
     return "\n".join(lines) + "\n"

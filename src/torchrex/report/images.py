@@ -101,10 +101,7 @@ def finished_runs(out: Path, recipes: Mapping[str, ImageConfig]) -> tuple[list[R
         seeds = (re.fullmatch(r"seed=(\d+)", path.name) for path in (out / name).glob("seed=*"))
         for seed in sorted(int(found[1]) for found in seeds if found):
             folder = RunFolder.of(out, name, seed)
-            try:
-                config, result = folder.config, folder.result
-            except TypeError:  # JSON, but not an object
-                raise RunFolderError(f"cannot read the JSON files in {folder.path}; run it again with --overwrite") from None
+            config, result = folder.config, folder.result
             if result is None or result.get("status") != "finished":
                 unfinished.append(f"{name} seed {seed} ({'no result' if result is None else result.get('status')})")
                 continue

@@ -100,6 +100,8 @@ def read_packed(
     arrays = _read_labels(folder, parts)
     total, done = sum(source.count(part) for part in PARTS), 0
     shards = [(part, shard) for part, entry in parts.items() for shard in entry.shards]
+    if progress is not None:
+        progress(0, total)  # the first shards take seconds
     decoded: dict[str, list[npt.NDArray[Any]]] = {part: [] for part in parts}
     with contextlib.closing(_decode_all(folder, [shard for _, shard in shards], procs)) as pictures:
         for (part, shard), images in zip(shards, pictures, strict=True):

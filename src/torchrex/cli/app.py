@@ -1,0 +1,104 @@
+"""Which commands there are. A command is loaded when it is called, so that help and slips of the pen are answered at once."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+import torchrex
+from torchrex.cli.interrupts import loading, told
+
+PLAIN: dict[str, Any] = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
+
+
+class Place(NamedTuple):
+    """Where a command is, and what is said of it in the list of commands: the first line of its own help."""
+
+    module: str
+    name: str
+    words: str
+
+
+COMMANDS = {
+    "list": Place("listing", "list_recipes", "Show all recipes, those with a word in their name, or the settings of one."),
+    "run": Place("run", "run", "Run one recipe into OUT/RECIPE/seed=S/."),
+    "reproduce": Place(
+        "reproduce",
+        "reproduce",
+        "Run what is missing of a figure or table, draw it, and print the numbers, beside the paper's where it has some.",
+    ),
+    "report": Place(
+        "report",
+        "report",
+        "Write one page about all runs in DIR: tables beside the paper's numbers, charts, advice, and how to repeat each run.",
+    ),
+    "doctor": Place(
+        "doctor", "doctor", "Say in plain words what is wrong with a run and what to change, with the numbers behind it."
+    ),
+    "compare": Place(
+        "compare",
+        "compare",
+        "Compare runs with the first, paired by seed: differences, standard errors, verdicts that do not overclaim.",
+    ),
+    "data": Place("data", "data_app", "Image sets: get them, and see which are there."),
+}
+
+
+class Commands(TyperGroup):
+    """The commands by name, each loaded when it is asked for."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._loaded: set[str] = set()
+        for name in COMMANDS:  # their names are known, for "did you mean"
+            self.add_command(TyperCommand(name))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in COMMANDS and cmd_name not in self._loaded:
+            self.add_command(load(cmd_name), cmd_name)
+            self._loaded.add(cmd_name)
+        return super().get_command(ctx, cmd_name)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, place.words) for name, place in COMMANDS.items()])
+
+    # typer leaves without a word at Ctrl-C, in whatever it does between the two.
+
+    def make_context(self, *arguments: Any, **settings: Any) -> Any:
+        with told():
+            return super().make_context(*arguments, **settings)
+
+    def invoke(self, ctx: Any) -> Any:
+        with told():
+            return super().invoke(ctx)
+
+
+def load(name: str) -> Any:
+    """The command of that name as typer runs it."""
+    place = COMMANDS[name]
+    with loading():
+        found = getattr(importlib.import_module(f"torchrex.cli.{place.module}"), place.name)
+    if isinstance(found, typer.Typer):
+        return typer.main.get_command(found)
+    alone = typer.Typer(**PLAIN)
+    alone.command(name)(found)
+    return typer.main.get_command(alone)
+
+
+app = typer.Typer(
+    help="Adaptive replica exchange stochastic gradient MCMC: run recipes, reproduce the paper.",
+    no_args_is_help=True,
+    cls=Commands,
+    **PLAIN,
+)
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        typer.echo(f"torchrex {torchrex.__version__}")
+        raise typer.Exit

@@ -1,0 +1,39 @@
+"""`torchrex list`: which recipes there are, and what can be set."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from torchrex.cli.interrupts import loading
+
+
+def list_recipes(
+    recipe: Annotated[str, typer.Argument(help="Show the settings of this one, or all with this in their name.")] = "",
+) -> None:
+    """Show all recipes, those with a word in their name, or the settings of one."""
+    with loading():
+        from rich.table import Table
+
+        from torchrex.cli.consoles import stdout
+        from torchrex.experiments.config import descriptions, to_json
+        from torchrex.experiments.recipes import get_recipe, recipes
+    shown = {name: config for name, config in recipes().items() if recipe in name}
+    if recipe and (recipe in shown or not shown):
+        settings = Table("setting", "value", "", box=None, header_style="bold")
+        config = get_recipe(recipe)
+        said = descriptions(config)
+        for name, value in to_json(config).items():
+            settings.add_row(name, ",".join(map(str, value)) if isinstance(value, list) else str(value), said.get(name, ""))
+        stdout.print(settings)
+        stdout.print(f" {config.n_steps:,} steps in all", highlight=False)
+        return
+    table = Table("recipe", "rungs", "F", "steps", "runs", box=None, header_style="bold")
+    table.columns[0].no_wrap, table.columns[0].min_width = True, max(map(len, shown))
+    for name, config in shown.items():
+        rungs = len(getattr(config, "temperatures", ())) or 1
+        swaps = rungs > 1 and getattr(config, "swaps", True)
+        factor = f"{getattr(config, 'correction_factor', 1.0):g}" if swaps else "-"
+        table.add_row(name, str(rungs), factor, f"{config.n_steps:,}", str(getattr(config, "n_runs", 1)))
+    stdout.print(table)

@@ -1,0 +1,38 @@
+"""`torchrex run`: its arguments. What it does is in `running`, which is loaded when they are understood."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchrex.cli.budget import seconds_of
+from torchrex.cli.interrupts import loading
+from torchrex.cli.options import Budget, Device, Log, Out, Overwrite, Resume, Seed, Seeds, Set
+from torchrex.errors import ConfigError
+
+
+def run(
+    recipe: Annotated[str, typer.Argument(help="A name from `torchrex list`.")],
+    set_: Set = None,
+    seed: Seed = 0,
+    seeds: Seeds = 1,
+    out: Out = Path("runs"),
+    device: Device = "auto",
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    budget: Budget = "",
+    log: Log = None,
+) -> None:
+    """Run one recipe into OUT/RECIPE/seed=S/."""
+    if resume and overwrite:
+        raise ConfigError("--resume goes on with a run and --overwrite begins it anew; give one of them")
+    seconds = seconds_of(budget)
+    with loading():
+        from torchrex.cli.running import run_seeds
+        from torchrex.experiments.config import override
+        from torchrex.experiments.recipes import get_recipe
+    config = override(get_recipe(recipe), set_ or [])
+    each = range(seed, seed + seeds)
+    run_seeds(config, each, out, device=device, overwrite=overwrite, resume=resume, budget=seconds, log=log or ())
