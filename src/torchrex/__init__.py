@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` 
 
     from torchrex import schedules
     from torchrex.checkpoint import Checkpoints
+    from torchrex.distributed import ReplicaMesh, replica_mesh
     from torchrex.errors import TorchrexError
     from torchrex.exchange import (
         AllInTurn,
@@ -63,6 +64,7 @@ __version__ = "0.1.0"
 # Where the names below live.
 _HOMES = {
     "checkpoint": "Checkpoints",
+    "distributed": "ReplicaMesh replica_mesh",
     "errors": "TorchrexError",
     "exchange": (
         "AllInTurn ConstantFactor EvenOdd KnownVariance Ladder ModuleEnsemble NoSwaps PairedVariance PerExample "
@@ -114,6 +116,7 @@ __all__ = [
     "RandomPair",
     "RepeatedDraws",
     "ReplicaExchange",
+    "ReplicaMesh",
     "RunningMean",
     "SideBySide",
     "Smoothing",
@@ -131,6 +134,7 @@ __all__ = [
     "from_sgd",
     "log_swap_ratio",
     "logistic_regression",
+    "replica_mesh",
     "sample",
     "schedules",
     "train",

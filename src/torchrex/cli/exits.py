@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 import typer
 
 from torchrex.cli.app import app
 from torchrex.cli.interrupts import Interrupted
-from torchrex.errors import TorchrexError
+from torchrex.errors import RankError, TorchrexError
 
 
 class Warnings(logging.Handler):
@@ -29,14 +30,30 @@ def call() -> None:
     logger.addHandler(warnings)
     try:
         app()
+    except RankError as error:
+        how = "what was saved is whole, and the same command with --resume goes on from it"
+        _tell(f"{error}; {how}", loudly=error.speaks, red=True)
+        sys.exit(2)
     except TorchrexError as error:
-        typer.secho(f"torchrex: {error}", fg="red", err=True)
+        _tell(str(error), loudly=_is_first(), red=True)
         sys.exit(2)
     except Interrupted as interrupted:
-        typer.secho(f"torchrex: {interrupted}", err=True)
+        _tell(str(interrupted), loudly=_is_first())
         sys.exit(interrupted.exit_code)
     except KeyboardInterrupt:
-        typer.secho("torchrex: interrupted", err=True)
+        _tell("interrupted", loudly=_is_first())
         sys.exit(130)
     finally:
         logger.removeHandler(warnings)
+        if "torchrex.distributed" in sys.modules:  # otherwise there is nothing to leave
+            sys.modules["torchrex.distributed"].leave()
+
+
+def _is_first() -> bool:
+    """Of several processes that met the same, one tells; what a single one met, the others tell."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _tell(words: str, *, loudly: bool, red: bool = False) -> None:
+    if loudly:
+        typer.secho(f"torchrex: {words}", fg="red" if red else None, err=True)

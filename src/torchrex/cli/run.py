@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +29,8 @@ def run(
     """Run one recipe into OUT/RECIPE/seed=S/."""
     if resume and overwrite:
         raise ConfigError("--resume goes on with a run and --overwrite begins it anew; give one of them")
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun begins again after a rank was lost
+        resume, overwrite = True, False
     seconds = seconds_of(budget)
     with loading():
         from torchrex.cli.running import run_seeds

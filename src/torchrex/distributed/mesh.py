@@ -6,6 +6,7 @@ minibatch between them, and average their gradients. Weights stay where they are
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -151,4 +152,9 @@ def replica_mesh(n_replicas: int, device: torch.device | str | None = None) -> R
         return ReplicaMesh(n_replicas)
     kind = torch.device(device).type if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
     data = max(1, crew.size // n_replicas)
-    return ReplicaMesh(n_replicas, crew, init_device_mesh(kind, (crew.size // data, data), mesh_dim_names=("replica", "data")))
+    return ReplicaMesh(n_replicas, crew, _device_mesh(kind, crew.size // data, data))
+
+
+@functools.cache  # every one opens connections of its own
+def _device_mesh(kind: str, n_replica_ranks: int, n_data_ranks: int) -> DeviceMesh:
+    return init_device_mesh(kind, (n_replica_ranks, n_data_ranks), mesh_dim_names=("replica", "data"))

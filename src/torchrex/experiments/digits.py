@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchrex.checkpoint import Checkpoints
+from torchrex.distributed import replica_mesh
 from torchrex.errors import ConfigError, MissingDependencyError
 from torchrex.exchange import Ladder, ModuleEnsemble, NoSwaps, PairedVariance, ReplicaExchange
 from torchrex.exchange.run import steps_on
@@ -117,7 +118,14 @@ class DigitsConfig:
         scale = from_sgd(n_data=len(x), lr=self.lr_of_mean, momentum=self.momentum, weight_decay=self.weight_decay)
         energy = PosteriorEnergy(F.cross_entropy, n_data=len(x), prior=scale.prior)
         run = ReplicaExchange(
-            ModuleEnsemble(self.model, energy, SGHMC(scale.friction), initial="independent", device=on),
+            ModuleEnsemble(
+                self.model,
+                energy,
+                SGHMC(scale.friction),
+                initial="independent",
+                device=on,
+                mesh=replica_mesh(self.n_rungs, on),
+            ),
             self.ladder(len(x)),
             noise=PairedVariance(self.smoothing) if self.n_rungs > 1 else None,
             correction_factor=self.correction_factor,

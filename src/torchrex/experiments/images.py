@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torchrex.distributed import replica_mesh
 from torchrex.errors import ConfigError, InvalidArgumentError
 from torchrex.exchange import (
     Ladder,
@@ -210,6 +211,7 @@ class ImageConfig:
                 device=device,
                 autocast=torch.bfloat16 if self.precision_on(device) == "bfloat16" else None,
                 channels_last=True,
+                mesh=replica_mesh(self.n_rungs, device),
             ),
             self.ladder(),
             noise=self.noise(),

@@ -7,15 +7,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchrex.distributed import join
 from torchrex.errors import NonFiniteEnergyError, RunFolderError, TorchrexError
 from torchrex.experiments import beside
 from torchrex.experiments.drawing import draw_into
-from torchrex.experiments.jobs import Job
+from torchrex.experiments.jobs import Job, Trained
+from torchrex.experiments.place import Place
 from torchrex.experiments.recipes import Config, DrawingConfig, TrainingConfig
 from torchrex.experiments.run_folder import RunFolder, named, same_config
 from torchrex.experiments.slot import Slot
 from torchrex.posterior.progress import Callback
 from torchrex.recording import Observer, open_logs
+from torchrex.training import Outcome
 
 logger = logging.getLogger("torchrex")
 
@@ -81,68 +84,87 @@ def run_together(
 ) -> list[RunFolder]:
     """Train configs of one company, each with its seed, side by side; no result depends on the others."""
     place = jobs[0][0].place(device)  # that of all of a company; before anything is written
+    crew = join()  # of several processes the first keeps the folders, and what it meets there all of them meet
     folders = [RunFolder.of(out, config.recipe, seed) for config, seed in jobs]
-    for folder in folders:
-        beside.tidy(folder)
-    todo = [
-        (config, seed, folder)
-        for (config, seed), folder in zip(jobs, folders, strict=True)
-        if not _is_done(folder, config, overwrite=overwrite, resume=resume)
-    ]
-    if not todo:
+    slots = [Slot(config, seed, folder) for (config, seed), folder in zip(jobs, folders, strict=True)]
+    chosen: list[int] = []
+    with crew.all_or_none("look at the run folders", RunFolderError):
+        if crew.is_first:
+            for folder in folders:
+                beside.tidy(folder)
+            chosen = [k for k, s in enumerate(slots) if not _is_done(s.folder, s.config, overwrite=overwrite, resume=resume)]
+            for k in chosen:
+                slots[k].require_room(overwrite=overwrite, resume=resume)
+    slots = [slots[k] for k in crew.first(chosen)]
+    if not slots:
         return folders
-    slots = [Slot(config, seed, folder) for config, seed, folder in todo]
-    for slot in slots:
-        slot.require_room(overwrite=overwrite, resume=resume)
-    watching = [(*observers, *open_logs(log, slot.folder.path)) for slot in slots]
-    for slot in slots:
-        slot.folder.make()
+    watching: list[tuple[Observer, ...]] = [() for _ in slots]
+    with crew.all_or_none("making of the run folders", RunFolderError):
+        if crew.is_first:
+            watching = [(*observers, *open_logs(log, slot.folder.path)) for slot in slots]
+            for slot in slots:
+                slot.folder.make()
+    began = time.perf_counter()
     try:
-        began = time.perf_counter()
-        try:
-            for slot in slots:
+        with crew.all_or_none("making of the run folders", RunFolderError):
+            for slot in slots if crew.is_first else ():
                 slot.begin(overwrite=overwrite)
-            outcome, trained = todo[0][0].execute(
-                [Job(slot.config, slot.seed, slot.checkpoints, each) for slot, each in zip(slots, watching, strict=True)],
-                device=device,
-                resume=resume,
-                budget=budget,
-                progress=progress,
-            )
-        except NonFiniteEnergyError as failure:
-            if len(slots) == 1:
-                named(failure, f"{slots[0].config.recipe}, seed {slots[0].seed}")
-            for slot in slots:
-                slot.write_failure(failure, time.perf_counter() - began, place)
-            raise
-        except BaseException:
-            for slot in slots:
-                slot.undo_if_nothing_is_done()
-            raise
+        outcome, trained = slots[0].config.execute(
+            [Job(slot.config, slot.seed, slot.checkpoints, each) for slot, each in zip(slots, watching, strict=True)],
+            device=device,
+            resume=resume,
+            budget=budget,
+            progress=progress,
+        )
+    except NonFiniteEnergyError as failure:
+        if len(slots) == 1:
+            named(failure, f"{slots[0].config.recipe}, seed {slots[0].seed}")
+        for slot in slots if crew.is_first else ():
+            slot.write_failure(failure, time.perf_counter() - began, place)
+        raise
+    except BaseException as failure:
+        for slot in slots if crew.is_first else ():
+            slot.undo_if_nothing_is_done()
+        if isinstance(failure, OSError) and not isinstance(failure, TorchrexError):
+            raise _cannot_write(slots[0], failure) from None
+        raise
+    with crew.all_or_none("writing of the results", RunFolderError):
+        if crew.is_first:
+            _write_all(slots, outcome, trained, place)
+    if trained[-1].failure is not None and all(one.failure is not None for one in trained):
+        raise trained[-1].failure
+    if outcome.status == "finished" and outcome.signal:  # it came during the last save: the next one is not begun
+        raise KeyboardInterrupt(outcome.signal)
+    return folders
+
+
+def _write_all(slots: Sequence[Slot], outcome: Outcome, trained: Sequence[Trained], place: Place) -> None:
+    try:
         for slot, one in zip(slots, trained, strict=True):
             if one.failure is not None:
                 named(one.failure, f"{slot.config.recipe}, seed {slot.seed}")
                 slot.write_failure(one.failure, outcome.seconds, place)
             else:
                 slot.write(outcome, one, sum(each.config.n_rungs for each in slots), place)
-        if trained[-1].failure is not None and all(one.failure is not None for one in trained):
-            raise trained[-1].failure
-        if outcome.status == "finished" and outcome.signal:  # it came during the last save: the next one is not begun
-            raise KeyboardInterrupt(outcome.signal)
     except OSError as failure:
         if isinstance(failure, TorchrexError):
             raise
-        raise RunFolderError(f"cannot write {slots[0].folder.path} ({failure}); choose another --out") from None
-    return folders
+        raise _cannot_write(slots[0], failure) from None
+
+
+def _cannot_write(slot: Slot, failure: OSError) -> RunFolderError:
+    return RunFolderError(f"cannot write {slot.folder.path} ({failure}); choose another --out")
 
 
 def require_room(jobs: Sequence[tuple[Config, int]], out: Path, *, overwrite: bool, resume: bool) -> None:
     """Refuse what would be refused later, when others of these jobs have run for hours."""
-    for config, seed in jobs:
-        folder = RunFolder.of(out, config.recipe, seed)
-        beside.tidy(folder)
-        if not _is_done(folder, config, overwrite=overwrite, resume=resume) and isinstance(config, TrainingConfig):
-            Slot(config, seed, folder).require_room(overwrite=overwrite, resume=resume)
+    crew = join()
+    with crew.all_or_none("look at the run folders", RunFolderError):
+        for config, seed in jobs if crew.is_first else ():
+            folder = RunFolder.of(out, config.recipe, seed)
+            beside.tidy(folder)
+            if not _is_done(folder, config, overwrite=overwrite, resume=resume) and isinstance(config, TrainingConfig):
+                Slot(config, seed, folder).require_room(overwrite=overwrite, resume=resume)
 
 
 def _is_done(folder: RunFolder, config: Config, *, overwrite: bool, resume: bool) -> bool:

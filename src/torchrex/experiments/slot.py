@@ -6,6 +6,7 @@ import shutil
 from typing import Any
 
 from torchrex.checkpoint import Checkpoints
+from torchrex.distributed import join
 from torchrex.errors import NonFiniteEnergyError, RunFolderError
 from torchrex.experiments import beside
 from torchrex.experiments.config import dumps, to_json
@@ -71,6 +72,7 @@ class Slot:
         result = header(self.config, self.seed, outcome.status, trained.metrics, trained.trace.swaps(), outcome.seconds, place)
         result["steps_done"] = trained.trace.n_steps
         result["replicas_side_by_side"] = n_replicas  # whose time the seconds are
+        result["processes"] = join().size
         result |= {"curves": trained.curves} if trained.curves else {}
         result |= {"signal": outcome.signal} if outcome.status == "interrupted" else {}
         self.folder.write_text("result.json", dumps(result))
