@@ -1,12 +1,18 @@
 """What does watching a run cost? The digits run with and without the live display and the logs, in turns in one process.
 
-`python benchmarks/live.py --out benchmarks/results/live.json`
+`taskset -c 1 python benchmarks/live.py --turns 30`; it also puts its table into benchmarks/README.md.
 
-Two answers. `share` is the processor time spent inside the observer's calls over that of the run around them: exact, but blind to
-what watching does to the rest. `ratio` is a watched run over the bare one of the same turn: blind to nothing, but a busy machine
-changes its pace by more than 1 % from run to run, so look at its standard error. Every turn runs each contestant once, in an
-order that rotates; the first turn warms up and is not counted. The display draws on a pseudo-terminal that is read, as a real one
-is.
+Two answers, both in processor time, so that waiting for other processes is not counted:
+
+    share   the time spent inside the observer's calls, by this thread, over that of the run around them: exact, but blind to what
+            watching does to the rest (caches, the thread that reads the terminal)
+    ratio   a watched run over the bare one of the same turn: blind to nothing, but a machine that others use changes its pace by
+            more than 1 % from run to run. Hence the median over turns, which a few disturbed ones do not move, with its standard
+            error from 10,000 resamples of the turns
+
+Every turn runs each contestant once, in an order that rotates; the first turn warms up and is not counted. "Nothing asked" is an
+observer that does nothing: its ratio is what the method takes for a difference where there is none. The display draws on a
+pseudo-terminal that is read, as a real one is.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ import argparse
 import contextlib
 import os
 import pty
+import random
 import statistics
 import sys
 import tempfile
@@ -27,12 +34,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from record import HERE, surroundings, write
+from record import HERE, setting, surroundings, write
 from torchrex.experiments import get_recipe
 from torchrex.experiments.config import override
 from torchrex.experiments.jobs import Job
 from torchrex.recording import JsonLines, LiveDisplay, Observer, TensorBoard
 
+RESULT = HERE / "results" / "live.json"
 CALLS = ("on_start", "on_steps", "on_draw", "on_save", "on_end")
 WATCHERS = ("none", "nothing asked", "live display", "jsonl", "tensorboard")
 
@@ -94,7 +102,7 @@ def seconds_of(name: str, epochs: int, console: Console) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "live.json")
+    parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--turns", type=int, default=11)
     parser.add_argument("--epochs", type=int, default=100)
     arguments = parser.parse_args()
@@ -113,27 +121,41 @@ def main() -> None:
     results = []
     for name in WATCHERS[1:]:
         ratios = [100 * (with_ / without - 1) for with_, without in zip(times[name], times["none"], strict=True)]
-        result = {
-            "name": name,
-            "share_percent": {
-                "median": 100 * statistics.median(inside[name]),
-                "min": 100 * min(inside[name]),
-                "max": 100 * max(inside[name]),
-            },
-            "ratio_percent": {
-                "median": statistics.median(ratios),
-                "mean": statistics.fmean(ratios),
-                "se": statistics.stdev(ratios) / len(ratios) ** 0.5,
-            },
-        }
-        results.append(result)
-        share, ratio = result["share_percent"], result["ratio_percent"]
-        print(
-            f"{name:15} share {share['median']:.3f} % (max {share['max']:.3f}), ratio {ratio['mean']:+.2f} ± {ratio['se']:.2f} %"
-        )
+        shares = [100 * share for share in inside[name]]
+        results.append({"name": name, "share_percent": median_of(shares), "ratio_percent": median_of(ratios)})
     record = surroundings(sys.argv[0], "torch", "rich", "tensorboard")
-    record |= {"turns": arguments.turns, "epochs": arguments.epochs, "seconds_bare": statistics.median(times["none"])}
-    write(arguments.out, {**record, "results": results})
+    record |= {"turns": arguments.turns, "epochs": arguments.epochs, "seconds_bare": median_of(times["none"])}
+    record["results"] = results
+    write(arguments.out, record)
+    print(table(record))
+    if arguments.out == RESULT:
+        into_page(record)
+
+
+def median_of(values: list[float]) -> dict[str, float]:
+    """The median, its standard error by resampling, and the extremes."""
+    draw = random.Random(0)
+    medians = [statistics.median(draw.choices(values, k=len(values))) for _ in range(10_000)]
+    return {"median": statistics.median(values), "se": statistics.stdev(medians), "min": min(values), "max": max(values)}
+
+
+def table(record: dict[str, Any]) -> str:
+    """Percent of a digits run that each observer takes."""
+    lines = ["| watching by | inside its calls, % (min to max) | watched over bare run, % |", "|---|---|---|"]
+    for r in record["results"]:
+        share, ratio = r["share_percent"], r["ratio_percent"]
+        inside = f"**{share['median']:.2f}** ({share['min']:.2f} to {share['max']:.2f})"
+        lines.append(f"| {r['name']} | {inside} | {ratio['median']:+.2f} ± {ratio['se']:.2f} |")
+    return "\n".join(lines)
+
+
+def into_page(record: dict[str, Any]) -> None:
+    """Put the table between its marks in benchmarks/README.md."""
+    page = HERE / "README.md"
+    before, mark, rest = page.read_text().partition("<!-- live -->\n")
+    if mark:
+        _, _, after = rest.partition("<!-- end -->")
+        page.write_text(f"{before}{mark}{table(record)}\n\n{setting(record)}\n<!-- end -->{after}")
 
 
 if __name__ == "__main__":

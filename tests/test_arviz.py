@@ -97,6 +97,7 @@ def test_attributes(three_rungs):
         assert (attrs["inference_library"], attrs["inference_library_version"]) == ("torchrex", tr.__version__)
         assert (attrs["n_steps"], attrs["status"]) == (60, "finished")
         assert json.loads(attrs["settings"]) == three_rungs.settings
+        assert "step 0" not in attrs["settings"]
     assert "estimate" in tree["sample_stats"]["minibatch_energy"].attrs["description"]
 
 
@@ -104,7 +105,24 @@ def test_one_rung_has_no_pairs():
     tree = tr.sample(gaussian, dim=1, temperatures=(1.0,), lr=0.1, n_steps=20, n_runs=2).to_datatree()
     assert set(tree["sample_stats"].data_vars) == {"minibatch_energy"}
     assert set(tree["replica_exchange"].data_vars) == {"energy", "replica_at"}
-    assert tree["posterior"]["coordinate"].values.tolist() == [0]
+    assert "coordinate" not in tree["posterior"].coords
+
+
+@pytest.mark.parametrize(("names", "row"), [(None, "x"), (["x"], "x"), (["mass"], "mass"), ("mass", "mass")])
+def test_one_coordinate_is_a_scalar(mixture, names, row):
+    tree = mixture.to_datatree(names)
+    assert list(tree["posterior"].data_vars) == [row]
+    assert tree["posterior"][row].dims == ("chain", "draw")
+    assert np.array_equal(tree["posterior"][row], mixture.values[:, :, 0])
+    assert list(az.summary(to_arviz(tree)).index) == [row]
+    assert mixture.plot(names)[0, 0].get_xlabel() == mixture.plot(names)[0, 1].get_ylabel() == row
+
+
+@pytest.mark.parametrize("name", ["chain", "draw", "step", "a/b"])
+def test_names_that_no_variable_can_have(mixture, name):
+    with pytest.raises(InvalidArgumentError, match="no slash and be none of chain, draw, step") as caught:
+        mixture.to_datatree([name])
+    assert "\n" not in str(caught.value)
 
 
 def test_half_precision_is_widened(three_rungs):
@@ -123,8 +141,14 @@ def test_names_must_fit(three_rungs, names):
 
 
 @pytest.mark.parametrize("kind", ["netcdf", "zarr"])
-def test_files_give_back_the_same_tree(three_rungs, tmp_path, kind):
-    tree, path = three_rungs.to_datatree(["alpha", "β", "c"]), tmp_path / f"draws.{kind}"
+@pytest.mark.parametrize("of", ["three coordinates", "one coordinate", "digits"])
+def test_files_give_back_the_same_tree(three_rungs, mixture, digits_traces, tmp_path, kind, of):
+    trees = {
+        "three coordinates": lambda: three_rungs.to_datatree(["alpha", "β", "c"]),
+        "one coordinate": lambda: mixture.to_datatree(["β"]),
+        "digits": lambda: trace_to_datatree(digits_traces, settings={"recipe": "digits/resghmc"}),
+    }
+    tree, path = trees[of](), tmp_path / f"draws.{kind}"
     if kind == "netcdf":
         tree.to_netcdf(path)
     else:
@@ -151,9 +175,9 @@ def plot_trace(data, **options):
 
 def test_arviz_on_a_mixture(mixture):
     table = az.summary(mixture.to_arviz(["position"]), round_to="none")
-    assert list(table.index) == ["x[position]"]
-    assert table.loc["x[position]", "mean"] == pytest.approx(float(mixture.mean()), rel=1e-4)
-    assert table.loc["x[position]", "sd"] == pytest.approx(float(mixture.std()), rel=1e-3)
+    assert list(table.index) == ["position"]
+    assert table.loc["position", "mean"] == pytest.approx(float(mixture.mean()), rel=1e-4)
+    assert table.loc["position", "sd"] == pytest.approx(float(mixture.std()), rel=1e-3)
     plot_trace(mixture.to_arviz(["position"]))
     assert plt.get_fignums()
     assert "noise_variance[0]" in az.summary(mixture.to_arviz(), group="sample_stats").index
@@ -306,7 +330,7 @@ def test_convergence_agrees_with_the_table_of_arviz(mixture):
     found, table = convergence(mixture, ["position"]), az.summary(mixture.to_arviz(["position"]), round_to="none")
     assert found.names == ("position",)
     for name, column in (("rhat", "r_hat"), ("ess_bulk", "ess_bulk"), ("ess_tail", "ess_tail"), ("mcse_mean", "mcse_mean")):
-        assert float(getattr(found, name)) == pytest.approx(table.loc["x[position]", column], rel=1e-3)
+        assert float(getattr(found, name)) == pytest.approx(table.loc["position", column], rel=1e-3)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.02)])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import logging
 import math
+import re
 import sys
 import time
 
@@ -21,6 +23,7 @@ from torchrex.experiments import get_recipe, run_recipe
 from torchrex.experiments.config import override
 from torchrex.recording import JsonLines, LiveDisplay, Observer, TensorBoard, Watched, live, read_log
 from torchrex.recording.live_picture import Line, draw
+from torchrex.recording.live_resize import extra_rows, reflows
 from torchrex.recording.observer import Windows
 
 N_STEPS = 90
@@ -189,6 +192,20 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_is(tmp_path, crash_at):
     assert mine == whole
 
 
+@pytest.mark.parametrize("junk", ['{"kind": "odd"}', '{"kind": "steps", "step": "9"}', "[1]", "not JSON"])
+def test_a_resumed_run_cuts_its_log_where_it_is_damaged(tmp_path, junk):
+    """What another program wrote into it stops nobody, and what follows it counts no more."""
+    path = tmp_path / "log.jsonl"
+    with pytest.raises(RuntimeError, match="crash"):
+        go(observers=[JsonLines(path, every=25), Told(stop_at=65)], folder=tmp_path / "c")
+    first, *rest = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([first, junk, "\n", *rest]))
+    go(observers=JsonLines(path, every=25), folder=tmp_path / "c")
+    log = read_log(path)
+    assert [line["kind"] for line in log[:3]] == ["start", "start", "steps"]
+    assert [line["first"] for line in steps_of(log)] == [61, 76, 81]
+
+
 def test_a_run_that_begins_anew_begins_its_log_anew_and_a_log_is_of_one_run(tmp_path):
     log = JsonLines(tmp_path / "log.jsonl")
     go(observers=log)
@@ -230,6 +247,13 @@ def test_a_log_is_json_whatever_the_numbers_and_is_read_up_to_the_damage(tmp_pat
 # TensorBoard
 
 
+@pytest.fixture
+def in_order(monkeypatch):
+    """TensorBoard sorts files of one second and one process by the text of a number: 10 comes before 9, but 1001 after 1000."""
+    writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
+    monkeypatch.setattr(writer, "_global_uid", writer.AtomicCounter(1000))
+
+
 def events_of(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -256,15 +280,72 @@ def test_tensorboard_says_what_the_trace_says(tmp_path):
         assert shown == pytest.approx(of_replica[:, replica].view(3, 30).mean(1).tolist(), rel=1e-5)
         stands = [event.value for event in found.Scalars(f"rung_of/replica_{replica}")]
         assert stands == kept["replica_at"].argsort(1)[29::30, replica].tolist()
-    assert found.Scalars("swaps_of_this_call/pair_0")[-1].value == kept["accepted"].item()
+    assert found.Scalars("swaps/pair_0")[-1].value == kept["accepted"].item()
     assert found.Scalars("lr/rung_0")[-1].value == pytest.approx(1e-3 * 0.99**89, rel=1e-5)
 
 
+@pytest.mark.usefixtures("in_order")
 def test_tensorboard_hides_what_is_done_again(tmp_path):
     with pytest.raises(RuntimeError, match="crash"):
         go(observers=[TensorBoard(tmp_path / "t", every=10), Told(stop_at=70)], folder=tmp_path / "c", every=50)
     go(observers=[TensorBoard(tmp_path / "t", every=10)], folder=tmp_path / "c", every=50)
     assert [event.step for event in events_of(tmp_path / "t").Scalars("energy/rung_0")] == list(range(10, 91, 10))
+
+
+def swaps_shown(folder):
+    found = events_of(folder)
+    names = {tag.partition("/")[0] for tag in found.Tags()["scalars"] if tag.startswith("swaps") and found.Scalars(tag)}
+    assert len(names) == 1
+    name = names.pop()
+    return name, {event.step: event.value for event in found.Scalars(f"{name}/pair_0")}
+
+
+@pytest.mark.usefixtures("in_order")
+@pytest.mark.parametrize(("crash_at", "every"), [(70, 50), (37, 15), (5, 50)])
+def test_tensorboard_counts_swaps_on_after_a_resume(tmp_path, crash_at, every):
+    """Between checkpoints, at points that are none, and before the first one; then once more after it was interrupted."""
+    path = tmp_path / "t"
+    with pytest.raises(RuntimeError, match="crash"):
+        go(observers=[TensorBoard(path, every=20), Told(stop_at=crash_at)], folder=tmp_path / "c", every=every)
+    with pytest.raises(RuntimeError, match="crash"):
+        go(observers=[TensorBoard(path, every=20), Told(stop_at=80)], folder=tmp_path / "c", every=every)
+    _, trace, _ = go(observers=[TensorBoard(path, every=20)], folder=tmp_path / "c", every=every)
+    name, shown = swaps_shown(path)
+    steps = trace.tensors()["swap_steps"]
+    assert name == "swaps"
+    assert shown == {step: int((steps < step).sum()) for step in shown}
+    assert set(range(20, N_STEPS, 20)) | {N_STEPS} <= set(shown)
+    assert len(steps) > shown[20] > 0
+
+
+@pytest.mark.usefixtures("in_order")
+def test_tensorboard_says_since_when_it_counts_if_it_came_late(tmp_path):
+    path = tmp_path / "t"
+    with pytest.raises(RuntimeError, match="crash"):
+        go(observers=[Told(stop_at=45)], folder=tmp_path / "c", every=40)
+    with pytest.raises(RuntimeError, match="crash"):
+        go(observers=[TensorBoard(path, every=20), Told(stop_at=85)], folder=tmp_path / "c", every=40)
+    _, trace, _ = go(observers=[TensorBoard(path, every=20)], folder=tmp_path / "c", every=40)
+    name, shown = swaps_shown(path)
+    steps = trace.tensors()["swap_steps"]
+    assert name == "swaps_since_step_40"
+    assert shown == {step: int(((steps >= 40) & (steps < step)).sum()) for step in (60, 80, 90)}
+    # A run that begins anew in the same folder hides all that, whatever steps it had.
+    go(observers=[TensorBoard(path, every=20)], folder=tmp_path / "new", every=40)
+    assert swaps_shown(path) == ("swaps", {step: int((steps < step).sum()) for step in (20, 40, 60, 80, 90)})
+
+
+@pytest.mark.usefixtures("in_order")
+def test_tensorboard_does_not_count_on_from_points_of_another_run(tmp_path):
+    path = tmp_path / "t"
+    go(observers=[TensorBoard(path, every=20)], folder=tmp_path / "another", every=40)
+    with pytest.raises(RuntimeError, match="crash"):
+        go(observers=[TensorBoard(path, every=20), Told(stop_at=25)], folder=tmp_path / "c", every=20)
+    with pytest.raises(RuntimeError, match="crash"):
+        go(observers=[Told(stop_at=45)], folder=tmp_path / "c", every=20)  # not logged: the point at 40 is the other run's
+    go(observers=[TensorBoard(path, every=20)], folder=tmp_path / "c", every=20)
+    scalars = events_of(path).Tags()["scalars"]
+    assert "swaps_since_step_40/pair_0" in scalars
 
 
 def small(*more):
@@ -374,6 +455,117 @@ def test_the_display_shows_the_run_and_leaves_the_screen_clean(monkeypatch):
         assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is back
         assert shown.endswith("\x1b[2K")  # and the last thing was to erase
         assert console._live_stack == []
+
+
+class Screen(io.StringIO):
+    """A terminal that breaks lines when it becomes narrower, as far as the display uses it; it never scrolls."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width, self.rows, self.row, self.column = width, [""], 0, 0
+
+    def write(self, text):
+        for part in re.findall(r"\x1b\[[?\d]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
+            if part == "\r":
+                self.column = 0
+            elif part == "\n":
+                self.row, self.column = self.row + 1, 0
+                self.rows += [""] * (self.row == len(self.rows))
+            elif part == "\x1b[2K":
+                self.rows[self.row] = ""
+            elif part == "\x1b[1A":
+                assert self.row > 0, "above the top of the terminal"
+                self.row -= 1
+            elif part[0] != "\x1b":
+                line = self.rows[self.row]
+                self.rows[self.row] = line[: self.column].ljust(self.column) + part + line[self.column + len(part) :]
+                self.column += len(part)
+                assert self.column <= self.width, "a line too long"
+            else:
+                assert part in ("\x1b[?25l", "\x1b[?25h"), repr(part)
+        return len(text)
+
+    def narrow(self, width):
+        broken = [[row[k : k + width] for k in range(0, len(row), width)] or [""] for row in self.rows]
+        self.row = sum(map(len, broken[: self.row + 1])) - 1  # the display leaves the cursor at the end of its last line
+        self.rows, self.width = [row for rows in broken for row in rows], width
+        self.column = len(self.rows[self.row])
+
+
+@pytest.mark.parametrize("ends_at", [120, 99, 75, 40, 20])
+def test_a_terminal_that_becomes_narrower_keeps_no_pieces(monkeypatch, ends_at):
+    """Neither of pictures before, nor are lines erased that were there before the display."""
+    monkeypatch.setattr(live, "AT_LEAST", 0.0)
+    for name in ("XTERM_VERSION", "STY"):
+        monkeypatch.delenv(name, raising=False)
+    screen = Screen(120)
+    console = Console(file=screen, force_terminal=True, width=120, height=30, color_system=None, _environ={})
+    screen.write("what was there\nbefore\n")
+
+    class Narrows(Observer):
+        def on_steps(self, watched, infos):
+            if screen.width > ends_at:
+                width = next(width for width in (99, 75, 40, 20) if width < screen.width)
+                screen.narrow(width)
+                console.size = (width, 30)
+
+    go(observers=[LiveDisplay("bar", console=console), SeesTheScreen(screen), Narrows()])
+    assert screen.width == ends_at
+    while screen.rows and not screen.rows[-1]:
+        screen.rows.pop()
+    assert screen.rows == ["what was there", "before"]
+
+
+def test_a_terminal_that_becomes_narrower_just_before_the_end_is_left_clean(monkeypatch):
+    monkeypatch.setattr(live, "AT_LEAST", 0.0)
+    for name in ("XTERM_VERSION", "STY"):
+        monkeypatch.delenv(name, raising=False)
+    screen = Screen(120)
+    console = Console(file=screen, force_terminal=True, width=120, height=30, color_system=None, _environ={})
+    screen.write("before\n")
+    with LiveDisplay("a title", 1000, console=console) as display:
+        display.progress(10, 1000)
+        screen.narrow(20)
+        console.size = (20, 30)
+    assert "".join(screen.rows) == "before"
+
+
+class SeesTheScreen(Observer):
+    """After every picture there is one bar on it."""
+
+    def __init__(self, screen):
+        self.screen = screen
+
+    def on_steps(self, watched, infos):
+        text = "\n".join(self.screen.rows)
+        assert text.startswith("what was there\nbefore\n")
+        assert text.count("bar") == 1, text
+        assert text.count("temperature") == (self.screen.width >= 72), text
+
+
+def test_a_terminal_that_does_not_break_lines_keeps_what_was_there():
+    picture = draw("training", 50, 1000, 61.0, lines_of(1), 120, 30)
+    widths = [len(line) for line in text_of(picture, 120).splitlines()]
+    for width in (99, 75, 40, 20):
+        rows = sum(-(-n // width) for n in widths)
+        assert extra_rows(terminal(width), picture, drawn_for=120, width=width) == rows - len(widths)
+    assert reflows({})
+    assert not reflows({"XTERM_VERSION": "XTerm(388)"})
+    assert not reflows({"STY": "1.pts"})
+    assert reflows({"TMUX": "x", "XTERM_VERSION": "XTerm(388)"})
+
+
+def test_a_new_size_is_drawn_at_once(monkeypatch):
+    """Also when pictures are dear and the next one would be far away."""
+    monkeypatch.setattr(live, "AT_LEAST", 0.0)
+    console = terminal()
+    with LiveDisplay("t", 100, console=console) as display:
+        display._cost = 100.0
+        display.progress(10, 100)
+        assert "10 of 100" not in console.file.getvalue()
+        console.size = (80, 30)
+        display.progress(11, 100)
+        assert "11 of 100" in console.file.getvalue()
 
 
 def test_the_display_is_silent_where_nobody_looks(capfd):

@@ -96,6 +96,25 @@ def test_tables_in_notebooks():
     assert cells_of(draws)[5] == f"{float(draws.mean()[0]):.4g}"
 
 
+def test_what_is_zero_or_one_is_not_said():
+    run, display = make_run(), tr.LiveDisplay()
+    assert "step" not in repr(display)
+    assert "step 0 of 9" in repr(tr.LiveDisplay("t", 9))
+    every, some = tr.PosteriorAverage(batches(2)), tr.PosteriorAverage(batches(2), every=5, burn_in=1000)
+    tr.train(run, batches(7), 2, average=[every, some], trace=(trace := tr.Trace()))
+    assert "2 draws, at every step</p>" in every._repr_html_()
+    assert "0 draws, one every 5 steps after 1,000</p>" in some._repr_html_()
+    assert "2 steps, all kept</p>" in trace._repr_html_()
+    assert "0 steps, one in 3 kept</p>" in tr.Trace(3)._repr_html_()
+
+
+def test_tables_bring_no_colours_along():
+    """So they are readable in a dark notebook."""
+    draws = tr.sample(lambda x: -x.square().sum(-1), dim=1, temperatures=(1.0, 2.0), lr=0.1, n_steps=20)
+    assert "color" not in draws._repr_html_()
+    assert "background" not in draws._repr_html_()
+
+
 def test_nothing_in_a_table_is_markup():
     draws = tr.sample(lambda x: -x.square().sum(-1), dim=1, temperatures=(1.0,), lr=0.1, n_steps=20)
     draws.status, draws.settings = "<b>&", {"<script>": "x"}

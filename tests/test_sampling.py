@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import torchrex as tr
 from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyError, RunFolderError, TargetError
-from torchrex.posterior.draws import DrawRecorder
+from torchrex.posterior.draw_recorder import DrawRecorder
+from torchrex.posterior.draws_file import SHAPES
 
 
 def gaussian(x):
@@ -75,11 +78,80 @@ def test_save_and_load(tmp_path):
     assert torch.equal(back.values, draws.values)
     assert torch.equal(back.replica_at, draws.replica_at)
     assert (back.n_steps, back.status, back.settings) == (draws.n_steps, draws.status, draws.settings)
-    with pytest.raises(RunFolderError, match="no file"):
-        tr.Draws.load(tmp_path / "absent")
-    (tmp_path / "bad").write_bytes(b"\x80\x04pickle")
-    with pytest.raises(RunFolderError, match="does not hold torchrex draws"):
-        tr.Draws.load(tmp_path / "bad")
+
+
+def refused(path):
+    """The one line that is said of it."""
+    with pytest.raises(RunFolderError) as caught:
+        tr.Draws.load(path)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def test_files_that_are_not_draws(tmp_path):
+    tr.sample(gaussian, dim=2, temperatures=(1.0, 2.0), lr=0.1, n_steps=50).save(tmp_path / "draws.safetensors")
+    whole, path = (tmp_path / "draws.safetensors").read_bytes(), tmp_path / "other"
+    assert refused(path) == f"there is no file {path}"
+    assert f"is a folder; load {tmp_path / 'draws.safetensors'}" in refused(tmp_path)
+    (tmp_path / "empty folder").mkdir()
+    assert "is a folder; give the file itself" in refused(tmp_path / "empty folder")
+    for size in (50, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        assert f"is damaged, perhaps cut off: it ends after {size:,} bytes" in refused(path)
+    path.write_bytes(b"")
+    assert "is empty" in refused(path)
+    for text in (b"\x80\x04pickle", b"a text that is long enough to have a header", b'{"a": 1}{"a": 1}'):
+        path.write_bytes(text)
+        assert "is not a safetensors file; give what Draws.save wrote" in refused(path)
+    save_file({name: torch.ones(1) for name in "abcdef"}, path)
+    assert "is a safetensors file of another kind: it holds a, b, c, d and 2 more" in refused(path)
+    save_file({"a": torch.ones(1)}, path, {"torchrex": "{}"})
+    assert "of another kind: it holds a;" in refused(path)
+
+
+def test_files_whose_tensors_do_not_fit_each_other(tmp_path):
+    draws, path = tr.sample(gaussian, dim=2, temperatures=(1.0, 2.0), lr=0.1, n_steps=50, n_runs=3), tmp_path / "d"
+    replace(draws, energy=draws.energy[1:]).save(path)
+    assert "see its energy of shape (49, 2, 3)" in refused(path)
+    replace(draws, accepted=draws.accepted[0]).save(path)
+    assert "see its accepted of shape (3,)" in refused(path)
+    replace(draws, replica_at=draws.replica_at[:, :1], energy=draws.energy[:, :1]).save(path)
+    assert "does not hold draws" in refused(path)
+    replace(draws, n_steps="50", settings=[]).save(path)
+    assert "see its n_steps, settings" in refused(path)
+    save_file({name: getattr(draws, name).contiguous() for name in SHAPES}, path, {"torchrex": "[1]"})
+    assert "see its n_steps, status, settings" in refused(path)
+
+
+def test_places_where_draws_cannot_be_saved(tmp_path):
+    draws = tr.sample(gaussian, dim=1, temperatures=(1.0,), lr=0.1, n_steps=5)
+    for path, why in ((tmp_path, "Is a directory"), (tmp_path / "absent" / "d", "No such file or directory")):
+        with pytest.raises(RunFolderError, match=f"cannot write .* \\({why}\\); give the name of a file") as caught:
+            draws.save(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_settings_say_what_ran_and_not_where_it_stood():
+    draws = tr.sample(gaussian, dim=1, temperatures=(1.0, 2.0), lr=0.1, n_steps=20, seed=3)
+    assert draws.settings["seed"] == 3
+    assert "Ladder((1, 2), lrs=0.1)" in draws.settings["run"]
+    for text in (str(draws.settings), draws._repr_html_(), draws.summary(), repr(draws)):
+        assert "step 0" not in text
+    assert "steps_before" not in draws.settings
+    ensemble = tr.TensorEnsemble.start(tr.LogDensity(gaussian, 1), n_rungs=2)
+    run = tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1))
+    first, second = tr.collect(run, 20), tr.collect(run, 20)
+    assert second.settings == {**first.settings, "steps_before": 20}
+
+
+def test_every_text_rounds_the_rate_alike():
+    """634 of 800 is 79.25 %, which single precision and double round to different sides."""
+    draws = tr.sample(gaussian, dim=1, temperatures=(1.0, 2.0), lr=0.1, n_steps=20)
+    for made in (0, 634, 218, 800):
+        draws = replace(draws, accepted=torch.tensor([[made]]), proposed=torch.tensor([[800]]))
+        shown = f"{100 * (made / 800):.3g} %"
+        assert all(shown in text for text in (draws._repr_html_(), repr(draws), draws.summary()))
 
 
 def test_ctrl_c_keeps_what_is_done():

@@ -1,6 +1,7 @@
 """How a run looks to ArviZ: an xarray DataTree with its schema's groups, and one of our own for the ladder.
 
     posterior          x (chain, draw, coordinate)                                          draws of rung 0; densities only
+                       or, of one coordinate alone, its name or x (chain, draw)
     sample_stats       minibatch_energy, swapped (chain, draw), noise_variance (.., pair)   one number for every draw
     replica_exchange   energy, replica_at (chain, draw, rung), noise_variance, [correction, swaps] (chain, draw, pair),
                        accepted, proposed (chain, pair)                                     how the ladder behaved
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from torchrex.posterior.draws import Draws
 
+AXES = ("chain", "draw", "step")
 TRACE_TENSORS = ("steps", "energy", "replica_at", "noise_variance", "accepted", "proposed")
 MEANINGS = {
     "minibatch_energy": "estimate of the negative log posterior on rung 0, a sum over the data, made at the start of the step",
@@ -65,11 +67,17 @@ def to_arviz(tree: DataTree) -> Any:
 def draws_to_datatree(draws: Draws, names: Sequence[str] | None = None) -> DataTree:
     """The draws of a density; `names` are those of its coordinates, numbers if not given."""
     labels = coordinate_labels(names, draws.values.shape[2])
+    if names and any(label in AXES or "/" in str(label) for label in labels):
+        raise InvalidArgumentError(f"names must hold no slash and be none of {', '.join(AXES)}, which are axes, got {names!r}")
     per_draw = {  # (chain, draw, rung or pair)
         name: getattr(draws, name).permute(2, 0, 1) for name in ("energy", "replica_at", "noise_variance")
     }
     totals = {"accepted": draws.accepted.T, "proposed": draws.proposed.T}
     about = {"n_steps": draws.n_steps, "status": draws.status, "settings": _as_json(draws.settings)}
+    if len(labels) == 1:
+        # A scalar: the table of ArviZ says x, and not x[x].
+        (title,) = coordinate_titles(names, 1)
+        return _tree({title: (("chain", "draw"), draws.values[:, :, 0])}, {}, per_draw, totals, draws.steps, about)
     posterior = {"x": (("chain", "draw", "coordinate"), draws.values)}
     # Names as objects: zarr 3 has no settled format for numpy's text of fixed length, and warns.
     coordinate = np.array(labels, dtype=object if names else int)
@@ -123,6 +131,14 @@ def coordinate_labels(names: Sequence[str] | None, dim: int) -> list[str] | list
     if not all(isinstance(name, str) for name in labels) or len(labels) != dim or len(set(labels)) != dim:
         raise InvalidArgumentError(f"names must be {dim} different strings, one for each coordinate, got {names!r}")
     return labels
+
+
+def coordinate_titles(names: Sequence[str] | None, dim: int) -> list[str]:
+    """The coordinates as tables and pictures call them: x[a], x[b]; one alone is called by its name, or x."""
+    labels = coordinate_labels(names, dim)
+    if dim == 1:
+        return ["x" if names is None else str(labels[0])]
+    return [f"x[{label}]" for label in labels]
 
 
 def _tree(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from torchrex.exchange import FactorRule, Ladder, NoiseEstimator, Pairing, Repli
 from torchrex.exchange.momentum import MomentumPolicy
 from torchrex.exchange.run import steps_on
 from torchrex.exchange.threads import few_threads
-from torchrex.posterior.draws import DrawRecorder, Draws
+from torchrex.posterior.draw_recorder import DrawRecorder
+from torchrex.posterior.draws import Draws
 from torchrex.posterior.progress import Callback, progress_bar
 from torchrex.samplers import Sampler
 from torchrex.targets import LogDensity, Target
@@ -124,7 +125,10 @@ def collect(
         with progress_bar("sampling", n_steps) as bar:
             return collect(run, n_steps, thin=thin, burn_in=burn_in, progress=bar, settings=settings)
     recorder = DrawRecorder(n_steps, thin=thin, burn_in=burn_in)
-    settings = {"run": repr(run), **(settings or {})}
+    # Not repr(run), which says where the run stands now; that is worth a word only if it has gone some way before.
+    earlier = {"steps_before": run.n_steps} if run.n_steps else {}
+    described = f"ReplicaExchange({cast(Any, run).ensemble!r}, {run.rules.ladder!r})"
+    settings = {"run": described, **earlier, **(settings or {})}
     status = "finished"
     try:
         for info in run.advance(n_steps):

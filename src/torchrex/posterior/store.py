@@ -12,24 +12,22 @@ marked moment, so going back to one restores exactly what was there, and the sam
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torchrex.durable import replace_file
 from torchrex.errors import CheckpointError, InvalidArgumentError
-from torchrex.posterior.average import Examples, predict_all, split_batch
-from torchrex.posterior.metrics import Prediction, predictive_entropy
-from torchrex.posterior.store_files import check_size, draw_as_bytes, load_into, read_draw
+from torchrex.posterior.metrics import Prediction
+from torchrex.posterior.store_files import check_size, draw_as_bytes, read_draw
 from torchrex.posterior.store_index import INDEX, Index, Keep, Moment, StoredDraw, check_settings, file_of
+from torchrex.posterior.store_predict import predict_with
 
 OURS = re.compile(r"draw-\d{9,}\.safetensors(\.part)?|index\.json\.part")  # what may be removed if the index does not name it
 
@@ -171,7 +169,6 @@ class DrawStore:
         for draw in self._index.there():
             yield draw.step, draw.rung, read_draw(self.folder, draw)
 
-    @torch.no_grad()
     def predict(
         self,
         model: nn.Module | Callable[[], nn.Module],
@@ -193,27 +190,7 @@ class DrawStore:
             raise InvalidArgumentError(
                 f"{self.folder} holds no draw of rung {rung} (it has rungs {rungs}); add draws or choose another"
             )
-        module = (copy.deepcopy(model) if isinstance(model, nn.Module) else model()).eval()
-        call = forward or (lambda module, batch: _call(module, batch, target_key))
-        examples: Examples | None = None
-        mean: Tensor | None = None
-        entropy: Tensor | None = None
-        for draw in chosen:
-            load_into(module, read_draw(self.folder, draw), draw.file)
-            name = f"the draw of rung {draw.rung} at step {draw.step}"
-            _, (probabilities,), seen = predict_all(
-                data, lambda batch, _: call(module, batch), names=[name], first=examples, target_key=target_key
-            )
-            examples = examples or seen
-            mean = probabilities if mean is None else mean + probabilities
-            own = predictive_entropy(probabilities)
-            entropy = own if entropy is None else entropy + own
-        assert mean is not None  # at least one draw was chosen
-        assert entropy is not None
-        assert examples is not None
-        mean, total = mean / len(chosen), predictive_entropy(mean / len(chosen))
-        labels = examples.marks if examples.labelled else None
-        return Prediction(mean, labels, total, total - entropy / len(chosen), len(chosen))
+        return predict_with(model, data, self.folder, chosen, target_key=target_key, forward=forward)
 
     def _go_back(self, moment: Moment) -> None:
         old = [draw for draw in self._index.draws if draw.number < moment.seen]
@@ -281,15 +258,3 @@ def _read_index(folder: Path) -> Index:
     for draw in index.there():
         check_size(folder, draw)
     return index
-
-
-def _call(module: nn.Module, batch: Any, target_key: str) -> Tensor:
-    inputs, _ = split_batch(batch, target_key)
-    here = next((tensor.device for tensors in (module.parameters(), module.buffers()) for tensor in tensors), torch.device("cpu"))
-
-    def moved(value: Any) -> Any:
-        return value.to(here) if isinstance(value, Tensor) else value
-
-    if isinstance(inputs, Mapping):
-        return cast(Tensor, module(**{name: moved(value) for name, value in inputs.items()}))
-    return cast(Tensor, module(*map(moved, inputs)))

@@ -137,7 +137,7 @@ def _end_of(path: Path, step: int) -> int:
     end = 0
     if path.exists():
         for line, after in _lines(path, warn=False):
-            if line.get("step", 0) > step:
+            if not isinstance(line.get("step"), int) or line["step"] > step:
                 break
             end = after
     return end

@@ -8,15 +8,19 @@ small network.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions, RenderableType
+from rich.control import Control
 from rich.live import Live
+from rich.segment import ControlType
 
 from torchrex.exchange import StepInfo
 from torchrex.recording.live_picture import Line, draw
+from torchrex.recording.live_resize import extra_rows, reflows
 from torchrex.recording.observer import Average, Observer, Watched, Windows, metrics_of
 
 SHARE = 1 / 250  # of the time, for drawing
@@ -40,6 +44,7 @@ class LiveDisplay(Observer):
         self._lines: dict[Watched, Line] = {}
         self._windows: dict[Watched, Windows] = {}
         self._drawn, self._cost = 0.0, 0.0
+        self._shown: tuple[RenderableType, ConsoleDimensions] = ("", self.console.size)  # the picture, and for what terminal
         self._first: tuple[float, int] | None = None  # when the first steps were done, and how many: compilation is no pace
 
     # For work without observers
@@ -120,11 +125,14 @@ class LiveDisplay(Observer):
         live, self._live, self._first = self._live, None, None
         if live is not None:
             with contextlib.suppress(BrokenPipeError):
-                live.update("", refresh=True)  # the picture may be taller than the terminal has become
+                self._show(live, "")  # the picture may be taller than the terminal has become
                 live.stop()
 
     def _draw_if_due(self) -> None:
-        if self._live is not None and time.monotonic() - self._drawn >= max(AT_LEAST, self._cost / SHARE):
+        if self._live is None:
+            return
+        waited = time.monotonic() - self._drawn
+        if waited >= max(AT_LEAST, self._cost / SHARE) or (waited >= AT_LEAST and self.console.size != self._shown[1]):
             self._draw()
 
     def _draw(self) -> None:
@@ -138,14 +146,24 @@ class LiveDisplay(Observer):
             if line.average is not None and line.average.n_draws != line.n_draws:
                 line.n_draws = line.average.n_draws
                 line.accuracy = metrics_of(line.average, line.average.rungs[0]).get("accuracy")
-        picture: Any = draw(
-            self.title, self.n_done, self.n_steps, self.seconds_left(), list(self._lines.values()), *self.console.size
-        )
-        self._live.update(picture, refresh=True)
+        picture = draw(self.title, self.n_done, self.n_steps, self.seconds_left(), list(self._lines.values()), *self.console.size)
+        self._show(self._live, picture)
         took = time.perf_counter() - began
         # The first picture loads what it needs and says nothing about the next; one slow moment is forgotten soon.
         self._cost = min(took, 2 * self._cost) if self._cost else min(took, 0.002)
         self._drawn = time.monotonic()
 
+    def _show(self, live: Live, picture: RenderableType) -> None:
+        """Put a picture in place of the one before."""
+        before, size = self._shown[1], self.console.size
+        if size.width < before.width and reflows(os.environ):
+            # rich goes up as many lines as it wrote; those that the terminal broke since then have become more.
+            extra = extra_rows(self.console, self._shown[0], drawn_for=before.width, width=size.width)
+            up = [(ControlType.ERASE_IN_LINE, 2), *[(ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2)] * extra]
+            self.console.control(Control(ControlType.CARRIAGE_RETURN, *up))
+        self._shown = (picture, size)
+        live.update(picture, refresh=True)
+
     def __repr__(self) -> str:
-        return f"LiveDisplay({self.title!r}, step {self.n_done:,} of {self.n_steps:,}{'' if self.shows else ', silent'})"
+        where = f", step {self.n_done:,} of {self.n_steps:,}" if self.n_steps else ""
+        return f"LiveDisplay({self.title!r}{where}{'' if self.shows else ', silent'})"

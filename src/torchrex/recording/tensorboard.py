@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ class TensorBoard(Observer):
     """Writes event files of one run into a folder, a point every `every` steps.
 
     Rungs are temperatures and replicas are walkers: after a swap `replica/0` goes on where its weights went, `rung/0` where the
-    coldest temperature is. A resumed run hides the points beyond its checkpoint.
+    coldest temperature is. A resumed run hides the points beyond its checkpoint, and its swaps are counted on from there; if its
+    steps before were not logged here, the name of the count says since when it counts.
     """
 
     def __init__(self, folder: Path | str, *, every: int = 100) -> None:
@@ -42,7 +45,8 @@ class TensorBoard(Observer):
         step = watched.run.n_steps
         self._watched, self._windows, self._n = watched, Windows(self.every), 0
         self._held: list[Window] = []
-        self._swaps = torch.zeros(watched.ladder.n_pairs, dtype=torch.int64)
+        self._counting, counts = _swaps_so_far(self.folder, step, watched.ladder.n_pairs)
+        self._swaps = torch.tensor(counts, dtype=torch.int64)
         # A point stands at the number of steps done. At 0 everything that was there before is hidden.
         self._writer = self._make(str(self.folder), purge_step=step + 1 if step else 0)
         self._writer.add_text("run", f"{watched.name}, seed {watched.seed}, {watched.run!r}", step)
@@ -92,7 +96,7 @@ class TensorBoard(Observer):
             put("rung_of/replica", window.replica_at[-1].argsort().tolist())
             made, tested = window.accepted.sum(0), window.proposed.sum(0)
             self._swaps += made
-            put("swaps_of_this_call/pair", self._swaps.tolist())
+            put(f"{self._counting}/pair", self._swaps.tolist())
             for pair, (some, all_) in enumerate(zip(made.tolist(), tested.tolist(), strict=True)):
                 if all_:
                     self._writer.add_scalar(f"acceptance_rate/pair_{pair}", some / all_, window.last)
@@ -127,3 +131,30 @@ def _by_replica(window: Window) -> torch.Tensor:
         made = window.accepted[:, pair, None].bool()
         stood[:, pair : pair + 2] = torch.where(made, stood[:, pair : pair + 2].flip(1), stood[:, pair : pair + 2])
     return torch.empty_like(window.energy).scatter_(1, stood.long(), window.energy)
+
+
+def _swaps_so_far(folder: Path, step: int, n_pairs: int) -> tuple[str, list[int]]:
+    """What the count of swaps is called, and where it stands at a step.
+
+    A checkpoint knows them only if the run keeps a trace. The events always do: every checkpoint ends a window and is written
+    after its points, so there is one at just this step, unless the steps before were not logged here.
+    """
+    counts: dict[str, dict[str, float]] = {}  # by the count's name, then by tag
+    for event in _events(folder) if step else ():
+        if event.HasField("session_log") and event.session_log.status == event.session_log.START and event.step <= step:
+            counts = {}  # a run that began before this step hides what stood here
+        for value in event.summary.value if event.step == step else ():
+            if value.tag.startswith("swaps"):
+                counts.setdefault(value.tag.partition("/")[0], {})[value.tag] = value.simple_value
+    for name, found in counts.items():
+        tags = [f"{name}/pair_{pair}" for pair in range(n_pairs)]
+        if set(tags) <= set(found):
+            return name, [round(found[tag]) for tag in tags]
+    return f"swaps_since_step_{step}" if step else "swaps", [0] * n_pairs
+
+
+def _events(folder: Path) -> Iterator[Any]:
+    """All events of a folder in the order in which they were written, each file up to where it is damaged."""
+    loader = importlib.import_module("tensorboard.backend.event_processing.event_file_loader")
+    for path in sorted(folder.glob("events.out.tfevents.*")):  # TensorBoard's order: by the second they were made in
+        yield from loader.LegacyEventFileLoader(str(path)).Load()

@@ -91,7 +91,7 @@ class Trace:
             share = "" if rate is None else f"{100 * rate:.3g} %"
             rows.append((f"{pair[0]} – {pair[1]}", f"{swaps['accepted']:,}", f"{swaps['proposed']:,}", share, newest))
         head = ("rungs", "swaps accepted", "proposed", "rate", "sigma2 now")
-        told = f"{self.n_steps:,} steps, one in {self.every} kept"
+        told = f"{self.n_steps:,} steps, {'all' if self.every == 1 else f'one in {self.every:,}'} kept"
         return notebook.panel("Trace", told, *([notebook.table(head, rows)] if rows else []))
 
     def __repr__(self) -> str:
