@@ -178,6 +178,25 @@ def test_a_broken_replica_becomes_a_copy_of_one_on_another_process(tmp_path):
     assert run_ranks(4, broken, tmp_path, 10) == [alone] * 4
 
 
+def stored(folder, n_steps):
+    run = make("refresh")
+    store = tr.DrawStore(folder + "/draws", capacity=3)
+    average = tr.PosteriorAverage([classes(20, seed=9)], every=5, rungs=(0, 1), store=store)
+    loader = tr.DeviceLoader(classes(), 8, seed=1)
+    return tr.train(run, loader, n_steps, average=average, checkpoints=folder + "/checkpoints", checkpoint_every=10).status
+
+
+def test_draws_are_kept_once_whoever_holds_their_replica(tmp_path):
+    assert run_ranks(1, stored, tmp_path, str(tmp_path / "alone"), 32) == ["finished"]
+    assert run_ranks(3, stored, tmp_path, str(tmp_path / "spread"), 17) == ["finished"] * 3
+    assert run_ranks(2, stored, tmp_path, str(tmp_path / "spread"), 32) == ["finished"] * 2
+    files = [{path.name: path.read_bytes() for path in (tmp_path / name / "draws").iterdir()} for name in ("alone", "spread")]
+    assert {name: files[0][name] for name in files[0] if name != "index.json"} == {
+        name: files[1][name] for name in files[1] if name != "index.json"
+    }
+    assert len(tr.DrawStore.load(tmp_path / "spread" / "draws")) == 3
+
+
 # What is refused, on all processes alike
 
 

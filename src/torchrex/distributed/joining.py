@@ -40,6 +40,15 @@ def join() -> Crew:
     return _crew
 
 
+def is_first() -> bool:
+    """Does this process write what is written once? Known before it has joined the others, too."""
+    if _crew.size > 1:
+        return _crew.is_first
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return int(os.environ.get("WORLD_SIZE", "1")) < 2 or os.environ.get("RANK", "0") == "0"
+
+
 def leave() -> None:
     """End what `join` began; torch complains about a process group that is left open."""
     global _crew

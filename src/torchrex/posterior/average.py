@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrex import notebook
+from torchrex.distributed import is_first
 from torchrex.errors import CheckpointError, InvalidArgumentError
 from torchrex.posterior.metrics import classification_metrics, predictive_entropy
 from torchrex.posterior.predictions import Examples, predict_all
@@ -112,7 +113,9 @@ class PosteriorAverage:
             raise InvalidArgumentError("history needs targets, but the batches of data hold inputs alone; give batches (x, y)")
         if self.store is not None:
             for rung in self.rungs:
-                self.store.add(run.module_at(rung), step=step, rung=rung)
+                module = run.module_at(rung)  # which every process must ask for
+                if is_first():
+                    self.store.add(module, step=step, rung=rung)
         terms = {"probabilities": probabilities, "logits": logits.double(), "entropy": predictive_entropy(probabilities)}
         for name, term in terms.items():
             self._sums[name] = term if name not in self._sums else self._sums[name].to(term.device).add_(term)
@@ -201,7 +204,7 @@ class PosteriorAverage:
             "last_step": self._last_step,
             "labelled": self._examples is not None and self._examples.labelled,
             "tensors": tensors,
-            "store": None if self.store is None else self.store.state_dict(),
+            "store": self.store.state_dict() if self.store is not None and is_first() else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -225,7 +228,7 @@ class PosteriorAverage:
                 if self.store is None
                 else "this average has a store, but the state was taken without one; leave store out"
             )
-        if self.store is not None:
+        if self.store is not None and is_first():
             self.store.load_state_dict(store)
         self._n_draws, self._last_step, self._sums, self._last = n_draws, last_step, sums, last
         self._examples = None if marks is None else Examples(marks, labelled)

@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchrex.distributed import is_first
 from torchrex.durable import replace_file
 from torchrex.errors import CheckpointError, InvalidArgumentError
 from torchrex.posterior.metrics import Prediction
@@ -35,7 +36,8 @@ OURS = re.compile(r"draw-\d{9,}\.safetensors(\.part)?|index\.json\.part")  # wha
 class DrawStore:
     """At most `capacity` draws of weights and buffers in a folder; an existing store there is continued.
 
-    Draws of several rungs share the capacity. One draw at a time is in memory, whatever the capacity.
+    Draws of several rungs share the capacity. One draw at a time is in memory, whatever the capacity. Of several processes the
+    first writes.
     """
 
     def __init__(self, folder: str | Path, *, capacity: int, keep: Keep = "newest", seed: int = 0) -> None:
@@ -53,8 +55,10 @@ class DrawStore:
                     f"{self.folder} holds draws kept with {self._index.settings()}, asked for were {new.settings()}; "
                     "use the same settings or another folder"
                 )
-        else:
+        elif is_first():
             self._write_index(new)
+        else:
+            self._index = new
 
     @classmethod
     def load(cls, folder: str | Path) -> DrawStore:
