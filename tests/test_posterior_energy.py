@@ -13,6 +13,7 @@ from torch import nn
 import torchrex as tr
 from modules import N_CLASSES, N_DATA, classes, cross_entropy, linear, make_run, mlp
 from torchrex.errors import InvalidArgumentError, TargetError
+from torchrex.targets import frozen
 
 N = 40
 WEIGHT = torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
@@ -371,3 +372,51 @@ def test_a_minibatch_larger_than_all_data_and_an_empty_one_are_refused():
     run.step(classes(8))
     with pytest.raises(TargetError, match="no examples"):
         run.step(classes(0))
+
+
+# Modules trained against each other: what is descended is not the energy
+
+
+class Pair(nn.Module):
+    """Two linear maps; the second sees what the first makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.maker, self.judge = nn.Linear(3, 2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+
+def against(module, batch):
+    made = module.maker(batch[0])
+    judged = module.judge(made.detach())
+    terms = judged.square().sum(1)
+    return terms, terms.mean() - frozen(module.judge)(made).sin().mean()
+
+
+def test_each_module_follows_its_own_loss():
+    """Against two optimizers by hand, at temperature 0."""
+    torch.manual_seed(0)
+    pair, x = Pair(), torch.randn(6, 3)
+    by_hand = copy.deepcopy(pair)
+    energy = tr.PosteriorEnergy.of(against, n_data=6)
+    run = tr.ReplicaExchange(tr.ModuleEnsemble(pair, energy), tr.Ladder.descent(0.1 / 6), seed=0)
+    info = run.step((x,))
+    made = by_hand.maker(x)
+    judged = by_hand.judge(made.detach())
+    kept = copy.deepcopy(by_hand.state_dict())
+    of_judge = torch.autograd.grad(judged.square().sum(1).mean(), list(by_hand.judge.parameters()))
+    of_maker = torch.autograd.grad(-by_hand.judge(made).sin().mean(), list(by_hand.maker.parameters()))
+    by_hand.load_state_dict(kept)  # the second look of the judge leaves no trace in its statistics
+    with torch.no_grad():
+        for parameter, gradient in zip(
+            [*by_hand.maker.parameters(), *by_hand.judge.parameters()], of_maker + of_judge, strict=True
+        ):
+            parameter -= 0.1 * gradient
+    for name, tensor in run.module_at().state_dict().items():
+        assert torch.allclose(tensor, by_hand.state_dict()[name], atol=1e-6), name
+    assert torch.allclose(info.energy[0, 0], judged.square().sum().double())
+
+
+def test_what_is_descended_must_be_one_number():
+    energy = tr.PosteriorEnergy.of(lambda module, batch: (module(batch[0]), batch[0]), n_data=6)
+    with pytest.raises(TargetError, match="one number to descend"):
+        energy.per_example(linear(), classes(4))

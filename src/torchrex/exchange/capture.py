@@ -93,7 +93,7 @@ class Captured(ABC):
         assemble, update, exchange = [_compile(function) for function in plain] if compiled else plain
         self._exchange: Callable[..., Exchanged] = exchange
         # One compiled form for all runs on the same energy: the compiler takes a method of another object for other code.
-        losses = {id(each.ensemble.energy): each.ensemble.energy.per_example for each in workings}
+        losses = {id(each.ensemble.energy): each.ensemble.energy.losses for each in workings}
         losses = {key: _compile(function) for key, function in losses.items()} if compiled else losses
         for each in workings:
             each.ensemble.use(losses[id(each.ensemble.energy)], assemble, update)
@@ -101,7 +101,7 @@ class Captured(ABC):
             self._prepare(generators, moving)
         finally:
             for each in workings:  # steps that are not captured are eager ones
-                each.ensemble.use(each.ensemble.energy.per_example, assemble_energy, update_rows)
+                each.ensemble.use(each.ensemble.energy.losses, assemble_energy, update_rows)
 
     @abstractmethod
     def _body(self) -> Any:

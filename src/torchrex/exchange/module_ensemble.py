@@ -23,6 +23,8 @@ from torchrex.rng import Streams, derive_seed
 from torchrex.samplers import SGLD, Sampler
 from torchrex.targets import Batch, Energy, GaussianPrior, Noise, PosteriorEnergy
 
+LossesOf = tuple[Tensor, Tensor | None]  # per example, and what is descended if it is not their mean
+
 
 class ModuleEnsemble(ModuleReplicas):
     """Replicas of a module on the posterior of its parameters; `ReplicaExchange` makes as many as the ladder has rungs.
@@ -101,7 +103,7 @@ class ModuleEnsemble(ModuleReplicas):
         self.counted_noise = self.device.type == "cuda"
         self.clock = torch.zeros((), dtype=torch.int64, device=self.device)  # the step, where a captured graph can read it
         self._pending: tuple[Tensor, Tensor, Tensor] | None = None  # momenta to be rescaled: who, scales before and after
-        self.use(self.energy.per_example, assemble_energy, update_rows)
+        self.use(self.energy.losses, assemble_energy, update_rows)
         self.backward_at_once = False  # one call of autograd for all replicas: the same numbers, see `QUICK` in batches.py
         self._held: list[Tensor] = []
         self.lanes: list[torch.cuda.Stream] | None = None  # one side stream per replica while a step is captured
@@ -109,8 +111,8 @@ class ModuleEnsemble(ModuleReplicas):
         self.shares_losses = True  # with the other processes, or only their sums
         self.modules = modules
 
-    def use(self, losses_of: Callable[..., Tensor], assemble: Callable[..., Energy], update: Callable[..., None]) -> None:
-        """The functions that do the work: `PosteriorEnergy.per_example` and two of `module_work.py`, or compiled forms."""
+    def use(self, losses_of: Callable[..., LossesOf], assemble: Callable[..., Energy], update: Callable[..., None]) -> None:
+        """The functions that do the work: `PosteriorEnergy.losses` and two of `module_work.py`, or compiled forms."""
         self._losses_of, self._assemble, self._update = losses_of, assemble, update
 
     def _precisions(self) -> Tensor | float | None:
@@ -135,11 +137,12 @@ class ModuleEnsemble(ModuleReplicas):
             with torch.enable_grad():
                 batch, n = self.batch_of(noise, replica)
                 with self.casting():
-                    terms = self._losses_of(module, batch)
+                    terms, descended = self._losses_of(module, batch)
                 if len(terms) == 0:
                     raise TargetError("a batch has no examples; leave empty batches out")
                 terms = terms if terms.dtype == torch.float64 else terms.float()
-                objective = terms.sum() * (self.n_data / (n or len(terms)))
+                objective = terms.sum() if descended is None else descended * len(terms)
+                objective = objective * (self.n_data / (n or len(terms)))
                 added = self._function_prior(replica)
                 # Once, however many ranks add up their gradients.
                 objectives.append(objective if added is None or self.mesh.data_rank else objective + added)
@@ -172,7 +175,7 @@ class ModuleEnsemble(ModuleReplicas):
             batch, n = self.batch_of(noise, replica)
             with torch.no_grad(), untouched_buffers(module):
                 with self.casting():
-                    terms = self._losses_of(module, batch)
+                    terms, _ = self._losses_of(module, batch)
                 losses.append(terms if terms.dtype == torch.float64 else terms.float())
                 extra.append(self._function_prior(replica))
         return self._share(losses, extra, n)() if self.mesh.is_spread else self._energy(losses, extra)

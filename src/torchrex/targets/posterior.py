@@ -19,6 +19,7 @@ from torchrex.errors import InvalidArgumentError, TargetError
 
 Batch = Any  # a tuple (inputs..., target), a dict with the target under `target_key`, or one tensor
 Loss = Callable[..., Tensor]
+PerExampleLoss = Callable[[nn.Module, Batch], Tensor | tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -79,20 +80,31 @@ class PosteriorEnergy:
         self.n_data, self.prior, self.target_key = n_data, prior, target_key
         self.prior_in_swaps = prior_in_swaps
         self._name = getattr(loss, "__name__", type(loss).__name__)
-        self._per_example: Callable[[nn.Module, Batch], Tensor] | None = None
+        self._per_example: PerExampleLoss | None = None
         self._loss = _without_reduction(loss)
 
     @classmethod
-    def of(cls, per_example: Callable[[nn.Module, Batch], Tensor], *, n_data: int, prior: Prior | None = None) -> PosteriorEnergy:
-        """From a function (module, batch) that returns one loss per example: for models and batches of any other form."""
+    def of(cls, per_example: PerExampleLoss, *, n_data: int, prior: Prior | None = None) -> PosteriorEnergy:
+        """From a function (module, batch) that returns one loss per example: for models and batches of any other form.
+
+        Where replicas are not to follow the gradient of their energy, as with modules that are trained against each other, it
+        returns a pair: one term of the energy per example, which the swaps compare, and one number whose gradient is followed,
+        on the scale of a mean over examples. `torchrex.targets.frozen` keeps a module's parameters out of a term of it.
+        """
         energy = cls(per_example, n_data=n_data, prior=prior)
         energy._per_example = per_example
         return energy
 
-    def per_example(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Loss of each example of the batch, (n,)."""
+    def losses(self, module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Loss of each example of the batch, (n,), and what is descended where that is not their mean."""
+        descended: Any = None
+        losses: Any
         if self._per_example is not None:
             losses = self._per_example(module, batch)
+            if isinstance(losses, tuple) and len(losses) == 2:
+                losses, descended = losses
+                if not isinstance(descended, Tensor) or descended.ndim != 0:
+                    raise TargetError(f"{self._name} must return (terms of the energy, one number to descend), got {descended!r}")
         else:
             target = self._target(batch)
             output = self.output(module, batch)
@@ -111,7 +123,11 @@ class PosteriorEnergy:
                 f'shape (n,): pass a loss of torch itself (F.cross_entropy), or use reduction="none" in yours'
             )
         # Outputs of several numbers per example (mse_loss on (n, d)) add up: a likelihood is a product over them.
-        return losses.flatten(1).sum(1) if losses.ndim > 1 else losses
+        return (losses.flatten(1).sum(1) if losses.ndim > 1 else losses), descended
+
+    def per_example(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Loss of each example of the batch, (n,)."""
+        return self.losses(module, batch)[0]
 
     def output(self, module: nn.Module, batch: Batch) -> Any:
         """What the module makes of the inputs of a batch."""
@@ -135,6 +151,16 @@ class PosteriorEnergy:
         prior = self.prior if isinstance(self.prior, GaussianPrior) or self.prior is None else "a function"
         where = "" if self.prior_in_swaps else ", not in swaps"
         return f"PosteriorEnergy({self._name}, n_data={self.n_data:,}, prior={prior}{where})"
+
+
+def frozen(module: nn.Module) -> Callable[..., Any]:
+    """The module as a function whose parameters are constants and whose buffers stay as they are; inputs get their gradients.
+
+    So a generator can descend a loss of a discriminator's output that the discriminator itself does not descend.
+    """
+    constants = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    constants |= {name: buffer.clone() for name, buffer in module.named_buffers()}
+    return lambda *inputs: torch.func.functional_call(module, constants, inputs)
 
 
 def _without_reduction(loss: Loss) -> Loss:
