@@ -12,7 +12,15 @@ import torchrex
 ROOT = Path(__file__).parents[1]
 
 
-PAGES = ["README.md", "docs/index.md", "docs/density.md", "docs/choosing.md", "docs/your-model.md", "docs/looking.md"]
+PAGES = [
+    "README.md",
+    "docs/index.md",
+    "docs/density.md",
+    "docs/choosing.md",
+    "docs/your-model.md",
+    "docs/looking.md",
+    "docs/scaling.md",
+]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -40,6 +40,8 @@ class Crew:
         if self.watch is None:
             yield
             return
+        if self.watch.is_orphan:
+            raise self.watch.without_store()
         self.watch.begun += 1
         try:
             yield
@@ -51,6 +53,8 @@ class Crew:
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
         """If this process leaves by an error, the others learn which."""
+        if self.watch is not None:
+            self.watch.begin_anew()
         try:
             yield
         except BaseException as error:

@@ -5,15 +5,18 @@ gloo carries what lies on CPUs, NCCL what lies on GPUs. Time-outs are bounded: a
 
 from __future__ import annotations
 
+import atexit
 import os
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from torchrex.distributed.crew import ALONE, Crew
-from torchrex.distributed.watch import Watch
-from torchrex.errors import InvalidArgumentError
+from torchrex.distributed.watch import Watch, short
+from torchrex.errors import InvalidArgumentError, RankError
 
 TIMEOUT = 300.0  # seconds that a rank waits for the others; TORCHREX_TIMEOUT says otherwise
 
@@ -33,11 +36,28 @@ def join() -> Crew:
         on_gpus = torch.cuda.is_available()
         if on_gpus:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", timeout=timedelta(seconds=_timeout()))
+        _open_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
+        atexit.register(leave)  # a script need not say that it is over
     if dist.get_world_size() == 1:
         return ALONE
     _crew = Crew(dist.get_rank(), dist.get_world_size(), Watch(dist.get_rank(), dist.get_world_size()))
     return _crew
+
+
+def _open_process_group(backend: str) -> None:
+    seconds = _timeout()
+    timeout = timedelta(seconds=seconds)
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        # torchrun keeps its store when it starts the ranks again: the addresses of an earlier life must not be found there.
+        store = PrefixStore(f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        raise RankError(
+            f"rank {os.environ.get('RANK', '?')} did not meet the other {int(os.environ['WORLD_SIZE']) - 1} within {seconds:g} s "
+            f"({short(error)}); look whether one of them failed to start, or give TORCHREX_TIMEOUT=SECONDS",
+            speaks=os.environ.get("RANK", "0") == "0",
+        ) from None
 
 
 def is_first() -> bool:

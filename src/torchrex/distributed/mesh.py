@@ -152,7 +152,9 @@ def replica_mesh(n_replicas: int, device: torch.device | str | None = None) -> R
         return ReplicaMesh(n_replicas)
     kind = torch.device(device).type if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
     data = max(1, crew.size // n_replicas)
-    return ReplicaMesh(n_replicas, crew, _device_mesh(kind, crew.size // data, data))
+    with crew.meeting("making of the mesh"):
+        mesh = _device_mesh(kind, crew.size // data, data)
+    return ReplicaMesh(n_replicas, crew, mesh)
 
 
 @functools.cache  # every one opens connections of its own

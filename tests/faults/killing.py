@@ -1,0 +1,168 @@
+"""Random `kill -9` of random ranks at random moments, and the proof that nothing was lost.
+
+A job is killed and resumed, perhaps on another number of ranks, until it finishes; then it begins anew. After every kill the
+survivors must end by themselves and name the rank, no process may be left, and the newest checkpoint that counts must be, byte
+for byte, one of the run that was never disturbed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import torchrex as tr
+from faults.jobs import alone, contents_of
+from ranks import Ranks
+
+LONGEST = 120.0  # seconds in which a run or its survivors must end
+ALL = 10**6  # checkpoints to keep
+
+
+def announced(job, sign, folder):
+    """The job, after a sign that all ranks have joined: one killed before leaves the others waiting for their time-out."""
+    crew = tr.distributed.join()
+    crew.gather(None)
+    Path(f"{sign}-{crew.rank}").touch()
+    return job(folder)
+
+
+def left_over(before, seconds=10.0):
+    """Which processes that this one has started, or that those have started, are there and were not there before.
+
+    Their parents may be gone; and they have some time to be reaped.
+    """
+    deadline = time.monotonic() + seconds
+    while (left := _descendants() - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def processes():
+    """All there are."""
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()}
+
+
+def _descendants():
+    known = {}
+    for pid in processes():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            _, parent, group = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:3]
+            known[pid] = (int(parent), int(group))
+
+    def is_mine(pid):
+        while pid in known and pid != os.getpid():
+            pid, group = known[pid]
+            if pid == 1:  # whoever loses its parent becomes a child of the first process, but stays in our group
+                return group == os.getpgrp()
+        return pid == os.getpid()
+
+    return {pid for pid in known if is_mine(pid)}
+
+
+class Killer:
+    """Kills a job until there were `n_kills` kills, each followed by an exact resume."""
+
+    def __init__(self, job, folder, *, sizes=(1, 2, 4), seed=0, timeout=60.0):
+        self.job, self.folder, self.sizes, self.timeout = job, Path(folder), sizes, timeout
+        self.random = random.Random(seed)
+        self.whole = self.folder / "whole"
+        alone(job, self.whole, keep=ALL)
+        self.last = tr.Checkpoints(self.whole).steps()[-1]
+        self.kills, self.missed, self.runs, self.moves = [], 0, 0, Counter()
+        self._took = dict.fromkeys(sizes, 1.0)  # seconds from joining to the end, a guess that is corrected
+        Ranks(1, os.getpid, self.folder).wait(LONGEST)  # the server of forks is there from now on
+        self._before = processes()
+
+    def kill(self, n_kills, tell=None):
+        self._tell = tell or (lambda kill: None)
+        while len(self.kills) < n_kills:
+            self._one_run(n_kills)
+        return self.kills
+
+    def _one_run(self, n_kills):
+        place = self.folder / f"run-{self.runs}"
+        size, finished = self.random.choice(self.sizes), False
+        while not finished:
+            finished = self._one_life(place, size, len(self.kills) < n_kills)
+            before, size = size, self.random.choice(self.sizes)
+            self.moves[before, size] += not finished
+        self.runs += 1
+        assert contents_of(place, self.last) == contents_of(self.whole, self.last), f"run {self.runs - 1} ended otherwise"
+
+    def _one_life(self, place, size, kills):
+        """Whether the job finished before it was killed."""
+        sign = self.folder / f"joined-{time.monotonic_ns()}"
+        ranks = Ranks(size, announced, self.folder, self.job, str(sign), str(place), timeout=self.timeout)
+        deadline = time.monotonic() + LONGEST
+        while not all(Path(f"{sign}-{rank}").exists() for rank in range(size)):
+            assert time.monotonic() < deadline, "the ranks did not join"
+            time.sleep(0.002)
+        began, victim = time.monotonic(), self.random.randrange(size)
+        wait = self.random.uniform(0, self._took[size]) if kills else LONGEST
+        ranks.processes[victim].join(wait)
+        was_alive = ranks.processes[victim].is_alive()
+        if was_alive:
+            ranks.processes[victim].kill()
+        struck = time.monotonic()
+        said = ranks.wait(LONGEST)
+        assert not (left := left_over(self._before)), f"processes {left} are left"
+        finished = [each is not None and each.get("status") == "finished" for each in said]
+        if any(finished):
+            self._took[size] = 0.8 * self._took[size] + 0.2 * (struck - began)
+            self.missed += kills
+            # One that was killed on its way out has done its work: all of them saved the last step before the first could leave.
+            assert all(finished) or (was_alive and finished.count(False) == 1), said
+            return True
+        self._took[size] = max(self._took[size], struck - began)
+        self._judge(place, said, victim)
+        self.kills.append(
+            {
+                "ranks": size,
+                "victim": victim,
+                "seconds_after_joining": round(struck - began, 3),
+                "seconds_until_all_had_ended": round(time.monotonic() - struck, 3),
+                "resumes_from_step": self._newest(place),
+            }
+        )
+        self._tell(self.kills[-1])
+        return False
+
+    def _judge(self, place, said, victim):
+        others = [each for rank, each in enumerate(said) if rank != victim]
+        assert said[victim] is None, said
+        assert all(each["error"] == "RankError" and each["said"].startswith(f"rank {victim} ") for each in others), said
+        assert sum(each["speaks"] for each in others) == min(1, len(others)), said
+        newest = self._newest(place)
+        if newest is not None:
+            assert contents_of(place, newest) == contents_of(self.whole, newest), f"step {newest} is another"
+
+    def _newest(self, place):
+        """The step from which it goes on; nothing that counts as complete may turn out damaged."""
+        records = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = records.append
+        logging.getLogger("torchrex").addHandler(handler)
+        try:
+            found = tr.Checkpoints(place).load_newest()
+        finally:
+            logging.getLogger("torchrex").removeHandler(handler)
+        assert not records, [record.getMessage() for record in records]
+        return None if found is None else found.step
+
+    def summary(self):
+        return {
+            "kills": len(self.kills),
+            "exact_resumes": len(self.kills),  # another would have raised
+            "runs": self.runs,
+            "kills_on_ranks": {size: sum(kill["ranks"] == size for kill in self.kills) for size in self.sizes},
+            "kills_of_rank_0": sum(kill["victim"] == 0 for kill in self.kills),
+            "resumes_on_another_number_of_ranks": sum(n for (a, b), n in self.moves.items() if a != b),
+            "before_the_first_checkpoint": sum(kill["resumes_from_step"] is None for kill in self.kills),
+            "too_late_to_hit": self.missed,
+            "longest_seconds_until_all_had_ended": max(kill["seconds_until_all_had_ended"] for kill in self.kills),
+        }
