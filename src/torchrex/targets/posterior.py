@@ -10,7 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +91,7 @@ class PosteriorEnergy:
         returns a pair: one term of the energy per example, which the swaps compare, and one number whose gradient is followed,
         on the scale of a mean over examples. `torchrex.targets.frozen` keeps a module's parameters out of a term of it.
         """
-        energy = cls(per_example, n_data=n_data, prior=prior)
+        energy = cls(cast(Loss, per_example), n_data=n_data, prior=prior)
         energy._per_example = per_example
         return energy
 
