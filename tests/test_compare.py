@@ -220,7 +220,44 @@ def test_a_damaged_config_is_said_and_is_no_difference(tmp_path):
     (other / "seed=0" / "config.json").write_text("{")
     (comparison,) = compare_folders([first, other])
     assert comparison.settings == {}
-    assert any("config.json of seed=0 is missing or damaged" in note for note in comparison.notes)
+    assert comparison.seeds == (1,)
+    assert any("config.json of seed=0 is missing or damaged" in note and "left out" in note for note in comparison.notes)
+    assert "no setting that matters differs" in "\n".join(lines(comparison))
+    (other / "seed=1" / "config.json").unlink()  # now none of that side is known: then they are compared, and that is said
+    (comparison,) = compare_folders([first, other])
+    text = "\n".join(lines(comparison))
+    assert comparison.seeds == (0, 1)
+    assert "settings are not told" in text
+    assert "no setting that matters differs" not in text
+    assert "settings that differ" not in text
+    assert not as_json([comparison])[0]["settings_known"]
+
+
+@pytest.mark.parametrize(("n", "words"), [(1, "no test: one seed; 3 are needed"), (2, "no test: 2 seeds; 3 are needed")])
+def test_nothing_is_said_of_a_test_that_was_not_made(tmp_path, n, words):
+    first = write(tmp_path, "digits/sghmc", {s: {"nll": 1.0 + s} for s in range(n)})
+    other = write(tmp_path, "digits/resghmc", {s: {"nll": 2.0 + 1.1 * s} for s in range(n)})
+    (comparison,) = compare_folders([first, other])
+    text = "\n".join(lines(comparison))
+    assert words in text
+    assert "Bonferroni" not in text
+    assert "paired" not in text
+    assert ("+- its standard error" in text) == (n == 2)
+    assert as_json([comparison])[0]["test"]["kind"] == "none"
+    command([first, other], out=tmp_path / "table.md")
+    command([first, other], out=tmp_path / "table.md")  # it is known for ours without the name of a test
+
+
+def test_different_problems_are_called_so_once(tmp_path):
+    numbers = {f"m{k}": 1.0 for k in range(30)}
+    first = write(tmp_path, "figure1/case1-naive", dict.fromkeys(range(3), numbers))
+    other = write(tmp_path, "figure1/case2-naive", dict.fromkeys(range(3), numbers))
+    (comparison,) = compare_folders([first, other])
+    for width in (None, 100, 30):
+        text = " ".join(" ".join(lines(comparison, width)).split())
+        assert text.count("not comparable") == 1
+        assert "verdict" not in text
+    assert as_markdown([comparison]).count("not comparable") == 1
 
 
 LONG = "pooled_logits_best_accuracy_of_all_the_rungs_together"

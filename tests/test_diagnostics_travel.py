@@ -10,7 +10,7 @@ import torch
 
 import torchrex as tr
 from assertions import assert_mean_is, assert_mean_is_not
-from torchrex.diagnostics import History, Swaps, even_odd_rate, optimal_rate, round_trips, rung_occupancy
+from torchrex.diagnostics import Estimate, History, Swaps, Travel, even_odd_rate, optimal_rate, round_trips, rung_occupancy
 from torchrex.diagnostics.travel import count_trips, rung_of
 from torchrex.errors import InvalidArgumentError
 
@@ -185,3 +185,22 @@ def test_occupancy_becomes_even():
     assert float((occupancy.share.value - 0.25).abs().max()) < 5 * float(occupancy.share.error.max())
     assert torch.allclose(occupancy.share.value.sum(1), torch.ones(4, dtype=torch.float64))
     assert 0 < float(occupancy.deviation.mean()) < 0.1
+
+
+def test_travel_prints_what_a_chain_did():
+    """Two replicas of three chains: 4, 2 and 0 round trips, all replicas together, make 2 a chain."""
+    trips = torch.tensor([[2, 1, 0], [2, 1, 0]])
+    rate = Estimate(torch.tensor(0.0125, dtype=torch.float64), torch.tensor(0.001, dtype=torch.float64))
+    said = repr(Travel(trips, trips + 1, rate, rate, False))
+    assert said == (
+        "Travel(at least 2 round trips and 4 restarts a chain, its 2 replicas together, mean over 3 chains; "
+        "0.0125 round trips a step)"
+    )
+    assert "at least" not in repr(Travel(trips, trips, rate, rate, True))
+
+
+def test_draws_after_the_end_are_refused():
+    draws = tr.sample(tr.GaussianMixture([1.0], [0.0], [1.0]), temperatures=(1.0,), lr=0.1, n_steps=20)
+    assert draws.after(19).n_draws == 1
+    with pytest.raises(InvalidArgumentError, match="there is no step 21: the run has 20"):
+        draws.after(21)

@@ -18,7 +18,7 @@ from torchrex.diagnostics import round_trips
 from torchrex.diagnostics.estimate import Estimate
 from torchrex.errors import MissingDependencyError, RunFolderError
 from torchrex.experiments import get_recipe, run_recipe
-from torchrex.report import doctor_draws
+from torchrex.report import doctor_advice, doctor_draws
 from torchrex.report.doctor import as_json, as_text, diagnose, diagnose_folder, findings_of
 from torchrex.report.doctor_average import check_average
 from torchrex.report.doctor_draws import check_convergence, check_tail, check_temperature
@@ -192,8 +192,11 @@ def test_noise_above_4_is_not_fine_whatever_was_accepted(figure1):
     assert found.severity == "warning"
     assert found.numbers["noise_s"] == pytest.approx(5.0912, abs=1e-3)
     assert found.numbers["rungs_for_F_1"] == 7
-    assert "F = 1 needs a ladder of about 7 rungs from 1 to 10." in found.words
-    assert f"An F of about {about(found.numbers['factor_for_2_percent'])}" in found.words
+    assert "To have more at F = 1 takes a ladder of about 7 rungs from 1 to 10." in found.words
+    assert "An F of about" not in found.words  # 11 % of its tests swap already
+    some = {"accepted": torch.full((1, 16), 1_000)}  # 5 %
+    found = finding_of(swaps(16.0, **some), "too much noise for these temperatures")
+    assert f"An F of about {about(found.numbers['factor_for_10_percent'])} (10 % accepted) would swap, with bias;" in found.words
     assert finding_of(swaps(9.0), "swaps").severity == "fine"  # s = 3.8
     # The same noise of 9, with 9 or 10 swaps of each chain in 2,000 tests, 0.5 %.
     for n, title in ((9, "hardly any swaps"), (10, "swaps")):
@@ -255,7 +258,14 @@ def test_committed_images_from_their_curves(images):
     few = finding_of(found, "hardly any swaps")
     assert (few.numbers["accepted"], few.numbers["proposed"]) == (5, 95_550)
     assert few.numbers["noise_s"] > 1e6
-    assert "larger batches or a smaller gap (a ladder would have 3e9 rungs)" in few.words  # which is no advice
+    assert "no ladder of sensible length would do" in few.words  # 3e9 rungs are no advice
+    assert "e9 rungs" not in few.words
+    assert "annealed from temperatures 0.01 and 0.05 to 5.111e-7 and 2.556e-6" in few.words
+    assert "F was 150,000 at the start, of which the factor 0.7 a swap has left 25,210" in few.words
+    assert "It swapped once in about 24,000 tests there." in few.words
+    # What is advised is more than the run has, and both are of the last quarter.
+    assert few.numbers["factor_in_the_last_quarter"] == pytest.approx(150_000 * 0.7**5, rel=1e-3)
+    assert few.numbers["factor_for_2_percent"] > 2 * few.numbers["factor_in_the_last_quarter"]
     assert "Rung 0 got something new 5 times: mixing between modes is left to chance." in few.words
     assert 1e4 < few.numbers["factor_for_2_percent"] < few.numbers["factor_for_10_percent"] < 1e7
     assert finding_of(found, "F above 1: bias expected").numbers["acceptance_at_F_1"] < 1e-6
@@ -303,10 +313,80 @@ def test_numbers_look_the_same_everywhere():
     assert [percent(x) for x in (0.1117, 0.42, 5.23e-5, 1e-9, 0.0, 1.0)] == [
         *("11.2 %", "42 %", "0.00523 %", "less than 0.0001 %", "0 %", "100 %")
     ]
-    assert [times(n) for n in (0, 1, 2, 3, 2.52, 12345)] == ["never", "once", "twice", "3 times", "2.5 times", "12,345 times"]
+    assert [times(n) for n in (0, 1, 2, 3, 2.52, 12345)] == [
+        "never",
+        "once",
+        "twice",
+        "3 times",
+        "2.5 times on average",
+        "12,345 times",
+    ]
+    assert [times(x) for x in (1.04, 0.75, 12.3)] == ["1.0 times on average", "0.75 times on average", "12 times on average"]
     assert [several(n, "test") for n in (0, 1, 2_000)] == ["0 tests", "1 test", "2,000 tests"]
     assert measured(1.0523, 0.0061) == "1.0523 +- 0.0061"
     assert measured(1.0, float("nan")) == "1 (its error is not known)"
+
+
+def test_what_a_run_has_already_is_no_advice(figure1):
+    """At F = 1 with 3 % of few tests: not an F of 1, no bias, and nothing to change but the length."""
+    run = figure1("case1-resgld")
+    short = replace(run.history, accepted=torch.full((1, 16), 3), proposed=torch.full((1, 16), 100))
+    found = finding_of(check_ladder(replace(run, history=short)), "hardly any swaps")
+    assert found.words.endswith("this run has F = 1. Run longer.")
+    sentence = doctor_advice._sentence
+    for factor, rate, low, high, wanted in (
+        (1.0, 0.01, 1.0004, 3.0, "An F of about 3 (10 % accepted) would swap, with bias; F = 1 needs a ladder."),
+        (1.0, 0.01, 1.0, 1.0, "To have more at F = 1 takes a ladder."),
+        (0.5, 0.001, 1.0, 1.0, "An F of about 1 (2 % accepted) to 1 (10 % accepted) would swap; F = 1 needs a ladder."),
+        (2.0, 0.03, 2.5, 4.0, "An F of about 4 (10 % accepted) would swap, with bias; F = 1 needs a ladder."),
+        (5.0, 0.001, 2.5, 4.0, "To have more at F = 1 takes a ladder."),
+    ):
+        assert sentence(low, high, "a ladder", factor, rate) == wanted
+
+
+def test_one_temperature_is_told_to_add_one(figure1):
+    found = finding_of(check_convergence(figure1("case1-sgld")), "chains stay apart")
+    assert "add a hotter rung (temperatures=1,10)" in found.words
+    assert "swap" not in found.words
+    run = figure1("case1-resgld")
+    apart = run.draws.values + 100 * torch.arange(16.0)[:, None, None]
+    found = finding_of(check_convergence(replace(run, draws=replace(run.draws, values=apart))), "chains stay apart")
+    assert "It swaps often enough: run longer" in found.words
+
+
+def test_a_few_trips_of_a_run_that_swaps_often(figure1):
+    run = figure1("case1-resgld")
+    names = ("steps", "energy", "replica_at", "noise_variance", "temperature", "correction")
+    short = replace(run.history, **{name: getattr(run.history, name)[:20] for name in names})
+    found = finding_of(check_ladder(replace(run, history=short)), "too few round trips")
+    assert found.words.endswith("Run longer.")
+    assert "A chain made on average at least " in found.words
+    assert "its 2 replicas together" in found.words
+
+
+def test_no_temperature_of_chains_that_have_not_converged(figure1, monkeypatch):
+    monkeypatch.setattr(doctor_draws, "equipartition_temperature", lambda *_: Estimate(torch.tensor(2.0), torch.tensor(0.01)))
+    (found,) = check_temperature(figure1("case1-sgld"))
+    assert (found.severity, found.title) == ("note", "temperature not told")
+    assert "ask again when they have" in found.words
+    assert "learning rate" not in found.words
+    monkeypatch.setattr(doctor_draws, "BAD_RHAT", 100.0)
+    (found,) = check_temperature(figure1("case1-sgld"))
+    assert "learning rate" in found.words
+
+
+def test_what_follows_from_f_1_is_said_of_these_states(figure1):
+    found = finding_of(check_ladder(figure1("case3-resgld-F2")), "F above 1: bias expected")
+    assert "on the states of this run F = 1 would accept about" in found.words
+
+
+def test_effective_draws_are_a_lower_bound_by_name(figure1, monkeypatch):
+    monkeypatch.setattr(doctor_draws, "ENOUGH", 8_000)
+    found = next(iter(check_convergence(figure1("case1-resgld"))))
+    n = found.numbers["ess_from_draws"]
+    assert n < found.numbers["n_draws"]
+    assert f"worth at least {found.numbers['ess_at_least']:,.0f} independent ones (from {n:,} of them, thinned)" in found.words
+    assert "least_ess" not in found.numbers
 
 
 # Folders
@@ -370,6 +450,40 @@ def test_an_unfinished_network_is_told_by_the_counts_of_its_result(digits, tmp_p
     assert finding_of(naive, "naive swaps: biased").severity == "problem"
 
 
+def test_the_energies_of_draws_that_were_cut_short_are_used(figure1, tmp_path):
+    """Who stood where comes last in the file: swaps and noise are told without it, trips are not."""
+    whole = diagnose(figure1("case1-resgld"))
+    shutil.copytree(figure1("case1-resgld").path, tmp_path / "seed=0")
+    data = (tmp_path / "seed=0" / "draws.safetensors").read_bytes()
+    (tmp_path / "seed=0" / "draws.safetensors").write_bytes(data[: int(0.7 * len(data))])
+    diagnosis = diagnose(load_run(tmp_path / "seed=0"))
+    swaps, same = (finding_of(each.findings, "swaps").numbers for each in (diagnosis, whole))
+    assert swaps["noise_s"] == pytest.approx(same["noise_s"], rel=0.02)
+    assert (swaps["accepted"], swaps["proposed"]) == (same["accepted"], same["proposed"])
+    assert "round trips" not in {found.title for found in diagnosis.findings}
+    words = " ".join(found.words for found in diagnosis.findings)
+    assert "still has its counts, energies and sigma2, which are used; its draws are not" in words
+    assert "too little" not in words
+    (tmp_path / "seed=0" / "draws.safetensors").write_bytes(data[:5])
+    words = " ".join(found.words for found in diagnose(load_run(tmp_path / "seed=0")).findings)
+    assert "unpack" not in words
+
+
+def test_a_trace_that_is_gone_is_told(digits, tmp_path):
+    assert "missing" not in titles(diagnose(load_run(digits)), *SEVERITIES)
+    shutil.copytree(digits, tmp_path / "digits" / "resghmc" / "seed=0")
+    (tmp_path / "digits" / "resghmc" / "seed=0" / "trace.safetensors").unlink()
+    found = finding_of(diagnose(load_run(tmp_path / "digits" / "resghmc" / "seed=0")).findings, "missing")
+    assert found.severity == "note"
+    assert found.words.startswith("There is no trace.safetensors")
+    committed = diagnose(load_run(RESULTS / "cifar10-resnet20" / "seed=0"))
+    assert "missing" not in titles(committed, *SEVERITIES)
+
+
+def test_networks_are_not_blamed_for_a_temperature_that_nobody_can_tell(digits):
+    assert "temperature not told" not in titles(diagnose(load_run(digits)), *SEVERITIES)
+
+
 def test_damage_is_told_with_its_place_and_counts_are_read_up_to_it(digits, tmp_path):
     (whole,) = (found.numbers for found in findings_of(load_run(digits)) if "accepted" in found.numbers)
     assert 0 < whole["accepted"] < whole["proposed"] == 400
@@ -407,8 +521,10 @@ def test_findings_are_sorted_and_quick_leaves_out_the_slow_one(tmp_path, figure1
     config = replace(get_recipe("tall/logistic"), n_data=1_000, n_steps=2_000, n_runs=8, lr_of_mean=0.1)
     run = load_run(run_recipe(config, 0, tmp_path).path)
     quick, full = ({found.title for found in findings_of(run, quick=quick)} for quick in (True, False))
-    assert quick - full == {"temperature not told"}
+    assert quick - full == {"only a quick look"}
     assert len(full - quick) == 1
+    assert diagnose(run, quick=True).quick
+    assert not diagnose(run).quick
 
 
 def test_trips_are_counted_as_if_every_row_and_chain_were_looked_at(figure1):
@@ -437,7 +553,9 @@ def test_our_own_mistakes_are_not_hidden(figure1, monkeypatch):
     monkeypatch.setattr(doctor_draws, "convergence", broken)
     with pytest.raises(ValueError, match="a bug"):
         diagnose(figure1("case1-resgld"))
-    assert "not told" in titles(diagnose(replace(figure1("case1-resgld"), problems=("damaged",))), "note")
+    damaged = diagnose(replace(figure1("case1-resgld"), problems=("damaged",)))
+    words = [found.words for found in damaged.findings if found.title == "not told"]
+    assert words[0] == "What is left of this run does not tell whether it has converged."  # and nothing of our insides
 
 
 def test_the_command(figure1, tmp_path):

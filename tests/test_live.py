@@ -457,6 +457,34 @@ def test_the_display_shows_the_run_and_leaves_the_screen_clean(monkeypatch):
         assert console._live_stack == []
 
 
+def test_a_resumed_run_counts_its_swaps_on(tmp_path):
+    """From the trace where there is one; without one the display says since when it counts."""
+
+    class Keeps(LiveDisplay):
+        def on_end(self, watched, status):
+            self._draw()
+            self.kept = self._lines[watched]
+            self.picture = text_of(draw("t", 1, 2, None, [self.kept], 100, 30), 100)
+            super().on_end(watched, status)
+
+    hot = {"ladder": tr.Ladder([0.5, 0.6], 1e-3)}
+    with pytest.raises(RuntimeError, match="crash"):
+        go(make_run(**hot), folder=tmp_path / "c", observers=[Told(stop_at=70)])
+    display = Keeps(console=terminal())
+    _, trace, _ = go(make_run(**hot), folder=tmp_path / "c", observers=[display])
+    assert trace.n_steps == N_STEPS
+    assert [(display.kept.accepted[0], display.kept.proposed[0])] == [(s["accepted"], s["proposed"]) for s in trace.swaps()]
+    assert display.kept.proposed == [N_STEPS]
+    assert "since step" not in display.picture
+
+    run = make_run(**hot)
+    tr.train(run, tr.DeviceLoader(classes(), 8, seed=0), 40)
+    display = Keeps(console=terminal())
+    tr.train(run, tr.DeviceLoader(classes(), 8, seed=0), N_STEPS, observers=[display])
+    assert "swaps are counted since step 40" in display.picture
+    assert display.kept.proposed == [N_STEPS - 40]
+
+
 class Screen(io.StringIO):
     """A terminal that breaks lines when it becomes narrower, as far as the display uses it; it never scrolls."""
 

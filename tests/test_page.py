@@ -25,13 +25,15 @@ from torchrex.experiments.recipes import get_recipe
 from torchrex.experiments.runner import run_recipe
 from torchrex.posterior import Draws
 from torchrex.report import doctor
-from torchrex.report.doctor import diagnose
+from torchrex.report.doctor import diagnose, findings_of
 from torchrex.report.page import Written, advice, page_of, write_page
 from torchrex.report.page.command import command_to_repeat
-from torchrex.report.page.overview import families, paper_of
+from torchrex.report.page.details import details_of
+from torchrex.report.page.overview import cell, columns, families, paper_of, shown
 from torchrex.report.page.thin import number, rows_to_keep
 from torchrex.report.page.wall_time import groups, in_words, total_seconds
 from torchrex.report.runs import find_runs, load_run
+from torchrex.report.series import error_of_mean
 
 HOSTILE = "<!--<script x</script ></script/><script>window.hacked=1</script><img src=x onerror='window.hacked=2'>\"'&amp;"
 needs_chromium = pytest.mark.skipif(
@@ -58,7 +60,7 @@ def write_mixture(out: Path, recipe="figure1/case3-resgld-F4", seed=0, *, draws=
     rungs = len(config.temperatures)
     made = torch.Generator().manual_seed(seed)
     energy = torch.randn(draws, rungs, chains, generator=made) * 7
-    replica_at = torch.randint(2, (draws, 1, chains), generator=made)
+    replica_at = torch.randint(rungs, (draws, 1, chains), generator=made)
     pairs = rungs - 1
     counts = {"accepted": torch.full((pairs, chains), 70), "proposed": torch.full((pairs, chains), 1000)}
     result = header(
@@ -419,6 +421,77 @@ def test_what_doctor_says_is_on_the_page(demo):
     assert "Doctor looked at 7 runs: " in page.text
 
 
+def swaps_table(run):
+    (table,) = [table for table in details_of(run, Path("page.html"))["tables"] if table["title"] == "Swaps"]
+    return dict(zip(table["head"], table["rows"][0], strict=True)), table["note"]
+
+
+@pytest.mark.parametrize("write", [write_mixture, write_digits])
+def test_the_noise_of_the_page_is_that_of_doctor(tmp_path, write):
+    """One s, of the last quarter: a sigma2 that was large in the burn-in changes nothing."""
+    run = load_run(write(tmp_path))
+    n = len(run.history.steps)
+    variance = run.history.noise_variance.clone()
+    variance[: n // 2] *= 100
+    run = replace(run, history=replace(run.history, noise_variance=variance))
+    told = next(each.numbers for each in findings_of(run) if "noise_s" in each.numbers)
+    row, note = swaps_table(run)
+    assert row["noise s"] == f"{told['noise_s']:.3g}"
+    assert row["2Φ(−s/2), %"] == f"{100 * told['allowed_acceptance']:.3g}"
+    assert row["σ², nats²"].startswith(f"{told['noise_variance']:.3g}"[:3])
+    assert "the last quarter of the run" in note
+    assert "last step" not in note
+    assert ("all 2 replicas of all 4 chains together" in note) == (write is write_mixture)
+
+
+def test_errors_of_means_are_those_of_the_chains_where_runs_tell_them(tmp_path):
+    """By hand: 0.002 of each of two runs makes sqrt(2) * 0.002 / 2 = 0.0014; w1 has no error of its own: |1.25 - 2.25| / 2."""
+    assert error_of_mean([1.0, 2.0], [0.002, 0.002]) == pytest.approx(0.0014142, abs=1e-6)
+    assert error_of_mean([1.0, 2.0], [0.002, None]) == pytest.approx(0.5)
+    assert error_of_mean([1.0], [None]) is None
+    for seed in (0, 1):
+        write_mixture(tmp_path, seed=seed)
+    (family,) = families([load_run(path) for path in find_runs(tmp_path)])
+    assert cell(family.rows[0], "acceptance_rate")[0] == "7.0(1)"
+    assert cell(family.rows[0], "w1")[0] == "1.8(5)"
+
+
+def test_numbers_of_the_page_are_written_out():
+    assert shown("n_steps", 20_000.0, None) == "20,000"
+    assert shown("left_weight_true", 0.4, None) == "0.4000"
+    assert shown("left_weight_true", 0.39992916, None) == "0.3999"
+    assert shown("w2", 0.297887, 0.0188717) == "0.30(2)"
+
+
+def test_tall_data_have_the_numbers_that_run_prints(tmp_path):
+    metrics = {"n_steps": 200_000, "largest_mean_error_in_sd": 0.0098, "smallest_sd_ratio": 1.02, "largest_sd_ratio": 1.05}
+    write_json(tmp_path / "tall/logistic/seed=0", get_recipe("tall/logistic"), header("tall/logistic", 0, metrics=metrics))
+    (family,) = families([load_run(path) for path in find_runs(tmp_path)])
+    assert columns(family) == ["largest_mean_error_in_sd", "smallest_sd_ratio", "largest_sd_ratio"]
+
+
+def test_a_quick_look_is_seen_on_the_page(tmp_path):
+    """Tall data: the slow check is left out, and table, panel and summary say so."""
+    config = replace(get_recipe("tall/logistic"), n_data=500, n_steps=400, n_runs=4, lr_of_mean=0.1)
+    run_recipe(config, 0, tmp_path)
+    write_page([tmp_path], tmp_path / "page.html")
+    page = Elements(tmp_path / "page.html")
+    assert "(quick look)" in page.text
+    assert "Of 1 it took a quick look" in page.text
+    assert page.data("run-0")["doctor"]["quick"]
+    write_page([tmp_path], tmp_path / "page.html", doctor_seconds=math.inf)
+    assert "quick look" not in Elements(tmp_path / "page.html").text
+
+
+def test_accuracies_are_zoomed_to_the_averages(tmp_path):
+    """The first draws and the single ones lie far below."""
+    recipe = "icml2020/cifar10-resnet20"
+    curves = {"logits_accuracy": [0.1] + [0.93] * 19 + [0.94] * 20, "last_accuracy": [0.1, 0.5] * 20}
+    run = load_run(write_json(tmp_path / recipe / "seed=0", get_recipe(recipe), header(recipe, 0, curves=curves)))
+    (made,) = [chart for chart in details_of(run, tmp_path)["charts"] if chart["kind"] == "accuracy"]
+    assert made["yLow"] == 93
+
+
 def test_a_page_does_not_fail_because_doctor_does(tmp_path, monkeypatch):
     write_mixture(tmp_path)
     write_digits(tmp_path)
@@ -666,6 +739,21 @@ def test_tables_sort_by_number_and_back(browser, demo):
     assert browser.run("document.querySelector('#all-runs th:nth-child(6)').ariaSort") == "descending"
     browser.run("(() => { const f = document.getElementById('filter'); f.value = 'F4'; f.dispatchEvent(new Event('input')); })()")
     assert browser.run("[...document.querySelectorAll('#all-runs tbody tr')].filter(r => !r.hidden).length") == 1
+    assert browser.run("document.getElementById('no-match').hidden")
+    browser.run("(() => { const f = document.getElementById('filter'); f.value = 'zz'; f.dispatchEvent(new Event('input')); })()")
+    assert not browser.run("document.getElementById('no-match').hidden")
+
+
+@needs_chromium
+def test_all_charts_are_printed(browser, demo):
+    """Those far below have not been in sight."""
+    browser.look(height=300)
+    browser.open(demo)
+    drawn = "document.querySelectorAll('.chart > svg[data-view]').length"
+    before, all_ = browser.run(drawn), browser.run("document.querySelectorAll('.chart > svg').length")
+    assert before < all_
+    browser.run("window.dispatchEvent(new Event('beforeprint'))")
+    assert browser.run(drawn) == all_
 
 
 @needs_chromium

@@ -12,6 +12,7 @@ from rich.table import Table
 from torchrex.cli.consoles import stdout
 from torchrex.experiments.recipes import Config
 from torchrex.experiments.run_folder import RunFolder
+from torchrex.report.series import error_of_mean
 
 # In this order, those that a run has. The others are in result.json.
 WORDS = {
@@ -29,6 +30,7 @@ WORDS = {
     "largest_sd_ratio": "largest ratio of sds",
     "acceptance_rate": "acceptance rate",
 }
+EXACT = ("left_weight_true",)  # no estimates: all shown to four decimals
 ONLY_OF = {"logits_best_accuracy": "icml2020/"}
 
 
@@ -36,13 +38,16 @@ class Number(NamedTuple):
     """A number that is shown."""
 
     value: float
-    error: float | None = None  # its standard error, where it is a mean over runs
+    error: float | None = None  # its standard error, where it is known
     of: int | None = None  # out of so many
+    exact: bool = False
 
     def __str__(self) -> str:
         """To the digits that its error leaves it, such as 0.4012 ± 0.0031; swaps as 12 of 400."""
         if self.of is not None:
-            return f"{self.value:,} of {self.of:,}"
+            return f"{self.value:,} of {self.of:,}" if self.of else "none tested"
+        if self.exact:
+            return f"{self.value:.4f}"
         if not self.error or not math.isfinite(self.value):
             return f"{self.value:.4g}"
         digits = max(0, 1 - math.floor(math.log10(self.error)))
@@ -56,7 +61,7 @@ def numbers_of(result: Mapping[str, Any]) -> dict[str, Number]:
     for name, words in WORDS.items():
         value, error = metrics.get(name), metrics.get(f"{name}_se")
         if isinstance(value, int | float) and str(result.get("recipe", "")).startswith(ONLY_OF.get(name, "")):
-            shown[words] = Number(value, error if isinstance(error, int | float) else None)
+            shown[words] = Number(value, error if isinstance(error, int | float) else None, exact=name in EXACT)
     for pair in result.get("swaps") or () if metrics and "steps_done" in result else ():  # of networks, where they are few
         shown[f"swaps of rungs {pair['pair'][0]} and {pair['pair'][1]}"] = Number(pair["accepted"], of=pair["proposed"])
     return shown
@@ -92,11 +97,16 @@ def show_mean(folders: Sequence[RunFolder], config: Config) -> None:
         return
     each = [numbers_of(result) for result in results]
     table = Table(box=None, show_header=False)
+    from_chains = False
     for words in each[0]:
-        values = [numbers[words].value for numbers in each if words in numbers]
-        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-        table.add_row(words, str(Number(statistics.fmean(values), error)))
-    _print(f"{config.recipe}: mean ± standard error over {len(results)} seeds")
+        there = [numbers[words] for numbers in each if words in numbers]
+        values, errors = [number.value for number in there], [number.error for number in there]
+        from_chains |= all(error is not None for error in errors)
+        tested = None if any(number.of != 0 for number in there) else 0
+        mean = Number(statistics.fmean(values), error_of_mean(values, errors), of=tested, exact=there[0].exact)
+        table.add_row(words, str(mean))
+    how = ", from the chains of each run" if from_chains else ""
+    _print(f"{config.recipe}: mean ± standard error over {len(results)} seeds{how}")
     stdout.print(table)
 
 

@@ -24,6 +24,16 @@ class Travel(NamedTuple):
     per_attempt: Estimate  # a swap attempt of an even-odd pairing; compare with the rates below
     exact: bool  # False: rows were thinned and no list of swaps is there, so trips may have been missed
 
+    def __repr__(self) -> str:
+        """Means over chains, of all replicas of a chain together."""
+        replicas, chains = self.round_trips.shape
+        trips, restarts = (float(count.sum(0).double().mean()) for count in (self.round_trips, self.restarts))
+        least = "" if self.exact else "at least "
+        return (
+            f"Travel({least}{trips:.4g} round trips and {restarts:.4g} restarts a chain, its {replicas} replicas together, mean "
+            f"over {chains} chain{'' if chains == 1 else 's'}; {float(self.per_step.value):.3g} round trips a step)"
+        )
+
 
 def round_trips(history: History) -> Travel:
     """Round trips from the first recorded step on (`history.after` leaves the burn-in out).

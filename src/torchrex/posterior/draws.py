@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torchrex.errors import InvalidArgumentError
 from torchrex.posterior.arviz_export import draws_to_datatree, to_arviz
 from torchrex.posterior.draws_file import SHAPES, read_draws, write_draws
 from torchrex.posterior.draws_plot import plot_draws
@@ -50,6 +51,8 @@ class Draws:
 
     def after(self, step: int) -> Draws:
         """The draws after the first `step` steps (burn-in left out); the swap counts stay those of the whole run."""
+        if step > self.n_steps:
+            raise InvalidArgumentError(f"there is no step {step:,}: the run has {self.n_steps:,}; leave fewer of them out")
         kept = self.steps > step
         return Draws(
             self.values[:, kept],

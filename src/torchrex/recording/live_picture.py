@@ -22,7 +22,9 @@ class Line:
         self.watched = watched
         self.energy: list[float] | None = None  # smoothed, by rung
         self.replica_at = list(range(n + 1))
-        self.accepted, self.proposed = [0] * n, [0] * n  # since the display began
+        before = watched.swaps_before or ((0, 0),) * n
+        self.accepted, self.proposed = [made for made, _ in before], [tested for _, tested in before]
+        self.since = watched.run.n_steps if watched.swaps_before is None else 0  # the step from which on swaps are counted
         self.noise_variance, self.correction = [float("nan")] * n, [float("nan")] * n
         self.average: Average | None = None
         self.n_draws = 0  # of the average, when it was looked at last
@@ -50,10 +52,11 @@ def draw(
         return bar
     # One line stays free: what fills the terminal cannot be erased to its top.
     if len(lines) == 1 and lines[0].watched.ladder.n_rungs + 4 < height:
-        table, told = rungs(lines[0], wide=width >= WIDE), _average(lines[0])
+        table, told = rungs(lines[0], wide=width >= WIDE), _below(lines[0])
         return Group(bar, table, told) if told else Group(bar, table)
-    if len(lines) + 3 < height:
-        return Group(bar, runs(lines, width))
+    note = _since(lines[0])
+    if len(lines) + (4 if note else 3) < height:
+        return Group(bar, runs(lines, width), *([Text(note)] if note else []))
     return bar
 
 
@@ -134,11 +137,17 @@ def _table(columns: list[str], first: str = "") -> Table:
     return table
 
 
-def _average(line: Line) -> Text | None:
-    if line.average is None:
-        return None
-    accuracy = "" if line.accuracy is None else f", accuracy of rung {line.average.rungs[0]} {100 * line.accuracy:.2f} %"
-    return Text(f"average of {line.n_draws:,} draws{accuracy}")
+def _below(line: Line) -> Text | None:
+    """What is said of the average, and of swaps that were not counted from the first step on: one line, or none."""
+    told = [note] if (note := _since(line)) else []
+    if line.average is not None:
+        accuracy = "" if line.accuracy is None else f", accuracy of rung {line.average.rungs[0]} {100 * line.accuracy:.2f} %"
+        told.insert(0, f"average of {line.n_draws:,} draws{accuracy}")
+    return Text("; ".join(told), no_wrap=True, overflow="ellipsis") if told else None
+
+
+def _since(line: Line) -> str:
+    return f"swaps are counted since step {line.since:,}" if line.since and line.accepted else ""
 
 
 def _energy(line: Line, rung: int) -> str:

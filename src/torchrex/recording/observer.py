@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchrex.errors import InvalidArgumentError
 from torchrex.exchange import Ladder, ReplicaExchange, StepInfo
+from torchrex.recording.trace import Trace
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +27,7 @@ class Watched:
     run: ReplicaExchange
     n_steps: int  # where it will end
     averages: tuple[Any, ...] = ()
+    swaps_before: tuple[tuple[int, int], ...] | None = None  # made and tested of each pair before it goes on; None: not known
 
     def number_of(self, average: Any) -> int:
         """Which of the run's averages this one is."""
@@ -38,6 +40,13 @@ class Watched:
     @property
     def seed(self) -> int:
         return self.run.streams.seed
+
+
+def counted_so_far(trace: Trace | None, n_steps: int) -> tuple[tuple[int, int], ...] | None:
+    """For `swaps_before`: what a trace counted in so many steps; None if there is none, or it did not see all of them."""
+    if trace is None or trace.n_steps != n_steps or n_steps == 0:
+        return None
+    return tuple((int(pair["accepted"]), int(pair["proposed"])) for pair in trace.swaps())
 
 
 class Average(Protocol):

@@ -19,7 +19,7 @@ from scipy import stats
 
 from torchrex.errors import InvalidArgumentError, RunFolderError
 from torchrex.report.runs import LoadedRun, find_runs, load_run
-from torchrex.report.settings_that_matter import decides_the_problem, differing_that_matter
+from torchrex.report.settings_that_matter import decides_the_problem, differing_that_matter, with_known_settings
 
 LEVEL = 0.05
 FEWEST_SEEDS = 3  # two seeds can agree by chance whatever their spread
@@ -66,19 +66,26 @@ class Comparison:
     settings: dict[str, tuple[Any, Any]]  # config fields that differ and matter: (first, other)
     notes: tuple[str, ...]  # what was left out, and why
     apart: tuple[str, ...] = ()  # those of `settings` that make the two different problems: nothing is better or worse then
+    settings_known: bool = True  # of both sides; else nobody knows what differs
 
     @property
     def test(self) -> str:
         """What was done, in words, so that a reader can correct for it."""
         if self.apart:
-            return f"no paired t-test: different {', '.join(self.apart)} make them different problems"
-        n, seeds = len(self.rows), f"{len(self.seeds)} common seed{'s' if len(self.seeds) != 1 else ''}"
+            return f"no test: different {', '.join(self.apart)} make them different problems"
+        if not self.tested:
+            return f"no test: {'one seed' if len(self.seeds) == 1 else f'{len(self.seeds)} seeds'}; {FEWEST_SEEDS} are needed"
+        n, seeds = len(self.rows), f"{len(self.seeds)} common seeds"
         looked_at = f"{n} metric{' was' if n == 1 else 's were'} looked at"
         return (
             f"paired t-test over {seeds}, two-sided, level {LEVEL:g} for each metric by itself; {looked_at}, so by chance alone "
-            f"about {LEVEL * n:.2g} of them would differ (Bonferroni: p < {LEVEL / max(1, n):.2g}); no claim below "
-            f"{FEWEST_SEEDS} seeds"
+            f"about {LEVEL * n:.2g} of them would differ (Bonferroni: p < {LEVEL / max(1, n):.2g})"
         )
+
+    @property
+    def tested(self) -> bool:
+        """Whether there was anything to test: the same problem, on enough seeds."""
+        return not self.apart and len(self.seeds) >= FEWEST_SEEDS
 
 
 def compare_folders(paths: Sequence[Path]) -> list[Comparison]:
@@ -100,10 +107,14 @@ def load_side(path: Path) -> Side:
         raise RunFolderError(f"{path} holds runs of {len(recipes)} recipes ({shown}); give the folder of one of them")
     runs: dict[int, LoadedRun] = {}
     left_out = []
+    finished = [run for run in found if run.status == "finished"]
+    usable = {id(run) for run in with_known_settings(finished)}
     for run in found:
         where = run.path.name
         if run.status != "finished":
             left_out.append(f"{where} is {run.status}")
+        elif id(run) not in usable:
+            left_out.append(f"config.json of {where} is missing or damaged, so that its settings are not known")
         elif run.seed < 0:
             left_out.append(f"{where} does not tell its seed")
         elif run.seed in runs:
@@ -144,28 +155,25 @@ def compare(first: Side, other: Side) -> Comparison:
         raise RunFolderError(f"{have}: no metric in common, so there is nothing to compare; compare runs of one kind")
     if missing := sorted(somewhere - set(everywhere)):
         notes.append(f"not in all of the runs, left out: {', '.join(missing)}")
-    settings = _settings(first, other, seeds, notes)
+    known = all(side.runs[seed].settings_known for side in (first, other) for seed in seeds)
+    settings = _settings(first, other, seeds, notes) if known else {}
     configs = [side.runs[seed].config for side in (first, other) for seed in seeds]
     apart = tuple(key for key in settings if any(decides_the_problem(key, config) for config in configs))
     rows = []
     for name in everywhere:
         row = compare_metric(name, [m[name] for m in metrics[0]], [m[name] for m in metrics[1]])
         rows.append(_without_verdict(row, apart) if apart else row)
-    return Comparison(first, other, seeds, tuple(rows), settings, tuple(notes), apart)
+    return Comparison(first, other, seeds, tuple(rows), settings, tuple(notes), apart, known)
 
 
 def _settings(first: Side, other: Side, seeds: Sequence[int], notes: list[str]) -> dict[str, tuple[Any, Any]]:
-    """What differs between the sides, by what their runs tell; what differs within a side, or is not told, becomes a note."""
+    """What differs between the sides; what differs within a side becomes a note."""
     found: dict[str, tuple[Any, Any]] = {}
     for seed in seeds:
-        one, two = first.runs[seed], other.runs[seed]
-        if one.settings_known and two.settings_known:
-            for key, pair in differing_that_matter(one.config, two.config).items():
-                found.setdefault(key, pair)
+        for key, pair in differing_that_matter(first.runs[seed].config, other.runs[seed].config).items():
+            found.setdefault(key, pair)
     for side in (first, other):
-        if unknown := [side.runs[seed].path.name for seed in seeds if not side.runs[seed].settings_known]:
-            notes.append(f"{side.name}: config.json of {', '.join(unknown)} is missing or damaged, so settings are not told")
-        configs = [side.runs[seed].config for seed in seeds if side.runs[seed].settings_known]
+        configs = [side.runs[seed].config for seed in seeds]
         if fields := sorted({key for config in configs for key in differing_that_matter(configs[0], config)}):
             notes.append(f"{side.name}: its own seeds differ in {', '.join(fields)}")
     return found

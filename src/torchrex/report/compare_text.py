@@ -12,6 +12,7 @@ from torchrex.report.settings_that_matter import ABSENT
 
 COLUMNS = ("metric", "better", "first", "other", "difference", "seeds", "verdict")
 GAP = "  "
+MARK = "<!-- torchrex compare -->\n"  # by which a Markdown file of ours is known
 LEAST_FOR_VERDICT = 12  # columns; with fewer a table is no table
 
 
@@ -19,7 +20,8 @@ def cells(row: Row, apart: Sequence[str] = ()) -> list[str]:
     """One row as text, for the columns above. Between different problems a difference means nothing."""
     error = "" if row.error is None else f" +- {row.error:.2g}"
     difference = "" if apart else f"{row.difference:+.4g}{error}"
-    return [row.metric, row.better, f"{row.first:.6g}", f"{row.other:.6g}", difference, str(row.n), row.verdict]
+    verdict = "" if apart else row.verdict  # the same for all, and said above
+    return [row.metric, row.better, f"{row.first:.6g}", f"{row.other:.6g}", difference, str(row.n), verdict]
 
 
 def lines(comparison: Comparison, width: int | None = None) -> list[str]:
@@ -44,7 +46,8 @@ def table(comparison: Comparison, width: int | None = None) -> list[str]:
 
 def _aligned(rows: Sequence[Sequence[str]], shown: Sequence[int], widths: Sequence[int], room: int | None) -> list[str]:
     made = []
-    for row in (COLUMNS, *rows):
+    told = any(row[-1] for row in rows)
+    for row in (COLUMNS if told else (*COLUMNS[:-1], ""), *rows):
         start = "".join(row[k].ljust(n) + GAP for k, n in zip(shown, widths, strict=True))
         verdict = wrapped(row[-1], room)
         made += [(start + verdict[0]).rstrip(), *(" " * len(start) + more for more in verdict[1:])]
@@ -55,7 +58,7 @@ def _blocks(rows: Sequence[Sequence[str]], shown: Sequence[int], width: int) -> 
     made = []
     for row in rows:
         told = [f"{COLUMNS[k]} {row[k]}" for k in shown[1:] if row[k]]
-        words = f"{', '.join(told)}: {row[-1]}"
+        words = ", ".join(told) + (f": {row[-1]}" if row[-1] else "")
         made += [row[0], *(f"{GAP}{line}" for line in wrapped(words, max(1, width - len(GAP))))]
     return made
 
@@ -74,7 +77,8 @@ def about(comparison: Comparison) -> list[str]:
     if comparison.apart:
         said.append(f"they are not comparable: they differ in {', '.join(comparison.apart)}, so that neither is better or worse")
     else:
-        said[0] += "; difference = other - first, +- its standard error"
+        errors = any(row.error is not None for row in comparison.rows)
+        said[0] += f"; difference = other - first{', +- its standard error' if errors else ''}"
     return [*said, *_settings(comparison), *(f"note: {note}" for note in comparison.notes), f"test: {comparison.test}"]
 
 
@@ -85,16 +89,20 @@ def _settings(comparison: Comparison) -> list[str]:
     for which, k in (("first", 1), ("other", 0)):
         if alone := [key for key, pair in comparison.settings.items() if pair[k] == ABSENT]:
             said.append(f"settings that only {which} has: {', '.join(alone)}")
+    if not comparison.settings_known:
+        return ["settings are not told: config.json of one side or both is missing or damaged, so they may be different problems"]
     return said or ["no setting that matters differs"]
 
 
 def as_markdown(comparisons: Sequence[Comparison]) -> str:
-    parts = []
+    parts = [MARK]
     for comparison in comparisons:
         made = [f"## {comparison.other.name} against {comparison.first.name}", ""]
         made += [f"- {line}" for line in about(comparison)]
-        made += ["", "| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
-        made += ["| " + " | ".join(cells(row, comparison.apart)) + " |" for row in comparison.rows]
+        rows = [cells(row, comparison.apart) for row in comparison.rows]
+        shown = [k for k, name in enumerate(COLUMNS) if name == "metric" or any(row[k] for row in rows)]
+        made += ["", "| " + " | ".join(COLUMNS[k] for k in shown) + " |", "|---" * len(shown) + "|"]
+        made += ["| " + " | ".join(row[k] for k in shown) + " |" for row in rows]
         parts.append("\n".join(made) + "\n")
     return "\n".join(parts)
 
@@ -107,7 +115,14 @@ def as_json(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
             "seeds": list(each.seeds),
             "comparable": not each.apart,
             "not_comparable_because_of": list(each.apart),
-            "test": {"kind": "paired t", "two_sided": True, "level": LEVEL, "metrics": len(each.rows), "words": each.test},
+            "test": {
+                "kind": "paired t" if each.tested else "none",
+                "two_sided": True,
+                "level": LEVEL,
+                "metrics": len(each.rows),
+                "words": each.test,
+            },
+            "settings_known": each.settings_known,
             "settings": {key: {"first": a, "other": b} for key, (a, b) in each.settings.items()},
             "notes": list(each.notes),
             "rows": [to_json(row) for row in each.rows],

@@ -9,25 +9,41 @@ from typing import Any
 from torchrex.errors import MissingDependencyError, RunFolderError, TorchrexError
 from torchrex.exchange.threads import few_threads
 from torchrex.experiments.config import to_json
+from torchrex.experiments.digits import DigitsConfig
+from torchrex.experiments.images import ImageConfig
+from torchrex.experiments.mixtures import MixtureConfig
+from torchrex.experiments.tall import LogisticConfig
 from torchrex.report.doctor_average import check_average
-from torchrex.report.doctor_draws import DRAW_CHECKS, SLOW_CHECKS
+from torchrex.report.doctor_draws import SLOW_CHECKS, check_convergence, check_tail, check_temperature
+from torchrex.report.doctor_evidence import history_from_remains
 from torchrex.report.doctor_ladder import check_ladder
-from torchrex.report.findings import SEVERITIES, Check, Diagnosis, Finding
+from torchrex.report.findings import QUICK, SEVERITIES, Check, Diagnosis, Finding
 from torchrex.report.page.command import command_to_repeat
 from torchrex.report.runs import LoadedRun, find_empty, find_runs, load_run
+
+CHECKS: dict[Check, str] = {
+    check_ladder: "how it swaps",
+    check_convergence: "whether it has converged",
+    check_temperature: "whether rung 0 is at its temperature",
+    check_tail: "whether its noise is Gaussian",
+    check_average: "how its average does",
+}
 
 
 def findings_of(run: LoadedRun, *, quick: bool = False) -> list[Finding]:
     """Everything there is to say about a run, the gravest first and what is fine last.
 
     A check that needs what is not installed, or stumbles over damage, becomes a note. `quick` leaves out what may take seconds,
-    which is the temperature of tall data, and says so in a note; the rest takes 0.01 to 0.2 s a run on one core.
+    which is the temperature of tall data, and says so in a note that is titled QUICK; the rest takes 0.01 to 0.2 s a run on one
+    core.
     """
     findings: list[Finding] = []
     with few_threads(0):
-        for check in (check_state, check_ladder, *DRAW_CHECKS, check_average):
+        findings += check_state(run)
+        for check, what in CHECKS.items():
             if quick and check in SLOW_CHECKS and SLOW_CHECKS[check](run):
-                findings.append(Finding("note", "temperature not told", "It takes seconds here; `torchrex doctor` tells it."))
+                words = f"To tell {what} takes seconds here and was left out; `torchrex doctor` with its folder tells it."
+                findings.append(Finding("note", QUICK, words))
                 continue
             try:
                 findings += check(run)
@@ -36,7 +52,8 @@ def findings_of(run: LoadedRun, *, quick: bool = False) -> list[Finding]:
             except (TorchrexError, RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
                 if not run.problems:  # a whole run is read without such errors; do not hide our own mistakes
                     raise
-                findings.append(Finding("note", "not told", f"{_name(check)} failed on what is left of this run ({error})."))
+                why = f" ({error})" if isinstance(error, TorchrexError) else ""  # what others say of our insides helps nobody
+                findings.append(Finding("note", "not told", f"What is left of this run does not tell {what}{why}."))
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
@@ -73,12 +90,27 @@ def check_state(run: LoadedRun) -> Iterable[Finding]:
         problems = [problem for problem in problems if problem is not missing]
         what = f"T{missing[1:]}" if missing else f"It was {run.status}{where}"
         yield Finding("warning", "the run is not finished", f"{what}. {_go_on(run)}", numbers)
+    remains = history_from_remains(run) is not None
     for problem in problems:
+        if remains and problem.startswith("too little of draws.safetensors"):
+            problem = "draws.safetensors still has its counts, energies and sigma2, which are used; its draws are not"
+        problem = problem.replace("unpack requires a buffer of 8 bytes", "it has less than 8 bytes")
         name = next((name for name in run.damaged if name in problem), None)
         title = "damaged" if name else "of another version" if problem.startswith("config.json") else "missing"
         starts_with_a_file = "." in problem.split()[0]
         words = problem if starts_with_a_file else f"{problem[0].upper()}{problem[1:]}"
         yield Finding("warning", title, f"{words}.", {"file": name} if name else {})
+    if run.status == "finished" and (name := _lacking(run)):
+        yield Finding("note", "missing", f"There is no {name}: what it would tell is left out.", {"file": name})
+
+
+def _lacking(run: LoadedRun) -> str:
+    """The file with the course of a finished run, if it should be there and is not. Results that are committed have none: their
+    result.json holds curves."""
+    network = isinstance(run.settings, DigitsConfig | ImageConfig) and not (run.result or {}).get("curves")
+    name = "draws.safetensors" if isinstance(run.settings, MixtureConfig | LogisticConfig) else "trace.safetensors"
+    expected = network or name.startswith("draws")
+    return name if expected and not (run.path / name).exists() else ""
 
 
 def _go_on(run: LoadedRun) -> str:
@@ -109,10 +141,6 @@ def as_text(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     lines = [("", f"{diagnosis.name} ({diagnosis.status}): {diagnosis.verdict}")]
     lines += [(finding.severity, f"{finding.title}. {finding.words}") for finding in diagnosis.findings]
     return lines
-
-
-def _name(check: Check) -> str:
-    return getattr(check, "__name__", "a check")
 
 
 __all__ = ["Diagnosis", "Finding", "as_json", "as_text", "diagnose", "diagnose_folder", "findings_of"]

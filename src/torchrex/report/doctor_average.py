@@ -17,6 +17,7 @@ from torchrex.report.findings import Finding
 from torchrex.report.runs import LoadedRun
 
 STILL_RISING = 0.002  # accuracy gained over the last third of the draws
+RULE = f"more than {100 * STILL_RISING:.2f} points over the last third of the draws, and some of it in the last tenth"
 SIGMAS = 2.0
 IMAGES_IN_A_TEST = 10_000  # of CIFAR
 
@@ -37,12 +38,12 @@ def check_average(run: LoadedRun) -> Iterable[Finding]:
         if gained > STILL_RISING and curve[-1] > curve[9 * len(curve) // 10 - 1]:
             words = (
                 f"The accuracy of the average rose from {_points(before)} % to {_points(curve[-1])} % over the last third of its "
-                f"{several(len(curve), 'draw')} and was still rising: extend the run, or begin the average later, for the early "
-                f"draws weigh it down."
+                f"{several(len(curve), 'draw')} and was still rising ({RULE}): extend the run, or begin the average later, for "
+                f"the early draws weigh it down."
             )
             yield Finding("warning", "the average has not converged", words, numbers)
             return
-        changed = f" Over the last third of the draws it changed by {100 * gained:+.2f} points and no longer rises."
+        changed = f" Over the last third of the draws it changed by {100 * gained:+.2f} points; still rising would be {RULE}."
     yield _against_one(run, numbers, changed)
 
 

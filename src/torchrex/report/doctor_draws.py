@@ -13,9 +13,11 @@ from torch import Tensor
 
 from torchrex.diagnostics import convergence, equipartition_temperature, hill
 from torchrex.diagnostics.convergence import FEWEST_DRAWS
+from torchrex.errors import MissingDependencyError
 from torchrex.experiments.mixtures import MixtureConfig
 from torchrex.experiments.tall import LogisticConfig
 from torchrex.posterior import Draws
+from torchrex.report.doctor_advice import WANTED
 from torchrex.report.doctor_words import measured, number, percent
 from torchrex.report.findings import Check, Finding, Severity
 from torchrex.report.runs import LoadedRun
@@ -37,18 +39,22 @@ WORK = 4e7  # examples looked at for exact gradients of tall data
 def check_convergence(run: LoadedRun) -> Iterable[Finding]:
     """R-hat and effective number of draws, for densities."""
     draws = _settled(run)
-    if draws is None:
+    if run.draws is None or run.draws.n_draws == 0:
         return
-    if draws.n_draws < FEWEST_DRAWS:
-        yield Finding("warning", "too few draws", f"{draws.n_draws} draws are left after the burn-in. Run longer, or thin less.")
+    if draws is None or draws.n_draws < FEWEST_DRAWS:
+        left = "No draw is" if draws is None else f"{draws.n_draws} draws are"
+        yield Finding("warning", "too few draws", f"{left} left after the burn-in. Run longer, or thin less.")
         return
     some = thinned(draws.values, ENOUGH)
     found = convergence(some)
     rhat, ess, n = found.worst_rhat, found.least_ess, draws.n_chains * draws.n_draws
-    numbers = {"rhat": rhat, "least_ess": ess, "n_draws": n, "n_chains": draws.n_chains}
+    looked_at = some.shape[0] * some.shape[1]
+    # Draws between those looked at can only add to it.
+    numbers = {"rhat": rhat, "ess_at_least": ess, "ess_from_draws": looked_at, "n_draws": n, "n_chains": draws.n_chains}
     told = f"R-hat {rhat:.3f}" if math.isfinite(rhat) else "no R-hat, for there is one chain (n_runs=4 would tell)"
-    least = "at least " if some.shape[1] < draws.n_draws else ""
-    words = f"{told}; {n:,} draws are worth {least}{ess:,.0f} independent ones"
+    words = f"{told}; {n:,} draws are worth {ess:,.0f} independent ones"
+    if looked_at < n:
+        words = f"{told}; {n:,} draws are worth at least {ess:,.0f} independent ones (from {looked_at:,} of them, thinned)"
     if rhat > RHAT or not ess >= FEW_DRAWS:
         severity: Severity = "problem" if rhat > BAD_RHAT else "warning"
         why = f"R-hat should be below {RHAT}" if rhat > RHAT else f"{FEW_DRAWS} should be there"
@@ -66,8 +72,7 @@ def _modes(run: LoadedRun, draws: Draws) -> Iterable[Finding]:
         if share > APART:
             words = (
                 f"{percent(share)} of the variance of coordinate {k} lies between chains: each stays in a mode of its own, or "
-                f"is too slow to leave where it began, and the draws say where that was. Run longer; more swaps or a hotter top "
-                f"rung let chains cross."
+                f"is too slow to leave where it began, and the draws say where that was. {_to_cross(run)}"
             )
             yield Finding("problem", "chains stay apart", words, {"share_between_chains": share, "coordinate": k})
             return
@@ -94,6 +99,19 @@ def _modes(run: LoadedRun, draws: Draws) -> Iterable[Finding]:
         yield Finding("warning", "replicas in different modes", words, {"share_between_replicas": share, "coordinate": k})
 
 
+def _to_cross(run: LoadedRun) -> str:
+    """What lets chains leave their modes."""
+    temperatures = () if run.ladder is None else run.ladder.temperatures
+    if len(temperatures) == 1:
+        cold = temperatures[0]
+        return f"Run longer, or add a hotter rung (temperatures={cold:g},{10 * cold:g}), from which it can cross."
+    if run.history is not None and run.history.n_pairs and run.correction_factor is not None:
+        rates = run.history.accepted.sum(1) / run.history.proposed.sum(1)
+        if float(rates.nan_to_num(nan=0.0).min()) >= WANTED[0]:
+            return "It swaps often enough: run longer, or heat the top rung."
+    return "Run longer; more swaps or a hotter top rung let chains cross."
+
+
 def check_temperature(run: LoadedRun) -> Iterable[Finding]:
     """Is rung 0 at its temperature?"""
     if run.ladder is None or run.ladder.temperatures[0] == 0:
@@ -110,8 +128,8 @@ def check_temperature(run: LoadedRun) -> Iterable[Finding]:
         return
     draws = _settled(run)
     if draws is None or draws.n_draws < FEWEST_DRAWS:
-        if run.result is not None:
-            yield Finding("note", "temperature not told", "Whether rung 0 is at its temperature needs gradients; none were kept.")
+        if run.result is not None and isinstance(run.settings, MixtureConfig | LogisticConfig):  # of networks it cannot be told
+            yield Finding("note", "temperature not told", "Whether rung 0 is at its temperature needs draws; none are left.")
         return
     found = gradients(run, draws)
     if found is None:
@@ -124,6 +142,11 @@ def check_temperature(run: LoadedRun) -> Iterable[Finding]:
     off = tau / nominal - 1
     side = "above" if off > 0 else "below"
     read = f"Equipartition reads {measured(tau, error)} on rung 0, {percent(abs(off))} {side} its temperature {number(nominal)}"
+    rhat = _worst_rhat(draws)
+    if rhat > BAD_RHAT:
+        words = f"{read}, but the chains have not converged (R-hat {rhat:.3f}), so that means little: ask again when they have."
+        yield Finding("note", "temperature not told", words, {**numbers, "rhat": rhat})
+        return
     if abs(off) <= TOLERATED or abs(off) * nominal < SIGMAS * error:
         verdict = f"within the {100 * TOLERATED:g} % tolerated" if abs(off) <= TOLERATED else f"within {SIGMAS:g} standard errors"
         yield Finding("fine", "temperature", f"{read}: {verdict}.", numbers)
@@ -138,6 +161,14 @@ def check_temperature(run: LoadedRun) -> Iterable[Finding]:
     severity: Severity = "problem" if abs(off) > MUCH else "warning"
     title = f"rung 0 is {'hotter' if off > 0 else 'colder'} than nominal"
     yield Finding(severity, title, f"{read} ({100 * TOLERATED:g} % is tolerated); {why}.", numbers)
+
+
+def _worst_rhat(draws: Draws) -> float:
+    """NaN where it is not defined, or cannot be computed here: `check_convergence` says so."""
+    try:
+        return convergence(thinned(draws.values, ENOUGH)).worst_rhat
+    except MissingDependencyError:
+        return math.nan
 
 
 def gradients(run: LoadedRun, draws: Draws) -> tuple[Tensor, Tensor] | None:
@@ -178,10 +209,11 @@ def check_tail(run: LoadedRun) -> Iterable[Finding]:
 
 
 def _settled(run: LoadedRun) -> Draws | None:
-    """The draws of a density without the burn-in."""
+    """The draws of a density without the burn-in; None where there are none."""
     if run.draws is None or run.draws.n_draws == 0:
         return None
-    return run.draws.after(int(BURN_IN * run.draws.n_steps))
+    burn_in = int(BURN_IN * run.draws.n_steps)
+    return run.draws.after(burn_in) if int(run.draws.steps[-1]) > burn_in else None
 
 
 def thinned(values: Tensor, enough: int) -> Tensor:
@@ -197,9 +229,6 @@ def _every(values: Tensor, enough: int) -> int:
 def _largest(shares: Tensor) -> tuple[float, int]:
     known = shares.nan_to_num(nan=0.0)
     return float(known.max()), int(known.argmax())
-
-
-DRAW_CHECKS: tuple[Check, ...] = (check_convergence, check_temperature, check_tail)
 
 
 def _is_tall(run: LoadedRun) -> bool:

@@ -1,23 +1,27 @@
 """What is known of the swaps of a run: the course of the ladder where it was recorded, or only how many swaps were counted.
 
-Draws and traces tell everything, the curves of an image run nearly so. An unfinished or damaged run may have no more than the
-counts in result.json, of a damaged result.json those before the damage.
+Draws and traces tell everything, the curves of an image run nearly so. A draws.safetensors that was cut short may still have its
+energies. An unfinished or damaged run may have no more than the counts in result.json, of a damaged result.json those before the
+damage.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
-from torchrex.diagnostics import History, Swaps, Travel, round_trips
+from torchrex.diagnostics import Estimate, History, Swaps, Travel, effective_noise, noise_level, round_trips
 from torchrex.diagnostics.history import temperatures_at
+from torchrex.errors import TorchrexError
 from torchrex.experiments.image_recipes import PAIRED
 from torchrex.experiments.images import ImageConfig
-from torchrex.report.runs import LoadedRun
+from torchrex.posterior import Draws
+from torchrex.report.runs import LoadedRun, salvage
 
 FEW_TRIPS = 10  # round trips of a chain
 ENOUGH_ROWS = 40_000  # recorded energies, of all chains together, for rates of a per cent and more
@@ -34,15 +38,39 @@ class Evidence:
     factor: float  # F at the start
     annealed: bool
     image: bool  # F grows with the gap there
+    has_paths: bool = True  # who stood where is known, not only the energies
 
     @property
     def scaled(self) -> History:
-        """`energies`, thinned, with sigma2 such that a constant F here is the F at the start there."""
-        energies = thinned(self.energies)
+        """What the advice about F rests on, thinned.
+
+        Where F grows with the gap it is the last quarter, with sigma2 such that a constant F here is one that is counted as at
+        the start: swaps may take something of F, so only the F of one part of the run can be compared with another.
+        """
         if not self.image:
-            return energies
-        gap = energies.inverse_gap
-        return replace(energies, noise_variance=energies.noise_variance * (gap[0] / gap)[:, :, None])
+            return thinned(self.energies)
+        late = thinned(self.late)
+        return replace(late, noise_variance=late.noise_variance * self._since_the_start(late))
+
+    @property
+    def factor_now(self) -> float:
+        """F in the last quarter, counted as at the start: without what it grew by the gap."""
+        factors = self.late.correction_factor
+        if not self.image or factors is None:
+            return self.factor
+        return float((factors * self._since_the_start(self.late)).nanmedian())
+
+    @property
+    def swapped_late(self) -> tuple[int, int]:
+        """Swaps and tests of the last quarter, of all pairs; tests are taken to be spread evenly over the steps."""
+        first, start = int(self.late.steps[0]), int(self.energies.steps[0])
+        swaps = self.history.swaps
+        made = 0 if swaps is None else int((swaps.step >= first).sum())
+        n = self.history.n_steps
+        return made, round(int(self.history.proposed.sum()) * (n - first) / max(1, n - start))
+
+    def _since_the_start(self, part: History) -> torch.Tensor:
+        return (self.history.inverse_gap[0] / part.inverse_gap)[:, :, None]
 
     @cached_property
     def travel(self) -> Travel:
@@ -62,31 +90,59 @@ class Evidence:
 
     @property
     def trips(self) -> tuple[float, float]:
-        """Round trips and restarts of a chain, all its replicas together."""
+        """Round trips and restarts of a chain, all its replicas together; NaN where that is not known."""
+        if not self.has_paths:
+            none = int(self.history.accepted.sum()) == 0
+            return (0.0, 0.0) if none else (math.nan, math.nan)
         trips, restarts = (float(n.sum(0).double().mean()) for n in (self.travel.round_trips, self.travel.restarts))
         return trips, restarts
 
 
 def gather(run: LoadedRun) -> Evidence | None:
     """None where nothing is exchanged, or no more is known of it than `count` tells."""
-    factor, averaged = run.correction_factor, False
+    factor, averaged, has_paths = run.correction_factor, False, True
     if factor is None:
         return None
     history = run.history
     if history is None:
         history, averaged = history_from_curves(run), True
+    if history is None:
+        history, averaged, has_paths = history_from_remains(run), False, False
     if history is None or history.n_pairs == 0 or int(history.proposed.sum()) == 0:
         return None
-    start = int(getattr(run.settings, "swap_start", 0))
-    energies = history.after(start)
-    energies = energies if len(energies.steps) else history
+    energies = while_swapping(run, history)
     if averaged:
         # Energies drawn apart for each replica vary more than those of the swap tests, which share a minibatch.
         shared = getattr(run.settings, "variance", "paired") == "repeated"
         energies = _with_noise(energies, PAIRED if shared else 1.0)
-    late = energies.after(int(energies.steps[0]) + 3 * (int(energies.steps[-1]) - int(energies.steps[0])) // 4)
     annealed = run.ladder is not None and run.ladder.anneal is not None
-    return Evidence(history, energies, late, factor, annealed, isinstance(run.settings, ImageConfig))
+    late = last_quarter(energies)
+    return Evidence(history, energies, late, factor, annealed, isinstance(run.settings, ImageConfig), has_paths)
+
+
+def while_swapping(run: LoadedRun, history: History) -> History:
+    """Its rows from the first swap test on."""
+    rows = history.after(int(getattr(run.settings, "swap_start", 0)))
+    return rows if len(rows.steps) else history
+
+
+def last_quarter(history: History) -> History:
+    """Its rows from three quarters of the recorded steps on."""
+    first, last = int(history.steps[0]), int(history.steps[-1])
+    return history.after(first + 3 * (last - first) // 4)
+
+
+class Noise(NamedTuple):
+    """How noisy the energies are once sigma2 has settled, of every pair."""
+
+    variance: Estimate  # sigma2 of one energy
+    s: torch.Tensor  # standard deviation of the noise in log S
+
+
+def settled_noise(late: History) -> Noise:
+    """sigma2 and s of a last quarter, the burn-in left out: what doctor and the page both call the noise of a run."""
+    variance = noise_level(late)
+    return Noise(variance, effective_noise(late.inverse_gap.mean(0), variance.value))
 
 
 def thinned(history: History) -> History:
@@ -125,6 +181,28 @@ def history_from_curves(run: LoadedRun) -> History | None:
         correction=column("correction"),
         swaps=Swaps(swapped, torch.zeros_like(swapped), torch.zeros_like(swapped)),
     )
+
+
+def history_from_remains(run: LoadedRun) -> History | None:
+    """What a draws.safetensors that was cut short still tells of the energies, without who stood where: that comes last in it."""
+    if run.ladder is None or run.draws is not None or "draws.safetensors" not in run.damaged:
+        return None
+    tensors, meta = salvage(run.path / "draws.safetensors", [])
+    names = ("steps", "energy", "noise_variance", "accepted", "proposed")
+    if not all(name in tensors for name in names):
+        return None
+    rows = min(len(tensors[name]) for name in names[:3])
+    if rows < 4 or tensors["energy"].ndim != 3:
+        return None
+    kept: dict[str, Any] = {name: tensors[name][:rows] if name in names[:3] else tensors[name] for name in names}
+    n_rungs, n_chains = kept["energy"].shape[1:]
+    standing = torch.arange(n_rungs)[None, :, None].expand(rows, n_rungs, n_chains)
+    try:
+        n_steps = int(json.loads(meta.get("torchrex", "{}")).get("n_steps", int(kept["steps"][-1])))
+        draws = Draws(torch.zeros(n_chains, rows, 1), replica_at=standing, n_steps=n_steps, **kept)
+        return History.from_draws(draws, run.ladder, correction_factor=run.correction_factor or 1.0)
+    except (TorchrexError, RuntimeError, ValueError, TypeError, LookupError, AttributeError):  # it was not only cut
+        return None
 
 
 def _with_noise(history: History, part: float, n: int = 64) -> History:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from torchrex.diagnostics import History, correction_against_spread, noise_level
+from torchrex.diagnostics import History, correction_against_spread, noise_level, observed_acceptance
+from torchrex.report.doctor_advice import WANTED
 from torchrex.report.doctor_evidence import FEW_TRIPS, Evidence, count, gather
 from torchrex.report.doctor_swaps import count_findings, swap_findings, too_few
 from torchrex.report.doctor_words import number, several, times
@@ -25,7 +26,7 @@ def check_ladder(run: LoadedRun) -> Iterable[Finding]:
         yield from settled_findings(evidence)
         if not too_few(swaps):  # else the correction and the travel have been told
             yield from correction_findings(evidence)
-            yield from travel_findings(evidence)
+            yield from travel_findings(evidence) if evidence.has_paths else ()
     elif run.ladder is not None and len(run.ladder.temperatures) < 2:
         return
     elif run.ladder is not None and run.correction_factor is None:
@@ -90,12 +91,14 @@ def travel_findings(evidence: Evidence) -> Iterable[Finding]:
     exact = evidence.travel.exact
     numbers = {"round_trips_per_chain": trips, "restarts_per_chain": restarts, "exact": exact}
     least = "" if exact or restarts == 0 else "at least "
-    made = f"A chain made {least}{several(trips, 'round trip')}"
+    mean = "on average " if evidence.history.n_chains > 1 else ""
+    made = f"A chain made {mean}{least}{several(trips, 'round trip')}, its {evidence.history.n_rungs} replicas together,"
     if trips < FEW_TRIPS:
+        often = float(observed_acceptance(evidence.history).value.nan_to_num(nan=0.0).min()) >= WANTED[0]
         severity: Severity = "problem" if trips < 1 and exact else "warning"
         words = (
             f"{made} between the coldest and the hottest rung, and something new came to rung 0 {least}{times(restarts)}: so "
-            f"often it could see another mode. Run longer, or make swaps likelier."
+            f"often it could see another mode. Run longer{'' if often else ', or make swaps likelier'}."
         )
         yield Finding(severity, "too few round trips", words, numbers)
     else:

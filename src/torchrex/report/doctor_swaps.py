@@ -6,16 +6,10 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from torchrex.diagnostics import (
-    acceptance_from_energies,
-    allowed_acceptance,
-    effective_noise,
-    noise_level,
-    observed_acceptance,
-)
-from torchrex.report.doctor_advice import advise, advise_from_counts, ladder_in_words
-from torchrex.report.doctor_evidence import Counted, Evidence, thinned
-from torchrex.report.doctor_words import number, percent, several, times
+from torchrex.diagnostics import acceptance_from_energies, allowed_acceptance, observed_acceptance
+from torchrex.report.doctor_advice import WANTED, advise, advise_from_counts, ladder_in_words
+from torchrex.report.doctor_evidence import Counted, Evidence, settled_noise, thinned
+from torchrex.report.doctor_words import about, number, percent, several, times
 from torchrex.report.findings import Finding, Severity
 from torchrex.report.runs import LoadedRun
 
@@ -37,9 +31,8 @@ def swap_findings(run: LoadedRun, evidence: Evidence) -> list[Finding]:
     observed = observed_acceptance(history).value.nan_to_num(nan=0.0)  # a pair that was never tested has made no swap
     rate, pair = float(observed.min()), int(observed.argmin())
     at_one = float(acceptance_from_energies(evidence.energies, correction_factor=1.0).value[pair])
-    variance = noise_level(late).value
-    noise = effective_noise(late.inverse_gap.mean(0), variance)
-    s = float(noise[pair])
+    level, noise = settled_noise(late)
+    variance, s = level.value, float(noise[pair])
     accepted, proposed = int(history.accepted[pair].sum()), int(history.proposed[pair].sum())
     numbers: dict[str, Any] = {
         "pair": [pair, pair + 1],
@@ -55,7 +48,7 @@ def swap_findings(run: LoadedRun, evidence: Evidence) -> list[Finding]:
     made = swapped_in_words(Counted(pair, accepted, proposed, ""), history.n_pairs)
     if history.n_chains > 1:
         made += f", {history.n_chains} chains together"
-    at = f"at temperatures {number(late.temperature[-1, pair].item())} and {number(late.temperature[-1, pair + 1].item())}"
+    at = "there" if evidence.image else f"at temperatures {_temperatures(evidence, pair, -1)}"
     allowed = numbers["allowed_acceptance"]
     leaves = f"leaves {percent(allowed) if allowed > 0 else 'none'} of the swaps between equal energies at F = 1"
     found: list[Finding] = []
@@ -74,7 +67,7 @@ def swap_findings(run: LoadedRun, evidence: Evidence) -> list[Finding]:
     if found:
         return found
     if s > LOUD:
-        advice, more = advise(evidence, pair)
+        advice, more = advise(evidence, pair, rate)
         words = f"{made}, but noise s = {number(s)} {at} {leaves}; it should be below {LOUD:g}. {advice}"
         return [Finding("warning", "too much noise for these temperatures", words, {**numbers, **more})]
     expected = float(acceptance_from_energies(thinned(evidence.energies)).value[pair]) if not evidence.image else math.nan
@@ -85,14 +78,23 @@ def swap_findings(run: LoadedRun, evidence: Evidence) -> list[Finding]:
 
 def _few(run: LoadedRun, evidence: Evidence, pair: int, made: str, noise: str, numbers: dict[str, Any]) -> Finding:
     trips, restarts = evidence.trips
-    advice, more = advise(evidence, pair)
+    rate, end = numbers["acceptance_rate"], ""
+    if evidence.image:
+        some, tests = evidence.swapped_late
+        rate = some / max(1, tests)
+        numbers = {**numbers, "factor_in_the_last_quarter": evidence.factor_now, "swaps_in_the_last_quarter": some}
+        numbers["tests_in_the_last_quarter"] = tests
+        end = f"{_at_the_end(run, evidence, pair)} It {_swapped(some)} in about {about(tests)} tests there."
+    advice, more = advise(evidence, pair, rate)
     seen = ""
     if numbers["accepted"] > 0 and trips < FEW_SWAPS:
         of = " of a chain" if evidence.history.n_chains > 1 else ""
         seen = f" Rung 0{of} got something new {times(restarts)}: mixing between modes is left to chance."
     if numbers["noise_s"] <= LOUD and numbers["acceptance_rate"] >= HARDLY_ANY:
-        advice = f"Run longer. {advice}"  # it is short, and noise is not in the way
-    words = f"{made}.{seen} {noise}; this run has {_factor_in_words(run, evidence)}. {advice}"
+        # It is short, and noise is not in the way; where it swaps often enough there is nothing else to change.
+        advice = "Run longer." if numbers["acceptance_rate"] >= WANTED[0] else f"Run longer. {advice}"
+    told = f"{end} {advice} {noise}." if end else f"{noise}; this run has F = {number(evidence.factor)}. {advice}"
+    words = f"{made}.{seen} {told}"
     severity: Severity = "problem" if trips < 1 else "warning" if trips < FEW_SWAPS or numbers["noise_s"] > LOUD else "note"
     title = "no swaps" if numbers["accepted"] == 0 else "hardly any swaps"
     return Finding(severity, title, words, {**numbers, **more, "round_trips_per_chain": trips, "restarts_per_chain": restarts})
@@ -103,7 +105,8 @@ def _price_of_factor(evidence: Evidence, made: str, rate: float, at_one: float, 
     factor, noise, ladder = evidence.factor, numbers["noise_s"], ""
     if made and noise > LOUD:  # else it is no obstacle, or has been told
         ladder = f", but needs {ladder_in_words(evidence)[0]}, for noise s = {number(noise)} is above {LOUD:g}"
-    without = f"with F = 1 {f'it would be {percent(at_one)}' if at_one > 0 else 'there would be none'}"
+    # These states were reached with the bias of this F: a run at F = 1 would come to others.
+    without = f"on the states of this run F = 1 would accept {f'about {percent(at_one)}' if at_one > 0 else 'none'}"
     against = f"{made}; {without}." if made else f"{without[0].upper()}{without[1:]}."
     if math.isinf(factor):
         words = (
@@ -146,13 +149,26 @@ def count_findings(run: LoadedRun, counts: list[Counted]) -> Iterable[Finding]:
 def swapped_in_words(counted: Counted, n_pairs: int) -> str:
     """The rungs swapped once in 2,000 tests (0.05 %)."""
     which = f"Rungs {counted.pair} and {counted.pair + 1}" if n_pairs > 1 else "The rungs"
-    verb = "never swapped" if counted.accepted == 0 else f"swapped {times(counted.accepted)}"
     rate = f" ({percent(counted.accepted / counted.proposed)})" if counted.accepted else ""
-    return f"{which} {verb} in {several(counted.proposed, 'test')}{rate}"
+    return f"{which} {_swapped(counted.accepted)} in {several(counted.proposed, 'test')}{rate}"
 
 
-def _factor_in_words(run: LoadedRun, evidence: Evidence) -> str:
-    """F, with what lowering it at every swap has left of it where a recipe does that."""
-    left = float(getattr(run.settings, "factor_per_swap", 1.0)) ** int(evidence.history.accepted.sum())
-    lowered = f", of which its swaps left {number(left * evidence.factor)}" if left < 1 else ""
-    return f"F = {number(evidence.factor)}{' at the start' if evidence.image else ''}{lowered}"
+def _swapped(count: int) -> str:
+    return "never swapped" if count == 0 else f"swapped {times(count)}"
+
+
+def _at_the_end(run: LoadedRun, evidence: Evidence, pair: int) -> str:
+    """Where annealing has brought temperatures and F by the last quarter, in which all that follows holds."""
+    per_swap = float(getattr(run.settings, "factor_per_swap", 1.0))
+    lowered = f", of which the factor {number(per_swap, 2)} a swap has left {number(evidence.factor_now)}" if per_swap < 1 else ""
+    return (
+        f"Where it ends, in its last quarter, the ladder is annealed from temperatures {_temperatures(evidence, pair, 0)} to "
+        f"{_temperatures(evidence, pair, -1)}; F was {number(evidence.factor)} at the start{lowered} (it grows as the ladder "
+        f"cools, and is counted as at the start here)."
+    )
+
+
+def _temperatures(evidence: Evidence, pair: int, row: int) -> str:
+    """Of a pair, at a recorded row: the first of the run, or the last."""
+    cold, hot = (evidence.history if row == 0 else evidence.late).temperature[row, pair : pair + 2].tolist()
+    return f"{number(cold)} and {number(hot)}"

@@ -39,9 +39,9 @@ def measured(value: float, error: float) -> str:
 
 
 def times(count: float) -> str:
-    """never, once, twice, 3 times; a mean over chains may be 2.5 times."""
+    """never, once, twice, 3 times; what is no whole number is a mean over chains: 2.5 times on average."""
     rare: dict[float, str] = {0: "never", 1: "once", 2: "twice"}
-    return rare.get(count) or f"{_count(count)} times"
+    return rare.get(count) or f"{_count(count)} times{'' if count == int(count) else ' on average'}"
 
 
 def several(count: float, thing: str) -> str:
@@ -50,4 +50,4 @@ def several(count: float, thing: str) -> str:
 
 
 def _count(count: float) -> str:
-    return f"{count:,.0f}" if count == int(count) or count >= 100 else number(count, 2)
+    return f"{count:,.0f}" if count == int(count) or count >= 100 else f"{count:#.2g}".rstrip(".")  # 1.0 is not quite 1

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torchrex.report.runs import LoadedRun
 
 Severity = Literal["problem", "warning", "note", "fine"]
+QUICK = "only a quick look"  # the title of a note that says what was left out to save time
 SEVERITIES: tuple[Severity, ...] = ("problem", "warning", "note", "fine")
 
 
@@ -40,6 +41,11 @@ class Diagnosis:
     def healthy(self) -> bool:
         return not self.of("problem") and not self.of("warning")
 
+    @property
+    def quick(self) -> bool:
+        """Whether something was left out to save time, so that a full look may find more."""
+        return any(finding.title == QUICK for finding in self.findings)
+
     def of(self, severity: Severity) -> list[Finding]:
         return [finding for finding in self.findings if finding.severity == severity]
 
@@ -48,7 +54,8 @@ class Diagnosis:
         """One line: how many problems and warnings, or that there are none."""
         if self.healthy:
             checked = any(finding.severity == "fine" or finding.numbers for finding in self.findings)
-            return "nothing wrong was found" if checked else "there was nothing to check"
+            found = "nothing wrong was found in a quick look" if self.quick else "nothing wrong was found"
+            return found if checked else "there was nothing to check"
         counts = [(len(self.of(severity)), severity) for severity in ("problem", "warning")]
         return " and ".join(f"{n} {word}{'s' if n > 1 else ''}" for n, word in counts if n)
 

@@ -129,9 +129,14 @@ def plot_reliability(probabilities: Tensor, labels: Tensor, axis: Any, *, bins: 
 
 def plot_accuracy(curves: Mapping[str, Tensor], axis: Any) -> Any:
     """Test accuracy (fractions) after 1, 2, ... draws: one line a name, such as `average of probabilities` and `last draw`."""
+    lows = []
     for k, (name, accuracy) in enumerate(curves.items()):
-        values = torch.as_tensor(accuracy, dtype=torch.float64)
-        axis.plot(torch.arange(1, len(values) + 1), 100 * values, **look(k), linewidth=1.5, label=name)
+        values = 100 * torch.as_tensor(accuracy, dtype=torch.float64)
+        axis.plot(torch.arange(1, len(values) + 1), values, **look(k), linewidth=1.5, label=name)
+        lows += [float(values[len(values) // 20 :].min())] if "last" not in name and len(values) else []
+    if lows:  # the first few draws lie so far below that all else would be one line
+        top = float(axis.dataLim.y1)
+        axis.set_ylim(bottom=min(lows) - 0.05 * max(top - min(lows), 1.0))
     return _finish(axis, "test accuracy (%)", "draws in the average")
 
 

@@ -1,9 +1,11 @@
-"""What plots and the page draw, as numbers: means over windows of steps, calibration bins. Nothing here draws."""
+"""What plots and the page draw, as numbers: means over windows of steps, over runs, calibration bins. Nothing here draws."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,6 +87,28 @@ def calibration(probabilities: Tensor, labels: Tensor, bins: int = 15) -> Calibr
     mean = torch.zeros(bins, dtype=torch.float64).index_add_(0, which, confidence)[there] / n
     accuracy = torch.zeros(bins, dtype=torch.float64).index_add_(0, which, right)[there] / n
     return Calibration(mean, accuracy, (accuracy * (1 - accuracy) / n).sqrt(), count[there])
+
+
+def error_of_mean(values: Sequence[float], errors: Sequence[float | None]) -> float | None:
+    """Standard error of a mean over runs; `errors` are those that the runs tell of themselves.
+
+    A run of many chains knows its own far better than two or three seeds show by their spread, so where every run tells one they
+    are combined: sqrt(sum e^2) / n. Else it is the spread over runs, and of a single run nothing is known.
+    """
+    known = [error for error in errors if error is not None]
+    if values and len(known) == len(values):
+        return math.sqrt(sum(error * error for error in known)) / len(values)
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def least_of_averages(curves: Mapping[str, Any]) -> float | None:
+    """From where the accuracies of averages are worth drawing: their least after the first twentieth of the draws.
+
+    An average of one or two draws, and a single draw, lie so far below that all else would be one line.
+    """
+    names = [name for name in curves if name.endswith("_accuracy") and "last" not in name and isinstance(curves[name], list)]
+    late = [value for name in names for value in curves[name][len(curves[name]) // 20 :] if isinstance(value, int | float)]
+    return min(late) if late else None
 
 
 def smoothing_window(n_rows: int) -> int:

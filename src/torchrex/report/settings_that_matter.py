@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from torchrex.report.runs import LoadedRun
 
 NOT_USED, ABSENT = "not used", "absent"
 NAMES = ("recipe", "paper", "checkpoint_every")  # nothing of a run depends on them
@@ -12,6 +14,16 @@ NAMES = ("recipe", "paper", "checkpoint_every")  # nothing of a run depends on t
 PROBLEM = ("weights", "means", "stds", "n_data", "dim", "prior_precision", "data", "validation", "test_subset")
 OF_SWAPS = ("correction_factor", "factor_per_swap", "swaps_after", "rest_after_swap", "prior_in_swaps", "momentum_at_swap")
 OF_VARIANCE = ("variance", "smoothing", "measure_every", "measure_draws", "initial_variance")
+
+
+def with_known_settings(runs: Sequence[LoadedRun]) -> list[LoadedRun]:
+    """Of runs that belong together those that may be averaged or compared.
+
+    Nobody knows whether one whose config.json is missing or damaged was made as the others were. Where none has a config they are
+    taken for what they are.
+    """
+    known = [run for run in runs if run.settings_known]
+    return known or list(runs)
 
 
 def decides_the_problem(key: str, config: Mapping[str, Any]) -> bool:

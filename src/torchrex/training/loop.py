@@ -16,7 +16,7 @@ from torchrex.exchange import ModuleExchange, SideBySide
 from torchrex.exchange.divergence import LOWER_IT
 from torchrex.posterior import PosteriorAverage
 from torchrex.recording import Observer, Watched
-from torchrex.recording.observer import on_host
+from torchrex.recording.observer import counted_so_far, on_host
 from torchrex.training.members import Member, name_of, recipe_of
 from torchrex.training.saving import newest_of, resume, save
 
@@ -69,7 +69,8 @@ class Loop:
         with contextlib.ExitStack() as ends:
             ends.callback(self._end_all)
             for member in self.members:
-                watched = Watched(recipe_of(member), member.run, n_steps, tuple(member.averages))
+                so_far = counted_so_far(member.trace, member.run.n_steps)
+                watched = Watched(recipe_of(member), member.run, n_steps, tuple(member.averages), so_far)
                 _, told = self._watching[id(member)] = (watched, [])
                 for observer in (*member.observers, *more) if self.crew.is_first else ():
                     if not isinstance(observer, Observer):

@@ -15,7 +15,8 @@ from torchrex.report.runs import LoadedRun
 
 SECONDS = 8.0  # for all runs of a page together; importing ArviZ takes half of it on a busy machine
 NOT_ASKED = "doctor was not asked, to keep this page quick; `torchrex doctor` with its folder tells, or `report --doctor all`"
-# "verdict"; how many "problems" and "warnings", None if not known; "findings": severity, title, words
+# "verdict"; whether it was a "quick" look, which left something out; how many
+# "problems" and "warnings", None if not known; "findings": severity, title, words
 Advice = dict[str, Any]
 
 
@@ -40,11 +41,12 @@ def advice_of(run: LoadedRun, *, quick: bool = False) -> Advice:
         return _unknown(f"doctor failed on this run ({type(error).__name__}: {error})")
     told = [[*each] for each in findings if not any(each[2].startswith(problem) for problem in run.problems)]
     counts = {word: sum(severity == word for severity, _, _ in findings) for word in ("problem", "warning")}
-    return {"verdict": diagnosis.verdict, "problems": counts["problem"], "warnings": counts["warning"], "findings": told}
+    seen = {"verdict": diagnosis.verdict, "quick": diagnosis.quick}
+    return {**seen, "problems": counts["problem"], "warnings": counts["warning"], "findings": told}
 
 
 def _unknown(why: str) -> Advice:
-    return {"verdict": why, "problems": None, "warnings": None, "findings": []}
+    return {"verdict": why, "quick": False, "problems": None, "warnings": None, "findings": []}
 
 
 def _size(run: LoadedRun) -> int:

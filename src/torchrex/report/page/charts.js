@@ -217,6 +217,8 @@ class Chart {
         }
       }
     });
+    // Of the whole, the first few draws of an average are left to the edge; who zooms in sees them.
+    if (this.spec.yLow !== undefined && this.view === this.full && this.spec.yLow < high) low = Math.max(low, this.spec.yLow);
     if (low > high) [low, high] = this.spec.yLog ? [0.1, 1] : [0, 1];
     if (this.spec.whole) return [low - 0.3, high + 0.3];
     if (this.spec.yLog) return low === high ? [low / 2, high * 2] : [low / 1.1, high * 1.1];
@@ -331,6 +333,9 @@ const onResize = new ResizeObserver((entries) => {
     if (chart.width && Math.abs(entry.contentRect.width - chart.width) > 1) chart.draw();
   }
 });
+
+// Charts are drawn when they come into sight; on paper all of them are.
+addEventListener("beforeprint", () => { for (const svg of document.querySelectorAll(".chart > svg")) svg.chart.draw(); });
 
 function drawCharts(host, data) {
   const links = new Map();

@@ -19,7 +19,14 @@ from torchrex.experiments.mixtures import MixtureConfig
 from torchrex.report.page.thin import few_marks, number, numbers, rows_to_keep, swaps_of
 from torchrex.report.plots import rung_name
 from torchrex.report.runs import LoadedRun
-from torchrex.report.series import acceptance_over_time, calibration, noise_over_time, running_mean, smoothing_window
+from torchrex.report.series import (
+    acceptance_over_time,
+    calibration,
+    least_of_averages,
+    noise_over_time,
+    running_mean,
+    smoothing_window,
+)
 
 Chart = dict[str, Any]
 
@@ -219,7 +226,8 @@ def _of_accuracy(run: LoadedRun) -> list[Chart]:
         return []
     key = f"{run.config.get('data')} {run.config.get('net')} {run.config.get('epochs')}"
     title = "Accuracy of the average against number of draws"
-    return [chart("accuracy", title, "draws in the average", "test accuracy (%)", series, key=key)]
+    zoom = {"yLow": number(100 * low)} if (low := least_of_averages(curves)) is not None else {}
+    return [chart("accuracy", title, "draws in the average", "test accuracy (%)", series, key=key, **zoom)]
 
 
 def _fits(trace: Mapping[str, Tensor], one: str, two: str) -> bool:

@@ -11,22 +11,15 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
-from torchrex.diagnostics import (
-    acceptance_from_energies,
-    allowed_acceptance,
-    effective_noise,
-    noise_level,
-    observed_acceptance,
-    round_trips,
-)
+from torchrex.diagnostics import acceptance_from_energies, allowed_acceptance, observed_acceptance, round_trips
 from torchrex.errors import InvalidArgumentError
 from torchrex.experiments.config import dumps
+from torchrex.report.doctor_evidence import last_quarter, settled_noise, while_swapping
 from torchrex.report.page.charts import charts_of
 from torchrex.report.page.command import command_to_repeat
-from torchrex.report.page.overview import Row, label, metrics_of, paper_of, scale
+from torchrex.report.page.overview import Row, label, metrics_of, paper_of, scale, shown
 from torchrex.report.page.thin import number
 from torchrex.report.runs import LoadedRun
-from torchrex.report.summary import value_and_error
 
 
 def details_of(run: LoadedRun, page: Path) -> dict[str, Any]:
@@ -92,8 +85,9 @@ def _pairs(run: LoadedRun) -> dict[str, Any]:
         expected = acceptance_from_energies(history)
     except InvalidArgumentError:
         expected = None
-    level = noise_level(history, last=run.draws is not None)
-    noise = effective_noise(history.inverse_gap[-1], level.value)
+    level, noise = settled_noise(last_quarter(while_swapping(run, history)))
+    # One chain of a running mean tells no error.
+    error = level.error if run.draws is None or history.n_chains > 1 else torch.full_like(level.error, torch.nan)
     allowed = allowed_acceptance(noise)
     rows = []
     for pair in range(history.n_pairs):
@@ -105,14 +99,19 @@ def _pairs(run: LoadedRun) -> dict[str, Any]:
                 f"{tested:,}",
                 _with_error(100 * observed.value[pair], 100 * observed.error[pair]) if tested else "",
                 "" if expected is None else _with_error(100 * expected.value[pair], 100 * expected.error[pair]),
-                _with_error(level.value[pair], level.error[pair]),
+                _with_error(level.value[pair], error[pair]),
                 f"{float(noise[pair]):.3g}",
                 f"{100 * float(allowed[pair]):.3g}",
             ]
         )
     travel = round_trips(history)
-    trips = f"{'' if travel.exact else 'at least '}{int(travel.round_trips.sum()):,} round trips of all replicas"
-    note = f"In brackets the standard error of the last digit; s and what it allows are those of the last step; {trips}."
+    total, chains = int(travel.round_trips.sum()), history.n_chains
+    trips = f"{'' if travel.exact else 'at least '}{total:,} round trips, all {history.n_rungs} replicas"
+    trips += f" of all {chains} chains together ({total / chains:,.3g} a chain)" if chains > 1 else " together"
+    note = (
+        f"In brackets the standard error of the last digit(s); σ², s and what it allows are those of the last quarter of the "
+        f"run, as doctor tells them; {trips}."
+    )
     return table("Swaps", head, rows, note)
 
 
@@ -123,12 +122,11 @@ def _metrics(run: LoadedRun) -> dict[str, Any]:
         if name.endswith("_se") and name[:-3] in metrics:
             continue
         error = metrics.get(f"{name}_se")
-        shown = {"v": value * scale(name), "v_se": None if error is None else error * scale(name)}
-        rows.append([label(name), value_and_error(shown, "v"), paper[name].text if name in paper else ""])
+        text = shown(name, value * scale(name), None if error is None else error * scale(name))
+        rows.append([label(name), text, paper[name].text if name in paper else ""])
     return table("Numbers", ("metric", "this run", "paper"), rows)
 
 
 def _with_error(value: Tensor, error: Tensor) -> str:
     known = bool(torch.isfinite(error))
-    shown = number(float(value), 8)
-    return "" if shown is None else value_and_error({"v": float(value), "v_se": float(error) if known else None}, "v")
+    return "" if number(float(value), 8) is None else shown("", float(value), float(error) if known else None)

@@ -30,7 +30,10 @@ def family_section(family: Family, k: int, has_charts: bool) -> str:
         words = f"{made:,} of {tested:,}" if tested else "none tested"
         cells.append((words if swaps else "", made if swaps else None))
         rows.append(cells)
-    words = "Means over finished seeds; in brackets the standard error of the last digit."
+    words = (
+        "Means over finished seeds; in brackets the standard error of the last digit(s): from the chains of the runs where they "
+        "tell it, else from the spread over seeds."
+    )
     words += f" Paper: {'; '.join(notes)}." if notes else ""
     charts = f'<div class="charts" data-charts="family-{k}"></div>' if has_charts else ""
     return (

@@ -19,6 +19,8 @@ from torchrex.report.images import HEADLINE, PAPER_SEEDS, TABLES
 from torchrex.report.page.charts import Chart
 from torchrex.report.page.thin import number
 from torchrex.report.runs import LoadedRun
+from torchrex.report.series import error_of_mean
+from torchrex.report.settings_that_matter import with_known_settings
 from torchrex.report.summary import value_and_error
 
 LABELS = {
@@ -37,7 +39,11 @@ LABELS = {
     "ece": "ECE, %",
     "brier": "Brier",
     "mutual_information": "mutual information, nats",
+    "largest_mean_error_in_sd": "largest error of a mean, sd",
+    "smallest_sd_ratio": "smallest ratio of sds",
+    "largest_sd_ratio": "largest ratio of sds",
 }
+MANY = 10_000  # from here on a number without an error is written out
 PERCENT = ("accuracy", "ece", "acceptance_rate")
 MOST_COLUMNS = 8
 METHOD_COLUMN = {"msgd": 0, "sghmc": 1, "resghmc": 2}
@@ -69,8 +75,7 @@ class Row:
     @property
     def finished(self) -> list[LoadedRun]:
         """The runs whose numbers are shown."""
-        known = any(run.settings_known for run in self.runs)
-        return [run for run in self.runs if run.status == "finished" and (run.settings_known or not known)]
+        return [run for run in with_known_settings(self.runs) if run.status == "finished"]
 
 
 @dataclass
@@ -141,19 +146,23 @@ def scale(metric: str) -> float:
 
 
 def cell(row: Row, metric: str) -> tuple[str, float | None]:
-    """`94.20(8)` and the value to sort by: mean over finished seeds; the error of the mean applies to the last digit shown."""
+    """`94.20(8)` and the value to sort by: mean over finished seeds; the error of the mean applies to the last digits shown."""
     known = [metrics_of(run) for run in row.finished]
     values = [each[metric] * scale(metric) for each in known if metric in each]
     if not values:
         return "", None
-    errors = [each[f"{metric}_se"] * scale(metric) for each in known if f"{metric}_se" in each]
-    error = None
-    if len(errors) == len(values):
-        error = math.sqrt(sum(e * e for e in errors)) / len(values)  # each run knows its own, from its chains
-    elif len(values) > 1:
-        error = statistics.stdev(values) / math.sqrt(len(values))
+    errors = [each[f"{metric}_se"] * scale(metric) if f"{metric}_se" in each else None for each in known if metric in each]
     mean = statistics.fmean(values)
-    return value_and_error({"v": mean, "v_se": error}, "v"), number(mean, 8)
+    return shown(metric, mean, error_of_mean(values, errors)), number(mean, 8)
+
+
+def shown(metric: str, value: float, error: float | None) -> str:
+    """A number of the page: to the digits that its error leaves it, what is exact to four decimals, large ones written out."""
+    if not error and metric == "left_weight_true":
+        return f"{value:.4f}"
+    if not error and MANY <= abs(value) < 1e15:
+        return f"{value:,.0f}"
+    return value_and_error({"v": value, "v_se": error}, "v")
 
 
 def paper_of(row: Row) -> dict[str, Paper]:
@@ -197,6 +206,8 @@ def overlays(family: Family, charts: dict[int, list[Chart]]) -> list[Chart]:
         for place, first in enumerate(next((each for each in own if each), [])):
             name = (first["kind"], first["key"])
             same = [each[place] for each in own if len(each) > place and each[place]["kind"] == first["kind"]]
+            if name in made and "yLow" in first:
+                made[name]["yLow"] = min(made[name].get("yLow", first["yLow"]), first["yLow"])
             if name not in made:
                 made[name] = {**first, "series": [s for s in first["series"] if s.get("reference")]}
                 made[name].pop("note", None)

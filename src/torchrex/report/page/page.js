@@ -40,6 +40,7 @@ function doctorSays(doctor) {
   const grave = doctor.findings.filter(([severity]) => severity === "problem" || severity === "warning");
   const rest = doctor.findings.filter((finding) => !grave.includes(finding));
   const made = el("div", { class: "doctor" }, el("h4", {}, "What doctor says"));
+  if (doctor.quick) made.append(el("p", { class: "note quick" }, "Only a quick look: a full one may find more (see the notes)."));
   made.append(grave.length ? el("ul", {}, ...grave.map(line)) : el("p", { class: "note" }, `${doctor.verdict[0].toUpperCase()}${doctor.verdict.slice(1)}.`));
   const fine = rest.filter(([severity]) => severity === "fine").length;
   const counts = [[fine, "fine"], [rest.length - fine, rest.length - fine === 1 ? "note" : "notes"]].filter(([n]) => n);
@@ -88,7 +89,9 @@ for (const box of boxes) box.addEventListener("change", showRuns);
 document.getElementById("none").addEventListener("click", () => { for (const box of boxes) box.checked = false; showRuns(); });
 document.getElementById("filter").addEventListener("input", (event) => {
   const words = event.target.value.toLowerCase().split(/\s+/);
-  for (const row of document.getElementById("all-runs").tBodies[0].rows) row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
+  const rows = [...document.getElementById("all-runs").tBodies[0].rows];
+  for (const row of rows) row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
+  document.getElementById("no-match").hidden = rows.some((row) => !row.hidden);
 });
 for (const link of document.querySelectorAll("[data-show]")) {
   link.addEventListener("click", () => {

@@ -26,6 +26,7 @@ def runs_table(runs: Sequence[LoadedRun], details: Mapping[int, Mapping[str, Any
     return (
         f'<section id="runs"><h2>Runs one by one</h2><p class="tools"><label>Filter <input type="search" id="filter"></label> '
         f'<button type="button" id="none">show none</button> <span id="shown" class="note"></span></p>'
+        f'<p id="no-match" class="note" hidden>No run matches the filter.</p>'
         f'{table(HEAD, rows, text_columns=2, id_="all-runs")}<p class="note">{note}</p>'
         f'<div id="panels" class="panels"></div></section>'
     )
@@ -47,7 +48,7 @@ def _row(k: int, run: LoadedRun, details: Mapping[str, Any], shown: bool, sharin
         ("" if rate is None else f"{rate:.3g}", rate),
         (mark, seconds),
         (escape(date[:16].replace("T", " ")), date),
-        (f'<a href="{escape(folder["href"])}">{escape(folder["text"])}</a>', folder["text"]),
+        (_link(folder), folder["text"]),
     ]
 
 
@@ -57,16 +58,20 @@ def _advice(advice: Mapping[str, Any]) -> Cell:
     if problems is None:
         return "not told", None
     words = [f"{n} {word}{'s' if n > 1 else ''}" for n, word in ((problems, "problem"), (warnings, "warning")) if n]
-    return ", ".join(words) or "fine", 1000 * problems + warnings
+    return (", ".join(words) or "fine") + (" (quick look)" if advice["quick"] else ""), 1000 * problems + warnings
 
 
 def _empty_row(path: Path, out: Path) -> list[Cell]:
     seed, recipe = seed_in(path), recipe_in(path)
     folder = link_to(path, out)
-    link = f'<a href="{escape(folder["href"])}">{escape(folder["text"])}</a>'
     blank: Cell = ("", None)
     known: list[Cell] = [(escape(recipe), recipe), (str(seed), seed)] if seed is not None else [blank, blank]
-    return [blank, *known, (badge("empty"), "empty"), *[blank] * 5, (link, folder["text"])]
+    return [blank, *known, (badge("empty"), "empty"), *[blank] * 5, (_link(folder), folder["text"])]
+
+
+def _link(folder: Mapping[str, str]) -> str:
+    """It may be broken into lines, at its slashes."""
+    return f'<a href="{escape(folder["href"])}">{escape(folder["text"]).replace("/", "/<wbr>")}</a>'
 
 
 def _first_shown(runs: Sequence[LoadedRun]) -> list[int]:
