@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from faults import jobs
 from faults.killing import Killer
 
-JOBS = {"digits": jobs.digits}  # by name, functions of the folder of their checkpoints
+JOBS = {"digits": jobs.digits, "mixture": jobs.mixture}  # by name, functions of the folder of their checkpoints
 
 
 def main() -> None:

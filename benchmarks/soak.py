@@ -32,7 +32,12 @@ def digits(folder: str, n_steps: int, every: int) -> dict[str, Any]:
     return jobs.digits(folder, n_steps, every, KEEP, average_every=every, traced=False)
 
 
-JOBS = {"digits": digits}
+def mixture(folder: str, n_steps: int, every: int) -> dict[str, Any]:
+    # A checkpoint holds all draws so far, so they are thinned: 8 chains x 100 draws of a million steps.
+    return jobs.mixture(folder, n_steps, every, KEEP, compiled=True, thin=n_steps // 100)
+
+
+JOBS = {"digits": digits, "mixture": mixture}
 
 
 def look(folder: Path, pids: Sequence[int]) -> dict[str, Any] | None:
@@ -44,13 +49,13 @@ def look(folder: Path, pids: Sequence[int]) -> dict[str, Any] | None:
         return None
     if not all(resident):  # it has ended, and nobody has asked how
         return None
-    saved = torchrex.Checkpoints(folder).steps()
+    saved = [torchrex.Checkpoints(each).steps() for each in jobs.folders_of(folder)]
     return {
-        "step": saved[-1] if saved else 0,
+        "step": min((steps[-1] if steps else 0) for steps in saved),
         "resident_mib": [round(n / 2**20, 2) for n in resident],
         "open_files": files,
         "disk_kib": round(_disk(folder) / 1024, 1),
-        "folders": sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0,
+        "folders": max(sum(1 for _ in each.iterdir()) if each.is_dir() else 0 for each in jobs.folders_of(folder)),
     }
 
 
@@ -105,16 +110,16 @@ def soak(job: str, n_ranks: int, n_steps: int, every: int, folder: Path, seconds
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--job", choices=JOBS, default="digits")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--steps", type=int, nargs="+", default=[200_000, 50_000], help="one number for each of --ranks")
+    parser.add_argument("--job", choices=JOBS, nargs="+", default=["digits", "digits", "mixture"])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 1], help="one number for each job")
+    parser.add_argument("--steps", type=int, nargs="+", default=[200_000, 50_000, 1_000_000], help="one number for each job")
     parser.add_argument("--every", type=int, default=1000, help="steps between checkpoints")
     parser.add_argument("--seconds", type=float, default=1.0, help="between looks")
     args = parser.parse_args()
     results = []
-    for n_ranks, n_steps in zip(args.ranks, args.steps, strict=True):
+    for job, n_ranks, n_steps in zip(args.job, args.ranks, args.steps, strict=True):
         with tempfile.TemporaryDirectory() as folder:
-            results.append(soak(args.job, n_ranks, n_steps, args.every, Path(folder), args.seconds))
+            results.append(soak(job, n_ranks, n_steps, args.every, Path(folder), args.seconds))
             print({key: value for key, value in results[-1].items() if key != "curve"}, flush=True)
     write(args.out, {**surroundings(__file__, "torch", "torchrex"), "results": results})
 

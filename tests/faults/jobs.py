@@ -16,7 +16,7 @@ from torch import nn
 
 import torchrex as tr
 from modules import classes, with_everything
-from torchrex.distributed import replica_mesh
+from torchrex.distributed import rendezvous, replica_mesh
 from torchrex.durable import replace_file
 
 N_RUNGS = 4
@@ -53,6 +53,29 @@ def digits(folder, n_steps=120, every=15, keep=2, **records):
     )
     loader = tr.DeviceLoader((data["x"], data["y"]), 64, seed=1)
     return _train(run, loader, (data["test x"], data["test y"]), folder, n_steps, every, keep, **records)
+
+
+def mixture(folder, n_steps=1_200, every=100, keep=2, *, compiled=False, thin=100):
+    """A density: eight runs in four shards, whose checkpoints lie in folders of their own."""
+    rendezvous.SILENCE = 3.0  # seconds after which a rank is taken for gone
+    target = tr.Noisy(tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5]), tr.Gaussian(2.0))
+    draws = tr.sample(
+        target,
+        temperatures=(1.0, 10.0),
+        lr=0.03,
+        correction_factor=2.0,
+        noise=tr.RunningMean(tr.RepeatedDraws(10, 100), initial=100.0),
+        n_steps=n_steps,
+        n_runs=8,
+        thin=thin,
+        seed=5,
+        shards=4,
+        compiled=compiled,
+        checkpoints=tr.Checkpoints(Path(folder), keep=keep),
+        checkpoint_every=every,
+    )
+    swaps = int(draws.accepted.sum())
+    return {"status": draws.status, "signal": None, "stands_at": draws.n_steps, "swaps": swaps}
 
 
 def _train(run, loader, test, folder, n_steps, every, keep, *, average_every=10, traced=True):
@@ -96,6 +119,11 @@ def alone(job, folder, *arguments, **options):
         return job(folder, *arguments, **options)
     finally:
         torch.set_num_threads(threads)
+
+
+def folders_of(folder):
+    """Where the checkpoints of a run lie: in its folder, or in one for each shard."""
+    return sorted(Path(folder).glob("shard=*")) or [Path(folder)]
 
 
 def contents_of(folder, step):

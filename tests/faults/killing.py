@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 import torchrex as tr
-from faults.jobs import alone, contents_of
+from faults.jobs import alone, contents_of, folders_of
 from ranks import Ranks
 
 LONGEST = 120.0  # seconds in which a run or its survivors must end
@@ -72,7 +72,7 @@ class Killer:
         self.random = random.Random(seed)
         self.whole = self.folder / "whole"
         alone(job, self.whole, keep=ALL)
-        self.last = tr.Checkpoints(self.whole).steps()[-1]
+        self.last = tr.Checkpoints(folders_of(self.whole)[0]).steps()[-1]
         self.kills, self.missed, self.runs, self.moves = [], 0, 0, Counter()
         self._took = dict.fromkeys(sizes, 1.0)  # seconds from joining to the end, a guess that is corrected
         Ranks(1, os.getpid, self.folder).wait(LONGEST)  # the server of forks is there from now on
@@ -92,7 +92,9 @@ class Killer:
             before, size = size, self.random.choice(self.sizes)
             self.moves[before, size] += not finished
         self.runs += 1
-        assert contents_of(place, self.last) == contents_of(self.whole, self.last), f"run {self.runs - 1} ended otherwise"
+        for here in folders_of(self.whole):
+            there = place / here.relative_to(self.whole)
+            assert contents_of(there, self.last) == contents_of(here, self.last), f"run {self.runs - 1} ended otherwise"
 
     def _one_life(self, place, size, kills):
         """Whether the job finished before it was killed."""
@@ -126,7 +128,7 @@ class Killer:
                 "victim": victim,
                 "seconds_after_joining": round(struck - began, 3),
                 "seconds_until_all_had_ended": round(time.monotonic() - struck, 3),
-                "resumes_from_step": self._newest(place),
+                "resumes_from_step": min((self._newest(here) or 0 for here in folders_of(place)), default=0),
             }
         )
         self._tell(self.kills[-1])
@@ -137,9 +139,10 @@ class Killer:
         assert said[victim] is None, said
         assert all(each["error"] == "RankError" and each["said"].startswith(f"rank {victim} ") for each in others), said
         assert sum(each["speaks"] for each in others) == min(1, len(others)), said
-        newest = self._newest(place)
-        if newest is not None:
-            assert contents_of(place, newest) == contents_of(self.whole, newest), f"step {newest} is another"
+        for here in folders_of(place):
+            newest, whole = self._newest(here), self.whole / here.relative_to(place)
+            if newest is not None:
+                assert contents_of(here, newest) == contents_of(whole, newest), f"step {newest} is another"
 
     def _newest(self, place):
         """The step from which it goes on; nothing that counts as complete may turn out damaged."""
@@ -162,7 +165,7 @@ class Killer:
             "kills_on_ranks": {size: sum(kill["ranks"] == size for kill in self.kills) for size in self.sizes},
             "kills_of_rank_0": sum(kill["victim"] == 0 for kill in self.kills),
             "resumes_on_another_number_of_ranks": sum(n for (a, b), n in self.moves.items() if a != b),
-            "before_the_first_checkpoint": sum(kill["resumes_from_step"] is None for kill in self.kills),
+            "before_the_first_checkpoint": sum(kill["resumes_from_step"] == 0 for kill in self.kills),
             "too_late_to_hit": self.missed,
             "longest_seconds_until_all_had_ended": max(kill["seconds_until_all_had_ended"] for kill in self.kills),
         }

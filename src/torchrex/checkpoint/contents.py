@@ -11,10 +11,11 @@ File names follow from the shape of the tree alone and are never read from a fil
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from torchrex.checkpoint.files import one_line, parse_json, read_file, require_file
 from torchrex.checkpoint.setting import encode_setting, require_same
 from torchrex.checkpoint.tree import DTYPES, TreePath, agrees, decode, dtype_name, encode, place, short, tensor_name
 from torchrex.durable import sync_folder, write_synced
 from torchrex.errors import CheckpointError
 
 SCHEMA, VERSION = "torchrex.checkpoint", 3
+MOST_AXES = 64  # of a tensor
 LARGE = 2**22  # bytes of a tensor that gets a file of its own
 ITEM_SIZES = {dtype_name(dtype): dtype.itemsize for dtype in DTYPES}
 MANIFEST, DONE, SHARED = "manifest.json", "DONE", "shared.safetensors"
@@ -93,14 +96,14 @@ def read(folder: Path, step: int, setting: Mapping[str, Any] | None, replicas: C
             f"version {VERSION}; read it with the torchrex that wrote it, or begin again in another folder"
         )
     try:
-        if manifest["step"] != step:
+        if type(manifest["step"]) is not int or manifest["step"] != step:
             raise DamagedError(f"is that of step {short(manifest['step'])}, not of step {step}")
         if setting is not None:
             require_same(folder, manifest["setting"], setting)
         tree, listed = manifest["state"], manifest["files"]
         places = _places(tree)
         names = _file_names(tree, places)
-        if set(listed) != set(names):
+        if not isinstance(listed, dict) or set(listed) != set(names):
             raise DamagedError(f"lists other files in {MANIFEST} than its tree needs")
         for k in range(len(_replicas(tree))):
             if replicas is not None and k not in replicas:
@@ -117,8 +120,8 @@ def read(folder: Path, step: int, setting: Mapping[str, Any] | None, replicas: C
             return tensor
 
         state: dict[str, Any] = decode(tree, take)
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"has a {MANIFEST} of another form ({type(error).__name__}: {error})") from None
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise DamagedError(f"has a {MANIFEST} of another form ({one_line(f'{type(error).__name__}: {error}')})") from None
     if extra := [f"{name}: {tensor}" for name, tensors in stored.items() for tensor in tensors]:
         raise DamagedError(f"has a tensor that is not in its {MANIFEST} ({short(extra[0])})")
     return state
@@ -129,8 +132,8 @@ def _manifest(folder: Path) -> dict[str, Any]:
     if _bytes(folder / DONE) != _seal(data):
         raise DamagedError(f"has a {MANIFEST} that does not match the checksum in {DONE}: one of the two is damaged")
     try:
-        manifest = json.loads(data)
-    except (ValueError, RecursionError):
+        manifest = parse_json(data)
+    except ValueError:
         manifest = None
     if not isinstance(manifest, dict):
         raise DamagedError(f"has a {MANIFEST} that is not a JSON object")
@@ -138,18 +141,20 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _tensors(path: Path, *, size: int, sha256: str) -> dict[str, Tensor]:
-    data = _bytes(path)
+    if type(size) is not int or type(sha256) is not str:
+        raise ValueError(f"{short(size)} and {short(sha256)} for size and sha256 of {path.name}")
+    data, there = _bytes(path, size), _size(path)
     if _is_pickle(data):
         raise DamagedError(f"has a pickle in place of {path.name}, which is refused; nothing in it was executed")
-    if len(data) != size:
-        raise DamagedError(f"has a {'truncated' if len(data) < size else 'too long'} {path.name}, {len(data)} bytes of {size}")
+    if there != size:
+        raise DamagedError(f"has a {'truncated' if there < size else 'too long'} {path.name}, {there} bytes of {size}")
     if _sha256(data) != sha256:
         raise DamagedError(f"has a damaged {path.name}, whose checksum is not the one in {MANIFEST}")
     try:
         with torch.device("cpu"):  # whatever the default device is
             return load(data)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise DamagedError(f"has a {path.name} that is not in safetensors format ({error})") from None
+        raise DamagedError(f"has a {path.name} that is not in safetensors format ({one_line(error)})") from None
 
 
 def _is_pickle(data: bytes) -> bool:
@@ -159,9 +164,25 @@ def _is_pickle(data: bytes) -> bool:
     return data.startswith(b"PK\x03\x04") or (data[0] == 0x80 and 2 <= data[1] <= 5)
 
 
-def _bytes(path: Path) -> bytes:
+def _size(path: Path) -> int:
+    with _in_words(path):
+        return require_file(path)
+
+
+def _bytes(path: Path, most: int | None = None) -> bytes:
+    """What is in a file; of one that is longer than `most` bytes only the beginning."""
+    with _in_words(path):
+        if most is None:
+            return read_file(path)
+        there = require_file(path)
+        with open(path, "rb") as file:
+            return file.read(min(there, max(most, 16)))  # 16 bytes tell a pickle
+
+
+@contextlib.contextmanager
+def _in_words(path: Path) -> Iterator[None]:
     try:
-        return path.read_bytes()
+        yield
     except FileNotFoundError:
         raise DamagedError(f"lacks {path.name}") from None
     except OSError as error:
@@ -192,7 +213,7 @@ def _places(tree: Any) -> dict[TreePath, str]:
         name = SHARED
         if len(path) > 1 and path[0] == "replicas" and isinstance(path[1], int):
             name = _replica_file(path[1])
-        elif math.prod(shape) * ITEM_SIZES.get(dtype, 0) >= LARGE:
+        elif math.prod(_whole_shape(shape)) * ITEM_SIZES.get(dtype, 0) >= LARGE:
             large.append(f"large={len(large)}.safetensors")
             name = large[-1]
         places[path] = name
@@ -200,6 +221,12 @@ def _places(tree: Any) -> dict[TreePath, str]:
 
     decode(tree, note)
     return places
+
+
+def _whole_shape(shape: list[Any]) -> list[int]:
+    if len(shape) > MOST_AXES or not all(type(n) is int and 0 <= n < 2**63 for n in shape):
+        raise ValueError(f"a tensor of shape {short(shape)}")
+    return shape
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:

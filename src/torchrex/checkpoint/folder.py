@@ -170,10 +170,10 @@ class Checkpoints:
         return dict(sorted(found.items()))
 
     def _found(self, prefix: str = "", suffix: str = "") -> dict[int, Path]:
-        """Folders named for a step, whatever is in them."""
+        """Folders named for a step, whatever is in them. A link is none of ours: what it points to is not read or removed."""
         pattern = re.compile(re.escape(prefix) + "step=([0-9]{9}|[1-9][0-9]{9,})" + re.escape(suffix))
         try:
-            paths = [path for path in self.folder.iterdir() if path.is_dir()]
+            paths = [path for path in self.folder.iterdir() if path.is_dir() and not path.is_symlink()]
         except FileNotFoundError:
             return {}
         except OSError as error:

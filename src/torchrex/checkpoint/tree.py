@@ -28,7 +28,7 @@ LONGEST_SHOWN = 80  # characters of a value in a message
 
 def place(root: str, path: TreePath) -> str:
     """A place in a tree as a person would write it: state['replicas'][0]['x']."""
-    return root + "".join(f"[{part!r}]" for part in path)
+    return root + "".join(f"[{short(part) if len(str(part)) > LONGEST_SHOWN else repr(part)}]" for part in path)
 
 
 def tensor_name(path: TreePath) -> str:

@@ -150,7 +150,7 @@ def told_if_early(folders: Sequence[RunFolder], how: str) -> Iterator[None]:
                 raise Interrupted(f"interrupted; the checkpoints are in {begun[0]}, and {how} goes on", number) from None
             raise Interrupted("interrupted before the first steps were done; nothing was written", number) from None
         if received:  # a density kept the draws of before the signal, and its result does not say which signal it was
-            raise Interrupted(f"interrupted; what was done is in {folders[0].path}", received[0])
+            raise Interrupted(f"interrupted; what was done is in {folders[0].path}{_advice(folders[0], how)}", received[0])
 
 
 def goes_on(folder: RunFolder, how: str) -> bool:
@@ -158,13 +158,16 @@ def goes_on(folder: RunFolder, how: str) -> bool:
     result = folder.result or {}
     if result.get("status") == "interrupted":
         number = result.get("signal") or signal.SIGINT
-        advice = f"; {how} goes on" if "signal" in result else ""
-        raise Interrupted(f"interrupted; what was done is in {folder.path}{advice}", number)
+        raise Interrupted(f"interrupted; what was done is in {folder.path}{_advice(folder, how)}", number)
     if result.get("status") == "paused":
         where = f" at step {result['steps_done']:,}" if "steps_done" in result else ""
         _print(f"the budget is used up{where}; {how} goes on with {folder.path}")
         return False
     return True
+
+
+def _advice(folder: RunFolder, how: str) -> str:
+    return f"; {how} goes on" if (folder.path / "checkpoints").is_dir() else ""
 
 
 def _print(words: str) -> None:

@@ -39,7 +39,7 @@ class Watch:
         self.begun = 0  # collectives
         self._faults = 0  # of which one tells each
         self._ended = threading.Event()
-        self._say("name", {"pid": os.getpid(), "host": socket.gethostname()})
+        self.say("name", {"pid": os.getpid(), "host": socket.gethostname()})
         self._beat(0)
         self._thread = threading.Thread(target=self._beating, name="torchrex-watch", daemon=True)
         self._thread.start()
@@ -51,26 +51,26 @@ class Watch:
     def begin_anew(self) -> None:
         """What was said of an earlier fault, which the caller has dealt with, does not count any more."""
         self._faults += 1
-        self._say("failed", None)
-        self._say("survives", None)
+        self.say("failed", None)
+        self.say("survives", None)
 
     def fail(self, error: BaseException) -> None:
         """Tell the others why this rank leaves them."""
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        self._say("failed", " ".join(said.split())[:300])
+        self.say("failed", " ".join(said.split())[:300])
 
     def find_fault(self, what: str, error: BaseException) -> RankError:
         """After a failed collective: which rank is the reason, in one line."""
-        self._say("survives", self.begun)
-        before = [self._hear("beat", rank) for rank in range(self._size)]
+        self.say("survives", self.begun)
+        before = [self.hear("beat", rank) for rank in range(self._size)]
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline and not self.is_orphan:
             time.sleep(0.1)
-        after = [self._hear("beat", rank) for rank in range(self._size)]
+        after = [self.hear("beat", rank) for rank in range(self._size)]
         if self.is_orphan:
             return self.without_store()
-        failed = {rank: self._hear("failed", rank) for rank in range(self._size)}
-        survivors = [rank for rank in range(self._size) if self._hear("survives", rank) is not None]
+        failed = {rank: self.hear("failed", rank) for rank in range(self._size)}
+        survivors = [rank for rank in range(self._size) if self.hear("survives", rank) is not None]
         speaks = self._is_first_to_tell()
         names = {rank: self._named(rank) for rank in range(self._size)}
         told = [f"{names[rank]} failed with {reason}" for rank, reason in failed.items() if reason is not None]
@@ -104,7 +104,7 @@ class Watch:
             return self._rank == 0
 
     def _named(self, rank: int) -> str:
-        name = self._hear("name", rank)
+        name = self.hear("name", rank)
         return f"rank {rank}" if not isinstance(name, dict) else f"rank {rank} (process {name['pid']} on {name['host']})"
 
     def _beating(self) -> None:
@@ -114,9 +114,9 @@ class Watch:
             self._beat(beats)
 
     def _beat(self, beats: int) -> None:
-        self._say("beat", [beats, self.begun])
+        self.say("beat", [beats, self.begun])
 
-    def _say(self, what: str, value: Any) -> None:
+    def say(self, what: str, value: Any) -> None:
         if self.is_orphan:
             return
         try:
@@ -124,7 +124,7 @@ class Watch:
         except RuntimeError:
             self.is_orphan = True
 
-    def _hear(self, what: str, rank: int) -> Any:
+    def hear(self, what: str, rank: int) -> Any:
         key = f"{what}/{rank}"
         if self.is_orphan:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,11 +12,14 @@ from torch import Tensor
 from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyError
 from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo
 from torchrex.exchange.block import Block, block_length, draw_block
-from torchrex.exchange.loop import STEPS_WORTH_COMPILING, Loop, make_loop
+from torchrex.exchange.loop import STEPS_WORTH_COMPILING, CompiledLoop, EagerLoop, Loop, _require_same_numbers, make_loop
+from torchrex.exchange.replay import CannotReplayError
 from torchrex.exchange.run import ReplicaExchange
 from torchrex.exchange.tensor_ensemble import TensorEnsemble
 from torchrex.exchange.threads import few_threads
 from torchrex.rng import Streams
+
+logger = logging.getLogger("torchrex")
 
 
 class DensityExchange(ReplicaExchange, ensemble=TensorEnsemble):
@@ -34,6 +38,7 @@ class DensityExchange(ReplicaExchange, ensemble=TensorEnsemble):
         self._compiled = compiled
         self._loop: Loop | None = None
         self._compiling_tried = False
+        self._shares_loop = False  # with other runs, whose steps overwrite the loop's buffers
         self._block_length = block_length(rules, ensemble)
         self._block: Block | None = None
         self._streams_at_block = self.streams.state_dict()
@@ -61,30 +66,81 @@ class DensityExchange(ReplicaExchange, ensemble=TensorEnsemble):
             raise InvalidArgumentError(f"{self._ensemble.target!r} brings its own data; leave data out")
         remaining = n_steps
         while remaining > 0:
-            before = (self.n_steps, self.ensemble, self.state)
-            try:
-                with few_threads(self._ensemble.position.numel()):
-                    block = self._current_block()
-                    first = self.n_steps - block.start
-                    loop = self._choose_loop(remaining)
-                    n = min(remaining, block.length - first, loop.stretch)
-                    self._ensemble, self._state, info = loop.run(self._ensemble, self._state, block, first, n)
-                    # The sum is one cheap pass; only if it is not finite are the energies looked at one by one.
-                    healthy = bool(info.energy.sum().isfinite()) or bool(info.energy.isfinite().all())
-                self.n_steps += n
-            except BaseException:  # Ctrl-C or a failing target in the middle: as if this stretch had not begun
-                self.n_steps, self._ensemble, self._state = before
-                raise
-            remaining -= n
-            if not healthy:
-                yield from self._up_to_failure(info, before[2].replica_at)
-            yield info
+            before = self.n_steps
+            yield from self.stretch(remaining, worth=n_steps)
+            remaining -= self.n_steps - before
+
+    def stretch(self, most: int, *, worth: int = 0) -> Iterator[StepInfo]:
+        """The next steps, at most so many, as `advance` does and yields them: one stretch of the loop so far, or of the one that
+        `worth` steps are worth. Where stretches end has no influence on the numbers.
+        """
+        before = (self.n_steps, self.ensemble, self.state)
+        try:
+            with few_threads(self._ensemble.position.numel()):
+                block = self._current_block()
+                first = self.n_steps - block.start
+                loop = self._choose_loop(worth)
+                n = min(most, block.length - first, loop.stretch)
+                self._ensemble, self._state, info = loop.run(self._ensemble, self._state, block, first, n)
+                if self._shares_loop:
+                    self._ensemble, self._state = self.ensemble, self.state
+                # The sum is one cheap pass; only if it is not finite are the energies looked at one by one.
+                healthy = bool(info.energy.sum().isfinite()) or bool(info.energy.isfinite().all())
+            self.n_steps += n
+        except BaseException:  # Ctrl-C or a failing target in the middle: as if this stretch had not begun
+            self.n_steps, self._ensemble, self._state = before
+            raise
+        if not healthy:
+            yield from self._up_to_failure(info, before[2].replica_at)
+        yield info
+
+    # Which loop: compiled and eager steps agree to rounding only, so a run that is to go on exactly goes on with the same one.
+
+    @property
+    def is_compiled(self) -> bool:
+        """Is the loop so far a compiled one?"""
+        return isinstance(self._loop, CompiledLoop)
+
+    def will_compile(self, n_steps: int) -> bool:
+        """Would `prepare` try to compile, or has it done so?"""
+        return self.is_compiled or (not self._compiling_tried and self._is_worth_compiling(n_steps))
+
+    def prepare(self, n_steps: int, *, compiled: bool | None = None, beside: DensityExchange | None = None) -> None:
+        """Choose the loop for `n_steps` steps to come, which `stretch` then uses; with `compiled=False` the eager one.
+
+        A run `beside` this one that was prepared before, with the same target, rules and sizes, lends its compiled loop, which is
+        tried from where this run stands as one of its own would be.
+        """
+        if compiled is False:
+            self._loop, self._compiling_tried = EagerLoop(self.rules), True
+            return
+        with few_threads(self._ensemble.position.numel()):
+            if beside is not None and beside.is_compiled and self._loop is None and self._is_worth_compiling(n_steps):
+                self._borrow(beside)
+            self._choose_loop(n_steps)
+
+    def _borrow(self, beside: DensityExchange) -> None:
+        loop = beside._loop
+        if not isinstance(loop, CompiledLoop) or beside._ensemble.position.shape != self._ensemble.position.shape:
+            return
+        self._compiling_tried = True
+        beside._ensemble, beside._state = beside.ensemble, beside.state  # out of the buffers that the trial overwrites
+        try:
+            _require_same_numbers(EagerLoop(self.rules), loop, self._ensemble, self._state)
+        except CannotReplayError as error:
+            logger.warning("running eagerly, with the same numbers but slower, because the loop cannot be compiled: %s", error)
+            self._loop = EagerLoop(self.rules)
+            return
+        self._loop, self._shares_loop, beside._shares_loop = loop, True, True
+
+    def _is_worth_compiling(self, n_steps: int) -> bool:
+        if self._compiled is not None:
+            return self._compiled
+        return n_steps >= STEPS_WORTH_COMPILING and self._ensemble.position.device.type == "cpu"
 
     def _choose_loop(self, n_steps: int) -> Loop:
         """The loop so far, or a compiled one if that is asked for or the steps ahead are worth it; it is tried once."""
-        compiled = self._compiled
-        if compiled is None:
-            compiled = n_steps >= STEPS_WORTH_COMPILING and self._ensemble.position.device.type == "cpu"
+        compiled = self._is_worth_compiling(n_steps)
         if self._loop is None or (compiled and not self._compiling_tried):
             self._loop = make_loop(self.rules, self._ensemble, self._state, compiled=compiled)
             self._compiling_tried = compiled
@@ -116,7 +172,7 @@ class DensityExchange(ReplicaExchange, ensemble=TensorEnsemble):
         """Everything the next step needs; with `load_state_dict` a run goes on exactly as if it had not stopped."""
         velocity = {} if self._ensemble.velocity is None else {"velocity": self._ensemble.velocity.clone()}
         return {
-            "setting": self._setting(),
+            "setting": self.setting,
             "seed": self.streams.seed,
             "n_steps": self.n_steps,
             "block_length": self._block_length,
@@ -129,25 +185,34 @@ class DensityExchange(ReplicaExchange, ensemble=TensorEnsemble):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict()` of a run with the same target, ladder and rules."""
-        self._require_same(state.get("setting"), self._setting())
+        self._require_same(state.get("setting"), self.setting)
         if tuple(state["position"].shape) != tuple(self._ensemble.position.shape):
             raise InvalidArgumentError(
                 f"the state is of (rungs, runs, dim) = {tuple(state['position'].shape)}, this run has "
                 f"{tuple(self._ensemble.position.shape)}"
             )
-        self._ensemble = replace(self._ensemble, position=state["position"].clone())
-        if self._ensemble.velocity is not None:
-            self._ensemble = replace(self._ensemble, velocity=state["velocity"].clone())
-        self._state = ExchangeState(*(state[name].clone() for name in ExchangeState._fields))
-        self.n_steps, self._block_length = state["n_steps"], state["block_length"]
-        self.streams = Streams(state["seed"], self._ensemble.position.device)
-        self.streams.load_state_dict(state["streams"])
-        start = self.n_steps - self.n_steps % self._block_length
-        self._streams_at_block, self._block = state["streams"], None
-        if self.n_steps > start:
-            self._block = draw_block(self.streams, self.rules, self._ensemble, start, self._block_length)
+        # Everything is made before anything is changed: a state of another form leaves the run as it was.
+        position = state["position"].to(self._ensemble.position, copy=True)
+        velocity = None if self._ensemble.velocity is None else state["velocity"].to(position, copy=True)
+        mine = self._state._asdict()
+        for name, tensor in mine.items():
+            if (state[name].shape, state[name].dtype) != (tensor.shape, tensor.dtype):
+                raise InvalidArgumentError(
+                    f"the state has a {name} of another form: {tuple(state[name].shape)} {state[name].dtype}"
+                )
+        exchange = ExchangeState(*(state[name].to(tensor.device, copy=True) for name, tensor in mine.items()))
+        streams = Streams(state["seed"], position.device)
+        streams.load_state_dict(state["streams"])
+        n_steps, length = state["n_steps"], state["block_length"]
+        start = n_steps - n_steps % length
+        ensemble = replace(self._ensemble, position=position, velocity=velocity)
+        block = draw_block(streams, self.rules, ensemble, start, length) if n_steps > start else None
+        self._ensemble, self._state, self.streams, self._block = ensemble, exchange, streams, block
+        self.n_steps, self._block_length, self._streams_at_block = n_steps, length, state["streams"]
 
-    def _setting(self) -> dict[str, str]:
+    @property
+    def setting(self) -> dict[str, str]:
+        """What must agree between a state and the run that loads it."""
         target, sampler = repr(self._ensemble.target), repr(self._ensemble.sampler)
         return {"target": target, "sampler": sampler, **self._rule_settings()}
 

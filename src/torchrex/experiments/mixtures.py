@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -49,6 +50,8 @@ class MixtureConfig:
     n_runs: int = 64
     thin: int = 10
     start: float = 0.0
+    shards: int = field(default=1, metadata={"added_later": True})  # groups of runs, as many as processes or more
+    checkpoint_every: int = field(default=25_000, metadata={"added_later": True})  # steps
     paper: dict[str, float] = field(default_factory=dict, metadata={"settable": False})  # the paper's own numbers
 
     def mixture(self) -> GaussianMixture:
@@ -57,7 +60,16 @@ class MixtureConfig:
     def place(self, device: str) -> Place:
         return Place(steps_on("cpu" if device == "auto" else device))
 
-    def draw(self, seed: int, *, device: str = "auto", progress: Progress | None = None) -> Draws:
+    def draw(
+        self,
+        seed: int,
+        *,
+        device: str = "auto",
+        progress: Progress | None = None,
+        checkpoints: Path | None = None,
+        resume: bool = True,
+        budget: float | None = None,
+    ) -> Draws:
         return sample(
             Noisy(self.mixture(), self.noise.model()),
             temperatures=self.temperatures,
@@ -71,6 +83,11 @@ class MixtureConfig:
             initial=self.start,
             device=self.place(device).device,
             progress=progress,
+            checkpoints=checkpoints,
+            checkpoint_every=self.checkpoint_every,
+            resume=resume,
+            budget=budget,
+            shards=self.shards,
         )
 
     def measure(self, draws: Draws) -> tuple[dict[str, Any], dict[str, Tensor]]:

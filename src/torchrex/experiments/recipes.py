@@ -1,12 +1,13 @@
 """All recipes by name. A recipe is one complete frozen config that knows how to carry itself out.
 
-A config for a density draws, and measures what it drew; a config for a network trains, with checkpoints on the way.
+A config for a density draws, and measures what it drew; a config for a network trains. Both save checkpoints on the way.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -41,7 +42,16 @@ class Config(Protocol):
 class DrawingConfig(Config, Protocol):
     """What the runner asks of a config for a density."""
 
-    def draw(self, seed: int, *, device: str, progress: Progress | None) -> Draws: ...
+    def draw(
+        self,
+        seed: int,
+        *,
+        device: str,
+        progress: Progress | None,
+        checkpoints: Path | None,
+        resume: bool,
+        budget: float | None,
+    ) -> Draws: ...
     def measure(self, draws: Draws) -> tuple[dict[str, Any], dict[str, Tensor]]: ...
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from torchrex.distributed import join
 from torchrex.errors import NonFiniteEnergyError, RunFolderError, TorchrexError
 from torchrex.experiments import beside
-from torchrex.experiments.drawing import draw_into
+from torchrex.experiments.drawing import draw_into, slot_of, tidy
 from torchrex.experiments.jobs import Job, Trained
 from torchrex.experiments.place import Place
 from torchrex.experiments.recipes import Config, DrawingConfig, TrainingConfig
@@ -55,19 +55,27 @@ def run_recipe(
             log=log,
         )
         return folder
+    assert isinstance(config, DrawingConfig)
     folder = RunFolder.of(out, config.recipe, seed)
     config.place(device)  # before anything is written
-    if open_logs(log, folder.path):
+    crew, done = join(), False
+    if open_logs(log, folder.path) and crew.is_first:
         logger.warning("%s samples a density and keeps all its draws: --log is for networks, and writes nothing", config.recipe)
-    beside.tidy(folder)
-    if _is_done(folder, config, overwrite=overwrite, resume=resume):
+    with crew.all_or_none("look at the run folder", RunFolderError):
+        if crew.is_first:
+            done = _is_there(folder, config, seed, overwrite=overwrite, resume=resume)
+    if crew.first(done):
         return folder
-    if resume:
-        logger.warning("%s samples a density and keeps no checkpoints: it begins anew", config.recipe)
-    if budget is not None:
-        logger.warning("%s samples a density and keeps no checkpoints: it runs to its end whatever --budget says", config.recipe)
-    assert isinstance(config, DrawingConfig)
-    return draw_into(folder, config, seed, device=device, progress=progress)
+    return draw_into(folder, config, seed, device=device, overwrite=overwrite, resume=resume, budget=budget, progress=progress)
+
+
+def _is_there(folder: RunFolder, config: DrawingConfig, seed: int, *, overwrite: bool, resume: bool) -> bool:
+    """Is the run of a density finished? Refuses to go on with a run that was not asked for, or that is another one."""
+    tidy(folder)
+    if _is_done(folder, config, overwrite=overwrite, resume=resume):
+        return True
+    slot_of(folder, config, seed).require_room(overwrite=overwrite, resume=resume)
+    return False
 
 
 def run_together(
@@ -162,6 +170,9 @@ def require_room(jobs: Sequence[tuple[Config, int]], out: Path, *, overwrite: bo
     with crew.all_or_none("look at the run folders", RunFolderError):
         for config, seed in jobs if crew.is_first else ():
             folder = RunFolder.of(out, config.recipe, seed)
+            if isinstance(config, DrawingConfig):
+                _is_there(folder, config, seed, overwrite=overwrite, resume=resume)
+                continue
             beside.tidy(folder)
             if not _is_done(folder, config, overwrite=overwrite, resume=resume) and isinstance(config, TrainingConfig):
                 Slot(config, seed, folder).require_room(overwrite=overwrite, resume=resume)
@@ -172,10 +183,11 @@ def _is_done(folder: RunFolder, config: Config, *, overwrite: bool, resume: bool
     there = None if overwrite else folder.result
     if there is None:
         return False
-    status, same, training = there.get("status"), same_config(folder, config), isinstance(config, TrainingConfig)
+    status, same = there.get("status"), same_config(folder, config)
     if resume and status == "finished" and same:
         return True
-    if resume and training:
+    goes_on = isinstance(config, TrainingConfig) or (status != "finished" and (folder.path / "checkpoints").is_dir())
+    if resume and goes_on:
         return False  # and the slot looks at its settings
     ends = {"finished": "that is finished", None: "whose result.json does not say how it ended"}
     holds = ends.get(status, f"that was {status}")
@@ -186,6 +198,6 @@ def _is_done(folder: RunFolder, config: Config, *, overwrite: bool, resume: bool
     elif status == "finished":
         advice = "add --resume to keep it and run only what is missing, --overwrite to replace it"
     else:
-        advice = f"add {'--resume to go on with it, ' if training else ''}--overwrite to begin it anew"
+        advice = f"add {'--resume to go on with it, ' if goes_on else ''}--overwrite to begin it anew"
     joined = " " if resume else "; "
     raise RunFolderError(f"{folder.path} already holds a run {holds}{joined}{advice}, or choose another --out or --seed")

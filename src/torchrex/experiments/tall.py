@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ class LogisticConfig:
     n_runs: int = 32
     thin: int = 20
     data_seed: int = 0
+    shards: int = field(default=1, metadata={"added_later": True})  # groups of runs, as many as processes or more
+    checkpoint_every: int = field(default=5_000, metadata={"added_later": True})  # steps
 
     def target(self) -> TallPosterior:
         features, labels, _ = simulate_logistic(self.n_data, self.dim, seed=self.data_seed)
@@ -47,7 +50,16 @@ class LogisticConfig:
     def place(self, device: str) -> Place:
         return Place(steps_on("cpu" if device == "auto" else device))
 
-    def draw(self, seed: int, *, device: str = "auto", progress: Progress | None = None) -> Draws:
+    def draw(
+        self,
+        seed: int,
+        *,
+        device: str = "auto",
+        progress: Progress | None = None,
+        checkpoints: Path | None = None,
+        resume: bool = True,
+        budget: float | None = None,
+    ) -> Draws:
         target = self.target()
         mode, covariance = laplace(target)
         # Runs start from draws of the Laplace approximation, so that no burn-in is needed.
@@ -66,6 +78,11 @@ class LogisticConfig:
             initial=mode + z @ torch.linalg.cholesky(covariance).T,
             device=self.place(device).device,
             progress=progress,
+            checkpoints=checkpoints,
+            checkpoint_every=self.checkpoint_every,
+            resume=resume,
+            budget=budget,
+            shards=self.shards,
         )
 
     def measure(self, draws: Draws) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from torchrex.posterior.draws import Draws
 
+FIELDS = ("values", "noise_variance", "replica_at", "energy", "steps")
+
 
 class DrawRecorder:
     """Collects draws block by block: thins what grows with the steps, sums what does not."""
@@ -23,11 +25,15 @@ class DrawRecorder:
         self._proposed: Tensor | None = None
 
     def record(self, info: Any) -> None:
-        """Take in the StepInfo of consecutive steps, stacked along the first axis."""
+        """Take in the StepInfo of consecutive steps, stacked along the first axis.
+
+        All of it or nothing: what counts changes in the last line, so that steps whose recording was broken off by Ctrl-C can be
+        recorded again.
+        """
         n = len(info.position)
-        accepted, proposed = info.accepted.sum(0), info.proposed.sum(0).expand(info.accepted.shape[1:])
-        self._accepted = accepted if self._accepted is None else self._accepted + accepted
-        self._proposed = proposed if self._proposed is None else self._proposed + proposed
+        accepted, proposed = info.accepted.sum(0).cpu(), info.proposed.sum(0).expand(info.accepted.shape[1:]).cpu()
+        if self._accepted is not None and self._proposed is not None:
+            accepted, proposed = self._accepted + accepted, self._proposed + proposed
         # The draw after step k (counted from 1) is kept if k - burn_in is a positive multiple of thin.
         first = max(self.burn_in + self.thin, self.n_seen + 1)
         first += (self.burn_in - first) % self.thin
@@ -45,8 +51,8 @@ class DrawRecorder:
                 self._store[name] = torch.empty((self._capacity, *values.shape[1:]), dtype=dtype)
             kept = steps if name == "steps" else values[rows]
             self._store[name][self._kept : self._kept + len(steps)] = kept
-        self._kept += len(steps)
-        self.n_seen += n
+        kept_now, seen_now = self._kept + len(steps), self.n_seen + n
+        self._accepted, self._proposed, self._kept, self.n_seen = accepted, proposed, kept_now, seen_now
 
     def draws(self, status: str, settings: dict[str, Any]) -> Draws | None:
         """What was recorded so far, or None if not a single step was."""
@@ -55,10 +61,27 @@ class DrawRecorder:
         kept = {name: tensor[: self._kept] for name, tensor in self._store.items()}
         return Draws(
             values=kept.pop("values").movedim(1, 0).contiguous(),
-            accepted=self._accepted.cpu(),
-            proposed=self._proposed.cpu(),
+            accepted=self._accepted,
+            proposed=self._proposed,
             n_steps=self.n_seen,
             status=status,
             settings=settings,
             **kept,
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The draws so far; the rows are views, to be written before the next steps."""
+        rows = {name: tensor[: self._kept] for name, tensor in self._store.items()}
+        return {"n_seen": self.n_seen, "rows": rows, "accepted": self._accepted, "proposed": self._proposed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the steps of `state_dict()`, thinned alike; there may be more steps to come than there were then."""
+        rows, n_seen = state["rows"], state["n_seen"]
+        kept = max(0, n_seen - self.burn_in) // self.thin
+        if set(rows) != set(FIELDS) or any(len(tensor) != kept for tensor in rows.values()) or kept > self._capacity:
+            raise ValueError(f"the rows of {n_seen} steps must be {kept} of each of {', '.join(FIELDS)}")
+        store = {name: torch.empty((self._capacity, *tensor.shape[1:]), dtype=tensor.dtype) for name, tensor in rows.items()}
+        for name, tensor in rows.items():
+            store[name][:kept] = tensor
+        self._store, self._kept, self.n_seen = store, kept, n_seen
+        self._accepted, self._proposed = state["accepted"], state["proposed"]

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchrex.errors import InvalidArgumentError, NonFiniteEnergyError
+from torchrex.distributed import ALONE
+from torchrex.errors import CheckpointError, InvalidArgumentError
 from torchrex.exchange import FactorRule, Ladder, NoiseEstimator, Pairing, ReplicaExchange, TensorEnsemble
+from torchrex.exchange.density_run import DensityExchange
 from torchrex.exchange.momentum import MomentumPolicy
 from torchrex.exchange.run import steps_on
-from torchrex.exchange.threads import few_threads
-from torchrex.posterior.draw_recorder import DrawRecorder
 from torchrex.posterior.draws import Draws
 from torchrex.posterior.progress import Callback, progress_bar
+from torchrex.posterior.sampling_drawing import Drawing, Folder, as_checkpoints
+from torchrex.posterior.shards import Shards, crew_for
+from torchrex.rng import Streams
 from torchrex.samplers import Sampler
 from torchrex.targets import LogDensity, Target
 
@@ -49,6 +52,11 @@ def sample(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     progress: Progress | None = None,
+    checkpoints: Folder | None = None,
+    checkpoint_every: int = 100_000,
+    resume: bool = True,
+    budget: float | None = None,
+    shards: int | None = None,
 ) -> Draws:
     """Sample a target by adaptive replica exchange and return the draws of the coldest rung.
 
@@ -60,6 +68,14 @@ def sample(
     draws so far in `draws`. `progress=True` shows a bar; a function is called as `progress(done, total)` after every block.
     `initial` broadcasts to (rungs, runs, dim). The rest are arguments of `ReplicaExchange`; see docs/choosing.md.
 
+    With `checkpoints` (a folder) everything, the draws included, is saved every `checkpoint_every` steps, at the end and at
+    Ctrl-C, and a call that finds checkpoints of the same setting there goes on from the newest, bit for bit as if it had not
+    stopped; with `resume=False` it begins anew, in a folder without later ones. After `budget` seconds it saves and returns what
+    was drawn, with status "paused".
+
+    `shards` divides the runs into so many groups, each with random numbers of its own. Under torchrun every process samples some
+    of them, and all return all draws: the same on any number of processes, of which there can be as many as shards.
+
     >>> draws = sample(lambda x: -0.5 * x.square().sum(-1), dim=2, temperatures=(1.0, 4.0), lr=0.05, n_steps=200, n_runs=4)
     >>> draws.values.shape
     torch.Size([4, 200, 2])
@@ -69,9 +85,9 @@ def sample(
         ("n_runs", n_runs, 1),
         ("thin", thin, 1),
         ("burn_in", burn_in, 0),
+        ("checkpoint_every", checkpoint_every, 1),
     ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InvalidArgumentError(f"{name} must be a whole number >= {least}, got {value!r}")
+        _require_whole(name, value, least)
     if not isinstance(target, Target):
         if dim is None:
             raise InvalidArgumentError("a log density needs its dimension: sample(log_density, dim=...)")
@@ -87,7 +103,9 @@ def sample(
     elif temperatures is not None or lr is not None:
         raise InvalidArgumentError("give either ladder=... or temperatures=... and lr=..., not both")
 
-    ensemble = TensorEnsemble.start(
+    crew = crew_for(shards, n_runs)
+    Streams(seed)  # refuses what is no seed
+    whole = TensorEnsemble.start(
         target,
         sampler,
         n_rungs=ladder.n_rungs,
@@ -96,19 +114,40 @@ def sample(
         device=steps_on(device),
         dtype=dtype,
     )
-    run = ReplicaExchange(
-        ensemble,
-        ladder,
-        noise=noise,
-        correction_factor=correction_factor,
-        pairing=pairing,
-        swap_interval=swap_interval,
-        swap_intensity=swap_intensity,
-        momentum=momentum,
-        seed=seed,
-        compiled=compiled,
-    )
-    return collect(run, n_steps, thin=thin, burn_in=burn_in, progress=progress, settings={"seed": seed})
+    divided = Shards(whole, 1 if shards is None else shards, seed, crew)
+    folder = as_checkpoints(checkpoints)
+
+    def make(k: int) -> Drawing:
+        run = ReplicaExchange(
+            divided.ensemble(k),
+            ladder,
+            noise=noise,
+            correction_factor=correction_factor,
+            pairing=pairing,
+            swap_interval=swap_interval,
+            swap_intensity=swap_intensity,
+            momentum=momentum,
+            seed=divided.seed_of(k),
+            compiled=compiled,
+        )
+        assert isinstance(run, DensityExchange)
+        return Drawing(
+            run,
+            n_steps,
+            thin=thin,
+            burn_in=burn_in,
+            checkpoints=divided.checkpoints(folder, k),
+            checkpoint_every=checkpoint_every,
+            shard=divided.name(k),
+        )
+
+    numbers = {"seed": seed, "n_steps": n_steps, "n_runs": n_runs, "thin": thin, "burn_in": burn_in, "shards": divided.n_shards}
+    divided.require_same_everywhere(numbers)
+    with crew.all_or_none("look at the checkpoints", CheckpointError):
+        divided.require_same_cut(folder)
+    settings = {"run": f"ReplicaExchange({whole!r}, {ladder!r})", "seed": seed}
+    settings |= {"shards": divided.n_shards} if divided.n_shards > 1 else {}
+    return _draw(divided, make, n_steps, settings, resume=resume, budget=budget, progress=progress if crew.is_first else None)
 
 
 def collect(
@@ -119,37 +158,56 @@ def collect(
     burn_in: int = 0,
     progress: Progress | None = None,
     settings: dict[str, Any] | None = None,
+    checkpoints: Folder | None = None,
+    checkpoint_every: int = 100_000,
+    resume: bool = True,
+    budget: float | None = None,
 ) -> Draws:
-    """Advance a run by `n_steps` and keep its draws; memory is bounded by what is kept."""
-    if progress is True:
-        with progress_bar("sampling", n_steps) as bar:
-            return collect(run, n_steps, thin=thin, burn_in=burn_in, progress=bar, settings=settings)
-    recorder = DrawRecorder(n_steps, thin=thin, burn_in=burn_in)
+    """Advance a run by `n_steps` and keep its draws; memory is bounded by what is kept.
+
+    `checkpoints`, `resume` and `budget` are as in `sample`: to go on, make the run as before and call this again.
+    """
+    if not isinstance(run, DensityExchange):
+        raise InvalidArgumentError("collect is for runs on densities; a run on a network goes on by train")
+    for name, value, least in (("n_steps", n_steps, 1), ("thin", thin, 1), ("burn_in", burn_in, 0)):
+        _require_whole(name, value, least)
+    _require_whole("checkpoint_every", checkpoint_every, 1)
+    folder = as_checkpoints(checkpoints)
     # Not repr(run), which says where the run stands now; that is worth a word only if it has gone some way before.
     earlier = {"steps_before": run.n_steps} if run.n_steps else {}
-    described = f"ReplicaExchange({cast(Any, run).ensemble!r}, {run.rules.ladder!r})"
-    settings = {"run": described, **earlier, **(settings or {})}
-    status = "finished"
-    try:
-        for info in run.advance(n_steps):
-            with few_threads(info.energy[0].numel()):
-                recorder.record(info)
-            if callable(progress):
-                progress(recorder.n_seen, n_steps)
-    except KeyboardInterrupt:
-        status = "interrupted"
-        if recorder.n_seen == 0:
-            raise  # there is nothing to keep
-        logger.warning("interrupted after %s of %s steps; the draws so far are kept", f"{recorder.n_seen:,}", f"{n_steps:,}")
-    except NonFiniteEnergyError as error:
-        raise NonFiniteEnergyError(
-            replica=error.replica,
-            rung=error.rung,
-            run=error.run,
-            step=error.step,
-            value=error.value,
-            draws=recorder.draws("failed", settings),
-        ) from None
-    draws = recorder.draws(status, settings)
-    assert draws is not None
+    settings = {"run": f"ReplicaExchange({run.ensemble!r}, {run.rules.ladder!r})", **earlier, **(settings or {})}
+    alone = Shards(run.ensemble, 1, run.streams.seed, ALONE)
+    alone.require_same_cut(folder)
+
+    def make(k: int) -> Drawing:
+        return Drawing(run, n_steps, thin=thin, burn_in=burn_in, checkpoints=folder, checkpoint_every=checkpoint_every)
+
+    return _draw(alone, make, n_steps, settings, resume=resume, budget=budget, progress=progress)
+
+
+def _draw(
+    shards: Shards,
+    make: Callable[[int], Drawing],
+    n_steps: int,
+    settings: dict[str, Any],
+    *,
+    resume: bool,
+    budget: float | None,
+    progress: Progress | None,
+) -> Draws:
+    if budget is not None and not budget > 0:
+        raise InvalidArgumentError(f"budget must be a number of seconds > 0, got {budget!r}")
+    if progress is True:
+        with progress_bar("sampling", n_steps) as bar:
+            return _draw(shards, make, n_steps, settings, resume=resume, budget=budget, progress=bar)
+    draws = shards.draw(make, settings, resume=resume, budget=budget, progress=progress if callable(progress) else None)
+    if draws is None:
+        raise KeyboardInterrupt  # there is nothing to keep
+    if draws.status == "interrupted" and shards.crew.is_first:
+        logger.warning("interrupted after %s of %s steps; the draws so far are kept", f"{draws.n_steps:,}", f"{n_steps:,}")
     return draws
+
+
+def _require_whole(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidArgumentError(f"{name} must be a whole number >= {least}, got {value!r}")

@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchrex.checkpoint.files import one_line, require_file
 from torchrex.distributed import is_first
 from torchrex.durable import replace_file
 from torchrex.errors import CheckpointError, InvalidArgumentError
@@ -223,7 +224,10 @@ class DrawStore:
         self._index = index
 
     def _replace_file(self, name: str, data: bytes) -> None:
+        part = self.folder / f"{name}.part"
         try:
+            if part.is_symlink():  # not written here; writing would go through it to wherever it points
+                part.unlink()
             replace_file(self.folder / name, data)
         except OSError as error:
             words = f"cannot write {self.folder / name} ({error.strerror}); the draws before it are safe. Is the disk full?"
@@ -252,13 +256,16 @@ def _whole_argument(name: str, value: Any) -> None:
 def _read_index(folder: Path) -> Index:
     path = folder / INDEX
     try:
+        require_file(path)
         index = Index.from_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"there is no store of draws in {folder}: it has no {INDEX}") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path} ({error.strerror})") from None
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not an index of draws ({error}); restore the file or use another folder") from None
+        raise CheckpointError(
+            f"{path} is not an index of draws ({one_line(error)}); restore the file or use another folder"
+        ) from None
     for draw in index.there():
         check_size(folder, draw)
     return index

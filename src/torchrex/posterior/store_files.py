@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from torchrex.checkpoint.files import one_line, require_file
 from torchrex.errors import CheckpointError, InvalidArgumentError
 from torchrex.posterior.store_index import INDEX, SCHEMA, StoredDraw
 
@@ -28,7 +29,7 @@ def draw_as_bytes(module: nn.Module, *, step: int, rung: int) -> bytes:
 
 def check_size(folder: Path, draw: StoredDraw) -> None:
     try:
-        size = (folder / draw.file).stat().st_size
+        size = require_file(folder / draw.file)
     except OSError as error:
         raise CheckpointError(f"cannot read {folder / draw.file} ({error.strerror}) named in {INDEX}; restore the file") from None
     if size != draw.size:
@@ -49,10 +50,15 @@ def read_draw(folder: Path, draw: StoredDraw) -> dict[str, Tensor]:
     try:
         with safe_open(str(path), framework="pt") as opened:
             state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
-            names = json.loads((opened.metadata() or {})["torchrex"])["names"]
-        return {name: state[first] for name, first in names.items()}
-    except (SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} does not hold a draw in safetensors format ({error}); it was not written here") from None
+            about = json.loads((opened.metadata() or {})["torchrex"])
+        found = tuple(about[name] for name in ("schema", "step", "rung"))
+        if found != (SCHEMA, draw.step, draw.rung):
+            raise ValueError(f"it says schema, step and rung {found}, and {INDEX} {(SCHEMA, draw.step, draw.rung)}")
+        return {name: state[first] for name, first in about["names"].items()}
+    except (SafetensorError, OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path} does not hold a draw in safetensors format ({one_line(error)}); it was not written here"
+        ) from None
 
 
 def _plain(name: str) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from torchrex.errors import InvalidArgumentError
@@ -95,9 +95,13 @@ class Index:
     @staticmethod
     def from_json(text: bytes) -> Index:
         """Parse and check everything; KeyError, TypeError and ValueError say what is wrong."""
-        raw = dict(json.loads(text))
+        raw = json.loads(text, object_pairs_hook=_each_once)
+        if not isinstance(raw, dict):
+            raise ValueError("it is no JSON object")
         if (found := (raw.pop("schema", None), raw.pop("version", None))) != (SCHEMA, VERSION):
             raise ValueError(f"schema {found[0]!r} version {found[1]!r} instead of {SCHEMA!r} version {VERSION}")
+        if stray := sorted(set(raw) - {field.name for field in fields(Index)}):
+            raise ValueError(f"it has {stray[0]!r}, which is not known here")
         index = Index(
             keep=raw["keep"],
             capacity=raw["capacity"],
@@ -120,10 +124,23 @@ class Index:
         slots = [self.slot(draw.number) for draw in self.there()]
         if len(slots) != min(self.now.seen, self.capacity) or set(slots) != set(range(len(slots))):
             raise ValueError(f"{len(slots)} draws do not fill the slots of a store that has seen {self.now.seen}")
+        numbers = [draw.number for draw in self.draws]
+        if numbers != sorted(set(numbers)) or (numbers and numbers[-1] >= self.now.seen):
+            raise ValueError(f"draws do not stand in order of arrival, or not before the {self.now.seen} that were seen")
+        if any(draw.left is not None and not draw.number < draw.left < self.now.seen for draw in self.draws):
+            raise ValueError("a draw left before it arrived, or for one that has not arrived")
         seen = [mark.seen for mark in self.marks]
         if seen != sorted(set(seen)) or seen[:1] != [0] or seen[-1] > self.now.seen:
             raise ValueError(f"marks at {seen} are not those of a store that has seen {self.now.seen}")
         return self
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Python's reader takes the last of two values for one name without a word."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is twice in one object")
+    return found
 
 
 def _whole(*values: Any) -> None:

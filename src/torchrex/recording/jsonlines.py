@@ -7,6 +7,7 @@ checkpoint and goes on without a gap and without saying anything twice.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -18,6 +19,7 @@ from typing import Any, BinaryIO
 
 from torch import Tensor
 
+from torchrex.checkpoint.files import parse_json, require_file
 from torchrex.errors import InvalidArgumentError, RunFolderError
 from torchrex.exchange import StepInfo
 from torchrex.recording.observer import Average, Observer, Watched, Window, Windows, metrics_of, values_at
@@ -25,6 +27,7 @@ from torchrex.recording.observer import Average, Observer, Watched, Window, Wind
 logger = logging.getLogger("torchrex")
 
 FILE = "log.jsonl"
+LONGEST = 2**24  # bytes of a line; ours have some thousand
 
 
 class JsonLines(Observer):
@@ -145,10 +148,14 @@ def _end_of(path: Path, step: int) -> int:
 
 def _lines(path: Path, *, warn: bool) -> Iterator[tuple[dict[str, Any], int]]:
     """Lines and where they end in bytes, until the first that is not whole."""
+    require_file(path)
     with open(path, "rb") as file:
-        for number, raw in enumerate(file, start=1):
+        for number in itertools.count(1):
+            raw = file.readline(LONGEST)
+            if not raw:
+                return
             try:
-                line = json.loads(raw)
+                line = parse_json(raw)
             except ValueError:
                 line = None
             if not isinstance(line, dict) or not raw.endswith(b"\n"):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 import typing
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from torchrex.errors import RecipeError, TorchrexError
+from torchrex.checkpoint.files import one_line
+from torchrex.errors import ConfigError, RecipeError, TorchrexError
 from torchrex.exchange import Ladder
 from torchrex.experiments.digits import N_TEST, DigitsConfig
 from torchrex.experiments.images import ImageConfig
 from torchrex.experiments.mixtures import MixtureConfig
 from torchrex.experiments.recipes import Config, get_recipe
+from torchrex.experiments.run_folder import added_later
 from torchrex.experiments.tall import LogisticConfig
 
 
@@ -30,12 +33,13 @@ def rebuild(recipe: str, config: Mapping[str, Any], problems: list[str]) -> Rebu
         return Rebuilt(None, None)
     try:
         settings = config_from_json(get_recipe(recipe), config, problems)
+        _require_usable(settings)
         return Rebuilt(settings, ladder_of(settings))
     except RecipeError as error:
-        problems.append(f"{error}; so its ladder is not known")
+        problems.append(f"{one_line(error)}; so its ladder is not known")
         return Rebuilt(None, None)
-    except (TorchrexError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
-        problems.append(f"the settings in config.json cannot be used ({error}); so its ladder is not known")
+    except (TorchrexError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError, MemoryError) as error:
+        problems.append(f"the settings in config.json cannot be used ({one_line(error)}); so its ladder is not known")
         return Rebuilt(None, None, usable=False)
 
 
@@ -43,8 +47,8 @@ def config_from_json(base: Config, values: Mapping[str, Any], problems: list[str
     """`base` with the values of a config.json: what `to_json` wrote, back. Fields that only one side knows are problems."""
     known = {field.name for field in dataclasses.fields(base)}  # type: ignore[arg-type]
     if unknown := sorted(set(values) - known):
-        problems.append(f"config.json has settings that this version does not know: {', '.join(unknown)}")
-    if missing := sorted(known - set(values)):
+        problems.append(f"config.json has settings that this version does not know: {one_line(', '.join(unknown))}")
+    if missing := sorted(known - set(values) - set(added_later(base))):
         problems.append(f"config.json lacks {', '.join(missing)}: those of the recipe are taken")
     return typing.cast(Config, _from_json(base, values))
 
@@ -56,15 +60,45 @@ def _from_json(base: Any, values: Mapping[str, Any]) -> Any:
         if field.name not in values:
             continue
         value, now = values[field.name], getattr(base, field.name)
-        changes[field.name] = _from_json(now, value) if dataclasses.is_dataclass(now) else _plain(value, hints[field.name])
+        if dataclasses.is_dataclass(now):
+            if not isinstance(value, dict):
+                raise _other_kind(field.name, value, hints[field.name])
+            changes[field.name] = _from_json(now, value)
+        else:
+            changes[field.name] = _plain(value, hints[field.name], field.name)
     return dataclasses.replace(base, **changes)
 
 
-def _plain(value: Any, kind: Any) -> Any:
-    """JSON has no tuples and no infinities."""
-    if typing.get_origin(kind) is tuple:
-        return tuple(_plain(each, typing.get_args(kind)[0]) for each in value)
-    return float(value) if kind is float else value
+def _plain(value: Any, kind: Any, name: str) -> Any:
+    """A value of the annotated type. JSON has no tuples and no infinities."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        return None if value is None and type(None) in args else _plain(value, args[0], name)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_plain(each, args[0], name) for each in value)
+    if origin is dict and isinstance(value, dict):
+        return {key: _plain(each, args[1], name) for key, each in value.items()}
+    if origin is typing.Literal and isinstance(value, str) and value in args:
+        return value
+    if kind is float and (value in ("inf", "-inf") if isinstance(value, str) else type(value) in (int, float)):
+        return float(value)
+    if kind in (int, bool, str) and type(value) is kind:
+        return value
+    raise _other_kind(name, value, kind)
+
+
+def _other_kind(name: str, value: Any, kind: Any) -> ConfigError:
+    wanted = getattr(kind, "__name__", None) if not typing.get_args(kind) else str(kind).removeprefix("typing.")
+    return ConfigError(f"{name} is {one_line(repr(value), 80)} and not {wanted}")
+
+
+def _require_usable(settings: Any) -> None:
+    """What charts and findings are made from must be there: how many steps, and a mixture that is one. Settings that `--set`
+    would refuse for other reasons are told as they are."""
+    if settings.n_steps < 0:
+        raise ConfigError(f"n_steps is {settings.n_steps}")
+    if isinstance(settings, MixtureConfig):
+        settings.mixture()
 
 
 def ladder_of(config: Any) -> Ladder | None:

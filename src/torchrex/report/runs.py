@@ -6,6 +6,7 @@ says where that is; only a folder that holds nothing of a run is an error.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from torchrex.checkpoint import Checkpoints
+from torchrex.checkpoint.files import MOST_JSON, one_line, require_file
 from torchrex.diagnostics import History
 from torchrex.errors import RunFolderError
 from torchrex.exchange import Ladder
@@ -72,6 +74,10 @@ def load_run(path: Path) -> LoadedRun:
         raise RunFolderError(f"there is no run folder {path}; it should hold config.json and result.json")
     if not holds_a_run(path):
         raise RunFolderError(f"{path} holds nothing of a run ({', '.join(FILES)}); give OUT/RECIPE/seed=S of a run")
+    if not str(path).isprintable():  # it is shown in terminals and on pages, which would obey what is in it
+        raise RunFolderError(f"the name of {one_line(path)} has control characters in it; rename the folder")
+    for name in FILES:
+        _require_file_or_folder(path / name)
     problems: list[str] = []
     damaged: list[str] = []
 
@@ -109,6 +115,18 @@ def load_run(path: Path) -> LoadedRun:
         settings=settings,
         damaged=tuple(damaged),
     )
+
+
+def _require_file_or_folder(path: Path) -> None:
+    """A pipe would wait for ever and a device never end, whoever looks for what is left; so would JSON of any size in memory."""
+    try:
+        if require_file(path) > MOST_JSON and path.suffix == ".json":
+            raise RunFolderError(f"{path} has more than {MOST_JSON:,} bytes, and was not written by a run; remove it")
+    except RunFolderError:
+        raise
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            raise RunFolderError(f"cannot read {path} ({error.strerror}); remove it") from None
 
 
 def _status(path: Path, result: dict[str, Any] | None, damaged: bool, problems: list[str]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrex.checkpoint.folder import Checkpoint
-from torchrex.errors import CheckpointError
+from torchrex.errors import CheckpointError, TorchrexError
 from torchrex.exchange.noise import RepeatedDraws
 from torchrex.training.members import Member, setting_of
 
@@ -77,6 +77,18 @@ def resume(members: Sequence[Member], data: Any, extra: Any) -> float | None:
                         f"{member.checkpoints.folder}; give another folder for the draws, or the folder of their checkpoints"
                     )
         return None
+    try:
+        return _take_up(members, found, data, extra)
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if isinstance(error, TorchrexError):
+            raise
+        raise CheckpointError(
+            f"{found[0].path} holds a state of another form ({type(error).__name__}: {error}); remove it, or give another folder"
+        ) from None
+
+
+def _take_up(members: Sequence[Member], found: Sequence[Checkpoint], data: Any, extra: Any) -> float:
+    """Load the states of the members' checkpoints; the seconds spent until then."""
     for member, checkpoint in zip(members, found, strict=True):
         state = checkpoint.state
         if len(state["averages"]) != len(member.averages) or (state["trace"] is None) != (member.trace is None):

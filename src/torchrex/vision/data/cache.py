@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from torchrex import durable
+from torchrex.checkpoint.files import one_line, parse_json, printable
 from torchrex.errors import DataError
-from torchrex.vision.data.sources import Source, source_of
+from torchrex.vision.data.sources import PARTS, PICTURE, Source, source_of
 
 SCHEMA = 1
 # What has been checked in this process: a set that is loaded for each of many runs is hashed once, unless its file changes.
@@ -99,7 +101,8 @@ def load_images(name: str, folder: Path | str | None = None) -> ImageSet:
         with safe_open(str(path), framework="pt") as file:
             tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in source.array_names()}
         stat = path.stat()
-    except (SafetensorError, OSError) as error:
+        _check_form(source, tensors)
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         if isinstance(error, DataError):
             raise
         raise _damaged(source, path, str(error)) from None
@@ -127,18 +130,34 @@ def read_about(name: str, folder: Path | str | None = None) -> Cached:
         )
     try:
         with safe_open(str(path), framework="pt") as file:
-            about: dict[str, Any] = json.loads((file.metadata() or {})["torchrex"])
+            about: dict[str, Any] = parse_json((file.metadata() or {})["torchrex"].encode())
             n_images = sum(file.get_slice(f"{part}_images").get_shape()[0] for part in ("train", "test"))
         if about["schema"] != SCHEMA or about["name"] != source.name:
             raise ValueError(f"it holds {about['name']} in schema {about['schema']}, and schema {SCHEMA} is read here")
-        return Cached(path, str(about["provenance"]), dict(about["sha256"]), n_images)
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        if not isinstance(about["provenance"], str):
+            raise ValueError("its provenance is no text")
+        return Cached(path, printable(about["provenance"]), dict(about["sha256"]), n_images)
+    except (SafetensorError, OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise _damaged(source, path, str(error)) from None
+
+
+def _check_form(source: Source, tensors: Mapping[str, Tensor]) -> None:
+    """What the checksums of a file, which it states itself, do not tell. That a set is whole is for the one who imports it."""
+    for part in PARTS:
+        images, n = tensors[f"{part}_images"], len(tensors[f"{part}_labels"].reshape(-1))
+        if images.dtype != torch.uint8 or tuple(images.shape) != (n, *PICTURE):
+            raise ValueError(f"the {part} images are {images.dtype} of shape {tuple(images.shape)} for {n} labels")
+        for kind, classes in (("labels", source.n_classes), ("coarse_labels", source.n_coarse)):
+            labels = tensors.get(f"{part}_{kind}")
+            if labels is not None and (labels.dtype != torch.int64 or tuple(labels.shape) != (n,)):
+                raise ValueError(f"the {part} {kind} are {labels.dtype} of shape {tuple(labels.shape)}")
+            if labels is not None and n and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+                raise ValueError(f"the {part} {kind} lie between {int(labels.min())} and {int(labels.max())}")
 
 
 def _damaged(source: Source, path: Path, why: str) -> DataError:
     return DataError(
-        f"{path} is damaged ({' '.join(why.split())}); import it again with "
+        f"{path} is damaged ({one_line(why)}); import it again with "
         f"`torchrex data import {source.name} --from FOLDER --to {path.parent}`, or fetch it"
     )
 

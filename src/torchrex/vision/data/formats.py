@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchrex.checkpoint.files import one_line, require_file
 from torchrex.errors import DataError
+from torchrex.vision.data.packed_coder import UNREADABLE
 from torchrex.vision.data.sources import PARTS, PICTURE, Archive, Arrays, Part, Source
 
 PIXELS = 32 * 32 * 3
@@ -101,9 +103,10 @@ def read_npy(source: Source, folder: Path) -> Arrays:
     for name, file in npy_files(source).items():
         try:
             # Mapped, because a header may promise any size; this reads npy alone and refuses objects, that is pickles.
+            require_file(folder / file)
             mapped = np.lib.format.open_memmap(folder / file, mode="r")
-        except (OSError, ValueError, EOFError) as error:
-            raise DataError(f"cannot read {folder / file} as an array of numbers ({error})") from None
+        except UNREADABLE as error:
+            raise DataError(f"cannot read {folder / file} as an array of numbers ({one_line(error)})") from None
         n = source.count("train" if name.startswith("train") else "test")
         expected = (n, *PICTURE) if name.endswith("images") else (n,)
         kinds = "u" if name.endswith("images") else "iu"

@@ -7,13 +7,11 @@ A folder with `manifest.json`, `labels.npz`, `model_*.npz` and shards such as `c
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import re
 import subprocess
 import sys
 import threading
-import zipfile
-import zlib
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from torchrex.checkpoint.files import one_line, parse_json, read_file
 from torchrex.errors import DataError, InvalidArgumentError
 from torchrex.posterior.progress import Callback
 from torchrex.vision.data import packed_coder
@@ -29,7 +28,8 @@ from torchrex.vision.data.sources import PARTS, PICTURE, Arrays, Source, sha256_
 
 MANIFEST, LABELS = "manifest.json", "labels.npz"
 MOST_PROCESSES = 16
-UNREADABLE = (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)  # of a file that is not what it says
+UNREADABLE = packed_coder.UNREADABLE  # of a file that is not what it says
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")  # of a file in the folder itself
 
 
 class Shard(NamedTuple):
@@ -52,14 +52,15 @@ def read_manifest(source: Source, folder: Path) -> dict[str, PackedPart] | None:
     """The parts of a set by name, None where the folder has no manifest or the manifest does not know the set."""
     path = folder / MANIFEST
     try:
-        sets = json.loads(path.read_text(encoding="utf-8"))["sets"]
+        sets = parse_json(read_file(path))["sets"]
         if not all(f"{source.name}_{part}" in sets for part in PARTS):
             return None
         return {part: _part(source, f"{source.name}_{part}", sets[f"{source.name}_{part}"]) for part in PARTS}
     except FileNotFoundError:
         return None
     except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is not the manifest of packed image sets ({type(error).__name__}: {error})") from None
+        why = one_line(f"{type(error).__name__}: {error}")
+        raise DataError(f"{path} is not the manifest of packed image sets ({why})") from None
 
 
 def _part(source: Source, name: str, entry: dict[str, Any]) -> PackedPart:
@@ -67,8 +68,13 @@ def _part(source: Source, name: str, entry: dict[str, Any]) -> PackedPart:
     if source.n_coarse:
         labels["coarse_labels"] = (f"{name}_ycoarse", str(entry["sha256_ycoarse"]))
     shards = [Shard(str(entry["model"]), str(file), str(sha256)) for file, sha256 in entry["shards"]]
-    if stray := [name for shard in shards for name in shard[:2] if Path(name).name != name]:
-        raise ValueError(f"{stray[0]!r} is not a plain file name")
+    if stray := [name for shard in shards for name in shard[:2] if not PLAIN_NAME.fullmatch(name)]:
+        raise ValueError(f"{one_line(repr(stray[0]), 80)} is not a plain file name")
+    sums = [entry["sha256"], *(each for _, each in labels.values())]  # which messages show
+    if odd := [each for each in sums if not isinstance(each, str) or not re.fullmatch(r"[0-9a-f]{64}", each)]:
+        raise ValueError(f"{one_line(repr(odd[0]), 80)} is no sha256")
+    if len({shard.file for shard in shards}) < len(shards):
+        raise ValueError(f"a shard is twice in {name}")
     return PackedPart(shards, str(entry["sha256"]), labels)
 
 
@@ -98,32 +104,37 @@ def read_packed(
     elif isinstance(procs, bool) or procs < 1:
         raise InvalidArgumentError(f"procs must be a whole number >= 1, got {procs!r}")
     arrays = _read_labels(folder, parts)
-    total, done = sum(source.count(part) for part in PARTS), 0
+    room: dict[str, int] = {part: source.count(part) for part in PARTS}
+    total, done = sum(room.values()), 0
     shards = [(part, shard) for part, entry in parts.items() for shard in entry.shards]
     if progress is not None:
         progress(0, total)  # the first shards take seconds
     decoded: dict[str, list[npt.NDArray[Any]]] = {part: [] for part in parts}
     with contextlib.closing(_decode_all(folder, [shard for _, shard in shards], procs)) as pictures:
         for (part, shard), images in zip(shards, pictures, strict=True):
+            if sum(map(len, decoded[part])) + len(images) > room[part]:
+                raise DataError(f"{folder} has more {part} pictures than {source.name}; get these files again")
             if sha256_of(images) != shard.sha256:
                 raise DataError(f"{folder / shard.file} decodes to another sha256 than {MANIFEST} says; get that file again")
             decoded[part].append(images)
             done += len(images)
             if progress is not None:
                 progress(done, total)
+    if empty := [part for part, images in decoded.items() if not images]:
+        raise DataError(f"{folder / MANIFEST} names no shard of the {empty[0]} part; get that file again")
     return arrays | {f"{part}_images": np.concatenate(images) for part, images in decoded.items()}
 
 
 def _read_labels(folder: Path, parts: dict[str, PackedPart]) -> Arrays:
     try:
-        with open(folder / LABELS, "rb") as opened, np.load(opened, allow_pickle=False) as file:
-            return {
-                f"{part}_{kind}": file[name].astype(np.int64)
-                for part, entry in parts.items()
-                for kind, (name, _) in entry.labels.items()
-            }
+        arrays = {
+            f"{part}_{kind}": packed_coder.read_arrays(folder / LABELS, name)[name]
+            for part, entry in parts.items()
+            for kind, (name, _) in entry.labels.items()
+        }
+        return {name: array.astype(np.int64) for name, array in arrays.items()}
     except UNREADABLE as error:
-        raise DataError(f"cannot read {folder / LABELS} ({error}); get that file again") from None
+        raise DataError(f"cannot read {folder / LABELS} ({one_line(error)}); get that file again") from None
 
 
 def _decode_all(folder: Path, shards: list[Shard], procs: int) -> Generator[npt.NDArray[Any], None, None]:
@@ -168,4 +179,4 @@ def _decode_all(folder: Path, shards: list[Shard], procs: int) -> Generator[npt.
 
 
 def _undecodable(folder: Path, shard: Shard, why: str) -> DataError:
-    return DataError(f"cannot decode {folder / shard.file} with {shard.model} ({' '.join(why.split())}); get these files again")
+    return DataError(f"cannot decode {folder / shard.file} with {shard.model} ({one_line(why)}); get these files again")

@@ -11,7 +11,14 @@ Also a program, `python packed_coder.py MODEL SHARD`, which writes the pictures'
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
+import struct
 import sys
+import tokenize
+import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +45,14 @@ KNOWN = [
 ]
 # fmt: on
 AROUND = [(dy, dx) for dy in (-2, -1, 0, 1, 2) for dx in (-2, -1, 0, 1, 2) if (dy, dx) != (0, 0)]
+
+
+MOST_BYTES = 2**31  # of one array in a file, unpacked
+MOST_PICTURES = 2**20  # of one shard
+UNREADABLE = (  # what reading a file that is not what it says may raise
+    *(OSError, LookupError, ValueError, TypeError, EOFError, NotImplementedError, RuntimeError, SyntaxError, ArithmeticError),
+    *(MemoryError, zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError),
+)
 
 
 class ShardError(ValueError):
@@ -67,12 +82,23 @@ class Model:
 
     @classmethod
     def load(cls, path: Path) -> Model:
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            layers: dict[Plane, list[Layer]] = {}
-            for plane in N_FEATURES:
-                numbers = [[file[f"{plane}{kind}{k}"].astype(np.float32) for kind in "Wbs"] for k in (1, 2, 3)]
-                layers[plane] = [Layer(weight, bias[:, None], scale) for weight, bias, scale in numbers]
-            return cls(layers, file["T"].astype(np.int32).ravel(), file["E"].astype(np.int32))
+        file = read_arrays(path, *(f"{plane}{kind}{k}" for plane in N_FEATURES for kind in "Wbs" for k in (1, 2, 3)), "T", "E")
+        layers: dict[Plane, list[Layer]] = {}
+        for plane, inputs in N_FEATURES.items():
+            numbers = [[file[f"{plane}{kind}{k}"].astype(np.float32) for kind in "Wbs"] for k in (1, 2, 3)]
+            for weight, bias, scale in numbers:
+                if weight.shape != (len(bias), inputs) or bias.shape != (len(weight),) or scale.shape != ():
+                    raise ValueError(f"the layers of {plane} do not fit together")
+                inputs = len(weight)
+            if inputs != 3 * N_CURVES:
+                raise ValueError(f"the layers of {plane} give {inputs} numbers instead of {3 * N_CURVES}")
+            layers[plane] = [Layer(weight, bias[:, None], scale) for weight, bias, scale in numbers]
+        model = cls(layers, file["T"].astype(np.int32).ravel(), file["E"].astype(np.int32))
+        if model.cumulative.shape != (N_WIDTHS * ROW,) or model.exponential.ndim != 1 or not len(model.exponential):
+            raise ValueError("the tables T and E have another form")
+        if model.exponential[0] < 1 or (model.exponential < 0).any():
+            raise ValueError("the table E has no weight for the largest curve")
+        return model
 
     def curves(self, plane: Plane, features: Array, base: Array) -> tuple[Array, Array]:
         """Where each curve's zero lies in the table, and its weight out of 4096; both (N_CURVES, n) int32."""
@@ -195,15 +221,39 @@ class WordReader:
 def decode(model: Model, states: Array, words: Array) -> Array:
     """The pictures of a shard, (n, 32, 32, 3) uint8."""
     reader = WordReader(model, states, words)
-    green, red, blue = walk(model, len(states), reader)
+    with np.errstate(all="ignore"):  # a model that is none may overflow; the checksum of the pictures tells
+        green, red, blue = walk(model, len(states), reader)
     reader.check_end()
     pictures = np.stack([(red + green).T, green.T, (blue + green).T], axis=-1)
     return pictures.astype(np.uint8).reshape(len(states), SIDE, SIDE, 3)
 
 
+def read_arrays(path: Path, *names: str) -> dict[str, Array]:
+    """Arrays of an npz file by name. Their headers are read first: one may promise any size, and numpy would make room for it."""
+    if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would wait for ever
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
+    with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+        for name in names:
+            with file.zip.open(f"{name}.npy") as member:
+                version = np.lib.format.read_magic(member)
+                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                shape, _, dtype = read(member)
+            size = dtype.itemsize
+            for n in shape:
+                size *= n
+            if dtype.kind not in "iuf" or not 0 <= size <= min(MOST_BYTES, file.zip.getinfo(f"{name}.npy").file_size):
+                raise ValueError(f"{name} is {dtype} of shape {shape}")
+        return {name: file[name] for name in names}
+
+
 def decode_file(model: Path, shard: Path) -> Array:
-    with shard.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-        return decode(Model.load(model), file["states"], file["words"])
+    file = read_arrays(shard, "states", "words")
+    states, words = file["states"], file["words"]
+    if states.ndim != 1 or words.ndim != 1 or states.dtype != np.uint32 or words.dtype != np.uint16:
+        raise ValueError(f"states are {states.dtype} of shape {states.shape}, words {words.dtype} of shape {words.shape}")
+    if not 0 < len(states) <= MOST_PICTURES:
+        raise ValueError(f"{len(states):,} pictures in one shard")
+    return decode(Model.load(model), states, words)
 
 
 if __name__ == "__main__":
