@@ -64,8 +64,8 @@ class Contents:
     def write_rest(self, folder: Path, replicas: Mapping[str, Any]) -> bytes:
         """Write everything else but DONE, with what is known of all replicas; returns what DONE shall hold."""
         tree = self.tree
-        for k in range(len(_replicas(tree))):
-            tree["dict"]["replicas"][k] = replicas[str(k)]["tree"]
+        for k, written in replicas.items():  # one that nobody has is None, as somebody may have wanted
+            tree["dict"]["replicas"][int(k)] = written["tree"]
         places = _places(tree)
         files = {_replica_file(int(k)): written["file"] for k, written in replicas.items()}
         for name in _file_names(tree, places):
