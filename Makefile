@@ -27,7 +27,7 @@ demo: install
 	$(BIN)/torchrex reproduce digits --out runs/demo --overwrite
 
 test: install
-	$(BIN)/python -m pytest
+	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 lint: install
 	$(BIN)/ruff check .

@@ -208,15 +208,21 @@ def refused(what):
         run = make(n=3)
     else:
         run = make()
-    list(run.advance(3, tr.DeviceLoader(classes(), 8, seed=rank if what == "batches" else 1)))
+    loader = tr.DeviceLoader(classes(), 8, seed=rank if what == "batches" else 1)
+    if what == "later batches":  # alike for an epoch
+        x, y = classes()
+        alike, other = ([(x[k : k + 8] + s, y[k : k + 8]) for k in range(0, 40, 8)] for s in (0.0, float(rank)))
+        list(run.advance(600, [*alike, *other]))
+    list(run.advance(3, loader))
 
 
 @pytest.mark.parametrize(
     ("what", "n", "words"),
     [
-        ("seeds", 2, "rank 0 has seed [0] and rank 1 [1]; give all processes the same seed"),
-        ("batches", 2, "ranks 0 and 1 have different first batches"),
-        ("mesh", 4, "4 processes cannot share 3 replicas evenly; start 3 of them, or at most 3"),
+        ("seeds", 2, "rank 0 has seed 0 and rank 1 has 1; give all processes the same seed"),
+        ("batches", 2, "ranks 0 and 1 have different batches"),
+        ("later batches", 2, "ranks 0 and 1 have different batches"),
+        ("mesh", 4, "4 processes cannot share 3 replicas evenly; start at most 3, or a multiple of it"),
     ],
 )
 def test_what_cannot_be_is_refused_everywhere(tmp_path, what, n, words):

@@ -236,7 +236,7 @@ def test_a_state_survives_a_checkpoint(tmp_path):
         {"shuffle": False},
         {"augment": jitter},
     ],
-    ids=str,
+    ids=lambda other: next(iter(other)),
 )
 def test_the_state_of_another_loader_is_refused(other):
     state = loader(**other).state_dict()

@@ -144,9 +144,8 @@ def replica_mesh(n_replicas: int, device: torch.device | str | None = None) -> R
         raise InvalidArgumentError(f"n_replicas must be a whole number >= 1, got {n_replicas!r}")
     crew = join()
     if crew.size > n_replicas and crew.size % n_replicas:
-        fitting = crew.size - crew.size % n_replicas
         raise InvalidArgumentError(
-            f"{crew.size} processes cannot share {n_replicas} replicas evenly; start {fitting} of them, or at most {n_replicas}"
+            f"{crew.size} processes cannot share {n_replicas} replicas evenly; start at most {n_replicas}, or a multiple of it"
         )
     if crew.size == 1:
         return ReplicaMesh(n_replicas)

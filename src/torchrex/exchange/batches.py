@@ -60,13 +60,14 @@ def require_same_everywhere(crew: Crew, seeds: list[int], batch: Batch) -> None:
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor):
             digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    said = crew.gather([seeds, digest.hexdigest()], "look at the first batch")
+    said = crew.gather([seeds, digest.hexdigest()], "look at a batch")
     for rank, (theirs, shown) in enumerate(said):
         if theirs != said[0][0]:
-            raise InvalidArgumentError(f"rank 0 has seed {said[0][0]} and rank {rank} {theirs}; give all processes the same seed")
+            mine, its = (", ".join(map(str, seeds)) for seeds in (said[0][0], theirs))
+            raise InvalidArgumentError(f"rank 0 has seed {mine} and rank {rank} has {its}; give all processes the same seed")
         if shown != said[0][1]:
             raise InvalidArgumentError(
-                f"ranks 0 and {rank} have different first batches, but all replicas must see the same; use DeviceLoader, or give "
+                f"ranks 0 and {rank} have different batches, but all replicas must see the same; use DeviceLoader, or give "
                 f"the DataLoader a seeded generator"
             )
 

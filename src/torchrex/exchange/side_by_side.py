@@ -53,6 +53,7 @@ class SideBySide:
         self._device = runs[0].device
         self._feeding: tuple[Any, Any, Callable[[], Batch], Callable[[], Batch]] | None = None
         self._batch_tried = False
+        self._compared = False  # with what the other processes see
 
     def begin_data_anew(self) -> None:
         """Forget the position in data that cannot keep their own."""
@@ -147,6 +148,10 @@ class SideBySide:
     def _step(self, batch: Batch) -> list[StepInfo | None]:
         """One step of each run on a batch that is on the device; None where it was captured and is in the records."""
         self._try_batch(batch)
+        first = self.runs[0]
+        if first.n_steps % BLOCK == 0 or not self._compared:  # loaders may begin alike and part later
+            require_same_everywhere(first.mesh.crew, [run.streams.seed for run in self.runs], batch)
+            self._compared = True
         graphs = self._captured()
         graph = None if graphs is None else graphs.for_batch(batch)
         if graph is not None:
@@ -237,7 +242,6 @@ class SideBySide:
         if not self._batch_tried:
             for run in self.runs:
                 try_batch(run.ensemble, batch, run.forward)
-            require_same_everywhere(self.runs[0].mesh.crew, [run.streams.seed for run in self.runs], batch)
             self._batch_tried = True
 
     def __repr__(self) -> str:

@@ -141,7 +141,15 @@ def sample(
             shard=divided.name(k),
         )
 
-    numbers = {"seed": seed, "n_steps": n_steps, "n_runs": n_runs, "thin": thin, "burn_in": burn_in, "shards": divided.n_shards}
+    numbers: dict[str, Any] = {
+        "seed": seed,
+        "n_steps": n_steps,
+        "n_runs": n_runs,
+        "thin": thin,
+        "burn_in": burn_in,
+        "shards": divided.n_shards,
+    }
+    numbers |= {} if folder is None else {"checkpoints": str(folder.folder.absolute())}
     divided.require_same_everywhere(numbers)
     with crew.all_or_none("look at the checkpoints", CheckpointError):
         divided.require_same_cut(folder)

@@ -6,9 +6,12 @@ nothing sent between them, and at the end all processes have the draws of all.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -131,7 +134,7 @@ class Shards:
         meeting = Rendezvous(crew)
         met: TorchrexError | OSError | None = None
         end = End("interrupted")
-        with crew.telling():
+        with crew.telling(), _terminating(crew):
             try:
                 end = draw_all(drawings, budget=budget, progress=progress, told_to_stop=meeting.told_to_stop)
             except (TorchrexError, OSError) as error:
@@ -181,6 +184,20 @@ class Shards:
         if tensor.numel():
             self.crew.broadcast(tensor.flatten().view(torch.uint8), owner, "sending of the draws")  # gloo has no int16
         return tensor
+
+
+@contextlib.contextmanager
+def _terminating(crew: Crew) -> Iterator[None]:
+    """On several processes SIGTERM, which torchrun sends when one of them is gone, saves and stops as Ctrl-C does."""
+    ours = crew.size > 1 and threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def shard_folders(folder: Path) -> list[Path]:

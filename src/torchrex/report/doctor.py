@@ -118,7 +118,8 @@ def _go_on(run: LoadedRun) -> str:
     depth = len(run.recipe.split("/"))
     out = str(run.path.parents[depth]) if len(run.path.parents) > depth else "runs"
     again = command_to_repeat(run, out).line
-    option, does = ("--resume", "goes on") if run.draws is None else ("--overwrite", "begins anew")
+    saved = (run.path / "checkpoints").is_dir()
+    option, does = ("--resume", "goes on") if saved or run.draws is None else ("--overwrite", "begins anew")
     return f"`{again} {option}` {does}." if again else f"Its own command with {option} {does}."
 
 

@@ -21,6 +21,7 @@ from torchrex.errors import RunFolderError
 from torchrex.exchange import Ladder
 from torchrex.experiments.recipes import Config
 from torchrex.posterior import Draws
+from torchrex.posterior.shards import shard_folders
 from torchrex.report.run_finding import FILES, find_empty, find_runs, holds_a_run, recipe_in, seed_in
 from torchrex.report.run_json import read_json, read_result
 from torchrex.report.run_settings import config_from_json, ladder_of, rebuild
@@ -134,8 +135,10 @@ def _status(path: Path, result: dict[str, Any] | None, damaged: bool, problems: 
         return "damaged"
     if result is not None:
         return str(result["status"])
-    steps = Checkpoints(path / "checkpoints").steps() if (path / "checkpoints").is_dir() else []
-    where = f"the newest checkpoint is that of step {max(steps):,}" if steps else "it left no checkpoint"
+    saved = path / "checkpoints"
+    newest: list[int] = [max(Checkpoints(each).steps(), default=0) for each in shard_folders(saved) or [saved] if each.is_dir()]
+    step = min(newest, default=0)  # shards are resumed each from its own; this is how far all have come
+    where = f"the newest checkpoint is that of step {step:,}" if step else "it left no checkpoint"
     problems.append(f"there is no result.json: the run has not ended, or was killed; {where}")
     return "unfinished"
 
