@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from modules import same
-from torchrex.cli import reproducing
+from torchrex.cli import consoles, reproducing
 from torchrex.cli.main import main
 from torchrex.cli.reproducing import matches, trained_ones
 from torchrex.experiments.config import dumps
@@ -39,6 +39,7 @@ def cli(monkeypatch, capsys):
 
     def call(*words, columns=100):
         monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr(consoles.stdout, "_width", columns)  # it is as wide as it was when it was made
         monkeypatch.setattr(sys, "argv", ["torchrex", *map(str, words)])
         with pytest.raises(SystemExit) as end:
             main()

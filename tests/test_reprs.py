@@ -32,7 +32,7 @@ def objects(tmp_path):
         ),
         *(tr.DrawStore(tmp_path / "d", capacity=3), tr.sample(mixture, temperatures=(1.0, 2.0), lr=0.1, n_steps=20)),
         *(tr.Observer(), tr.JsonLines(tmp_path / "l"), tr.TensorBoard(tmp_path / "t"), tr.LiveDisplay()),
-        tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1)),
+        *(tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1)), tr.replica_mesh(4)),
     ]
     return found
 
