@@ -206,6 +206,9 @@ def refused(what):
         run = make(seed=rank)
     elif what == "mesh":
         run = make(n=3)
+    elif what == "sizes":
+        run = make("independent")
+        list(run.advance(3, [classes(8), classes(8), classes(8), classes(6)]))
     else:
         run = make()
     loader = tr.DeviceLoader(classes(), 8, seed=rank if what == "batches" else 1)
@@ -222,9 +225,10 @@ def refused(what):
         ("seeds", 2, "rank 0 has seed 0 and rank 1 has 1; give all processes the same seed"),
         ("batches", 2, "ranks 0 and 1 have different batches"),
         ("later batches", 2, "ranks 0 and 1 have different batches"),
+        ("sizes", 2, "the minibatches of all replicas must have one size, got [8, 8, 8, 6]"),
         ("mesh", 4, "4 processes cannot share 3 replicas evenly; start at most 3, or a multiple of it"),
     ],
 )
 def test_what_cannot_be_is_refused_everywhere(tmp_path, what, n, words):
     said = run_ranks(n, refused, tmp_path, what)
-    assert all(each["error"] == "InvalidArgumentError" and words in each["said"] for each in said), said
+    assert all(each["error"] in ("InvalidArgumentError", "TargetError") and words in each["said"] for each in said), said

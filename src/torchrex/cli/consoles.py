@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 from rich.console import Console
 
-_quiet = os.environ.get("RANK", "0") != "0"
-stdout, stderr = Console(quiet=_quiet), Console(stderr=True, quiet=_quiet)
+from torchrex.cli.voice import is_first
+
+stdout, stderr = Console(quiet=not is_first()), Console(stderr=True, quiet=not is_first())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 
 import typer
 
 from torchrex.cli.app import app
 from torchrex.cli.interrupts import Interrupted
+from torchrex.cli.voice import is_first
 from torchrex.errors import RankError, TorchrexError
 
 
@@ -35,23 +35,18 @@ def call() -> None:
         _tell(f"{error}; {how}", loudly=error.speaks, red=True)
         sys.exit(2)
     except TorchrexError as error:
-        _tell(str(error), loudly=_is_first(), red=True)
+        _tell(str(error), loudly=is_first(), red=True)
         sys.exit(2)
     except Interrupted as interrupted:
-        _tell(str(interrupted), loudly=_is_first())
+        _tell(str(interrupted), loudly=is_first())
         sys.exit(interrupted.exit_code)
     except KeyboardInterrupt:
-        _tell("interrupted", loudly=_is_first())
+        _tell("interrupted", loudly=is_first())
         sys.exit(130)
     finally:
         logger.removeHandler(warnings)
         if "torchrex.distributed" in sys.modules:  # otherwise there is nothing to leave
             sys.modules["torchrex.distributed"].leave()
-
-
-def _is_first() -> bool:
-    """Of several processes that met the same, one tells; what a single one met, the others tell."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _tell(words: str, *, loudly: bool, red: bool = False) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyError
 from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo
 from torchrex.exchange.block import Block, block_length, draw_block
-from torchrex.exchange.loop import STEPS_WORTH_COMPILING, CompiledLoop, EagerLoop, Loop, _require_same_numbers, make_loop
+from torchrex.exchange.loop import STEPS_WORTH_COMPILING, CompiledLoop, EagerLoop, Loop, make_loop, require_same_numbers
 from torchrex.exchange.replay import CannotReplayError
 from torchrex.exchange.run import ReplicaExchange
 from torchrex.exchange.tensor_ensemble import TensorEnsemble
@@ -126,7 +126,7 @@ class DensityExchange(ReplicaExchange, ensemble=TensorEnsemble):
         self._compiling_tried = True
         beside._ensemble, beside._state = beside.ensemble, beside.state  # out of the buffers that the trial overwrites
         try:
-            _require_same_numbers(EagerLoop(self.rules), loop, self._ensemble, self._state)
+            require_same_numbers(EagerLoop(self.rules), loop, self._ensemble, self._state)
         except CannotReplayError as error:
             logger.warning("running eagerly, with the same numbers but slower, because the loop cannot be compiled: %s", error)
             self._loop = EagerLoop(self.rules)

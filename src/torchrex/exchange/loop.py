@@ -136,7 +136,7 @@ def make_loop(rules: Rules, ensemble: TensorEnsemble, state: ExchangeState, *, c
         return eager
     try:
         loop = CompiledLoop(rules, ensemble, state)
-        _require_same_numbers(eager, loop, ensemble, state)
+        require_same_numbers(eager, loop, ensemble, state)
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         logger.warning("running eagerly, with the same numbers but slower, because the loop cannot be compiled: %s", reason[:300])
@@ -150,7 +150,7 @@ def trial_block(rules: Rules, ensemble: TensorEnsemble, length: int = 3) -> Bloc
     return draw_block(Streams(0, ensemble.position.device), rules, ensemble, feed.every if feed else 0, length)
 
 
-def _require_same_numbers(eager: EagerLoop, loop: CompiledLoop, ensemble: TensorEnsemble, state: ExchangeState) -> None:
+def require_same_numbers(eager: EagerLoop, loop: CompiledLoop, ensemble: TensorEnsemble, state: ExchangeState) -> None:
     """Compare a few steps of the two loops before the compiled one is trusted with the run."""
     block = trial_block(eager.rules, ensemble)
     _, _, expected = eager.run(ensemble, state, block, 0, block.length)

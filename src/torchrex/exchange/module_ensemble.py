@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchrex.distributed import ReplicaMesh
 from torchrex.errors import InvalidArgumentError, TargetError
 from torchrex.exchange.module_replicas import Model, ModuleReplicas
-from torchrex.exchange.module_work import assemble_energy, prior_terms, untouched_buffers, update_rows
+from torchrex.exchange.module_work import assemble_energy, prior_terms, require_one_size, size_of, untouched_buffers, update_rows
 from torchrex.exchange.momentum import after_swap
 from torchrex.exchange.philox import MASK, keys_of, normals
 from torchrex.rng import Streams, derive_seed
@@ -254,6 +254,8 @@ class ModuleEnsemble(ModuleReplicas):
     def batch_of(self, noise: Noise, replica: int) -> tuple[Batch, int | None]:
         """What the replica of that place on this process is shown, and of how many examples that is a share, if it is one."""
         batch = noise["batch"] if self.shares_minibatch else noise["batch"][self.mesh.mine[replica]]
+        if self.mesh.is_spread and not self.shares_minibatch:  # what other processes gather must be as wide as what this one does
+            require_one_size([size_of(each) for each in noise["batch"]])
         return self.mesh.part_of(batch) if self.mesh.shares_examples else (batch, None)
 
     @contextlib.contextmanager

@@ -10,23 +10,33 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from torchrex.errors import TargetError
 from torchrex.exchange.philox import normals
 from torchrex.samplers import Sampler
-from torchrex.targets import Energy
+from torchrex.targets import Batch, Energy
 
 
 def assemble_energy(
     losses: list[Tensor], extra: list[Tensor | None], position: Tensor, precision: Tensor | float | None, n_data: int
 ) -> Energy:
     """Energies (replicas, 1) from per-example losses (n,) of every replica, the Gaussian prior and other terms."""
-    if len({len(terms) for terms in losses}) > 1:
-        raise TargetError(f"the minibatches of all replicas must have one size, got {[len(terms) for terms in losses]}")
+    require_one_size([len(terms) for terms in losses])
     per_example = torch.stack(losses)
     total = (n_data / per_example.shape[1]) * per_example.sum(1, dtype=torch.float64)
     prior = prior_terms(extra, position, precision)
     return Energy((total if prior is None else total + prior)[:, None], per_example[:, None].double())
+
+
+def require_one_size(sizes: list[int]) -> None:
+    if len(set(sizes)) > 1:
+        raise TargetError(f"the minibatches of all replicas must have one size, got {sizes}")
+
+
+def size_of(batch: Batch) -> int:
+    """How many examples a batch has, by its first tensor."""
+    return next((len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 0)
 
 
 def prior_terms(extra: list[Tensor | None], position: Tensor, precision: Tensor | float | None) -> Tensor | None:
