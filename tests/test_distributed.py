@@ -122,6 +122,20 @@ def test_processes_that_share_minibatches_agree_within_rounding(tmp_path, n):
     assert sum(map(sum, alone["accepted"])) > 0
 
 
+def shared_run(folder, n_steps):
+    run = make(n=2)
+    return tr.train(run, tr.DeviceLoader(classes(), 8, seed=1), n_steps, checkpoints=folder, checkpoint_every=10).status
+
+
+def test_a_shared_run_goes_on_exactly_and_elsewhere(tmp_path):
+    """With dropout and BatchNorm; on as many processes bit for bit, on fewer it goes on."""
+    for name, stops in (("whole", (40,)), ("stopped", (17, 40)), ("moved", (17,))):
+        for stop in stops:
+            assert run_ranks(4, shared_run, tmp_path, str(tmp_path / name), stop) == ["finished"] * 4
+    assert files_of(tmp_path / "stopped", 40) == files_of(tmp_path / "whole", 40)
+    assert run_ranks(1, shared_run, tmp_path, str(tmp_path / "moved"), 40) == ["finished"]
+
+
 def shared_statistics():
     """BatchNorm's running means, and whether two shares of one minibatch get the same dropout."""
     run = make(n=2)

@@ -49,8 +49,9 @@ def save(member: Member, data: Any, extra: Any, seconds: float, *, about_to: Cal
         return
     about_to()
     state = run.state_dict()
+    replicas = state.pop("replicas")
     state = {
-        "replicas": state.pop("replicas"),
+        "replicas": [None] * len(replicas) if run.mesh.data_rank else replicas,  # one of those that share a replica writes it
         "run": state,
         "averages": [average.state_dict() for average in member.averages],
         "trace": None if member.trace is None else member.trace.state_dict(),

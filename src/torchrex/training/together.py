@@ -154,7 +154,8 @@ def _train(
                 loop.save()
             stretch = max(1, int(here * min(2.0, SECONDS_BETWEEN_LOOKS / max(took, 1e-9))))
         loop.require_finite()
-        return outcome("finished", received[0] if received else None)
+        (number,) = crew.largest((received[0] if received else 0,))
+        return outcome("finished", int(number) or None)
 
 
 def _next_draw(average: PosteriorAverage, step: int) -> int:
