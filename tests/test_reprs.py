@@ -21,7 +21,16 @@ def objects(tmp_path):
     features = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
     found = [
         *(run, average, trace, outcome, ensemble, repeated, mixture, run.ensemble, tr.Member(run), tr.SideBySide([run])),
-        *(tr.SGHMC(0.1), tr.SGLD(), tr.AllInTurn(), tr.EvenOdd(), tr.NoSwaps(), tr.RandomPair(), tr.KnownVariance()),
+        *(
+            tr.SGHMC(0.1),
+            tr.SGLD(),
+            tr.AdamStart(tr.SGHMC(0.5), 9, n_data=40),
+            tr.AllInTurn(),
+            tr.EvenOdd(),
+            tr.NoSwaps(),
+            tr.RandomPair(),
+            tr.KnownVariance(),
+        ),
         *(tr.RunningMean(repeated), tr.Smoothing(0.3, repeated), tr.PerExample(), tr.ConstantFactor(), tr.ProportionalToGap(2.0)),
         *(tr.TargetAcceptance(0.2), tr.Ladder((0.1, 0.2), 0.01), tr.GaussianPrior(25.0), tr.Gaussian(2.0), tr.StudentT(5.0)),
         *(tr.Noisy(mixture, tr.Gaussian(2.0)), tr.LogDensity(lambda x: -x.square().sum(-1), 1), cross_entropy()),

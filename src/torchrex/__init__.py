@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` 
     )
     from torchrex.posterior import Draws, DrawStore, PosteriorAverage, classification_metrics, collect, sample
     from torchrex.recording import JsonLines, LiveDisplay, Observer, TensorBoard, Trace
-    from torchrex.samplers import SGHMC, SGLD
+    from torchrex.samplers import SGHMC, SGLD, AdamStart
     from torchrex.targets import (
         DeviceLoader,
         Gaussian,
@@ -73,7 +73,7 @@ _HOMES = {
     ),
     "posterior": "Draws DrawStore PosteriorAverage classification_metrics collect sample",
     "recording": "JsonLines LiveDisplay Observer TensorBoard Trace",
-    "samplers": "SGHMC SGLD",
+    "samplers": "SGHMC SGLD AdamStart",
     "targets": (
         "DeviceLoader Gaussian GaussianMixture GaussianPrior LogDensity Noisy PosteriorEnergy StudentT TallPosterior "
         "Target from_sgd logistic_regression"
@@ -87,6 +87,7 @@ _ROOMS = (*_HOMES, "durable", "notebook", "rng", "schedules")
 __all__ = [
     "SGHMC",
     "SGLD",
+    "AdamStart",
     "AllInTurn",
     "Checkpoints",
     "ConstantFactor",

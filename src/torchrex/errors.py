@@ -84,6 +84,11 @@ class NonFiniteEnergyError(TorchrexError, FloatingPointError):
             f"the energy of replica {replica} on rung {rung} became {value} at step {step} (run {run}). {advice}{kept}"
         )
 
+    def because(self, culprit: str) -> NonFiniteEnergyError:
+        """The same error, naming the part of the replica that it came from."""
+        self.args = (f"{self} It began with {culprit}.",)
+        return self
+
     def with_checkpoint(self, path: Any) -> NonFiniteEnergyError:
         """The same error, naming the last checkpoint before it."""
         where = "There is no checkpoint before it." if path is None else f"The last checkpoint before it is {path}."

@@ -27,6 +27,7 @@ from torchrex.targets import Batch, DeviceLoader, Energy
 logger = logging.getLogger("torchrex")
 
 WARM_UP = 3  # steps before a capture: compilation, cuDNN's choice of algorithms, the allocator
+MOST_FORMS = 64  # of one function, for runs side by side whose rows have different sizes; torch gives up after 8
 MOST_GRAPHS = 4  # shapes of batches, each captured by itself; data of more shapes run eagerly
 COMPILER_OPTIONS: dict[str, Any] = {"combo_kernels": True}  # small kernels that do not wait for each other become one: 6 %
 RECORDED = ("energy", "accepted", "proposed", "noise_variance", "correction", "replica_at")
@@ -114,7 +115,11 @@ class Captured(ABC):
         """Warm up, then capture."""
         device = self._device
         default = torch.cuda.default_generators[device.index]
-        with self._as_if_nothing_happened(generators, moving), warnings.catch_warnings():
+        with (
+            self._as_if_nothing_happened(generators, moving),
+            warnings.catch_warnings(),
+            torch._dynamo.config.patch(recompile_limit=MOST_FORMS),
+        ):
             warnings.simplefilter("ignore")  # the compiler's advice is not for the user of this package
             side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream(device))
@@ -171,8 +176,8 @@ class Captured(ABC):
                 for name, buffer in part.named_buffers(recurse=False)
             ]
             buffers += mine
-            tensors += [ensemble.position, ensemble.clock, *state, *records.info, *(buffer for _, _, buffer in mine)]
-            tensors += [] if ensemble.velocity is None else [ensemble.velocity]
+            tensors += [ensemble.clock, *state, *records.info, *(buffer for _, _, buffer in mine)]
+            tensors += [*ensemble.rows.moved(), *(ensemble.common.moved() if ensemble.common is not None else [])]
         before = [tensor.clone() for tensor in tensors]
         states = [generator.get_state() for generator in generators]
         try:

@@ -6,7 +6,7 @@ The module's parameters become views into the row. Tied weights are one paramete
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,8 +27,9 @@ class FlatLayout:
     dtype: torch.dtype
 
     @staticmethod
-    def of(module: nn.Module, *, channels_last: bool = False) -> FlatLayout:
-        named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    def of(module: nn.Module, *, channels_last: bool = False, only: Callable[[str], bool] = lambda name: True) -> FlatLayout:
+        """Of the trainable parameters with names that are wanted."""
+        named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad and only(name)}
         if not named:
             raise TargetError(f"{type(module).__name__} has no parameter that requires a gradient, so there is nothing to sample")
         for name, parameter in named.items():

@@ -7,7 +7,7 @@ whole ensemble is one pass. Everything else about a module stays as its author w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchrex.distributed import ReplicaMesh
 from torchrex.errors import InvalidArgumentError, TargetError
+from torchrex.exchange.flat import FlatLayout
 from torchrex.exchange.module_replicas import Model, ModuleReplicas
 from torchrex.exchange.module_work import assemble_energy, prior_terms, require_one_size, size_of, untouched_buffers, update_rows
 from torchrex.exchange.momentum import after_swap
@@ -35,6 +36,8 @@ class ModuleEnsemble(ModuleReplicas):
     yours are drawn with replacement, for then their sums vary more. Weights stay in float32 or float64; `autocast=torch.bfloat16`
     is for speed on a GPU, as is `channels_last=True` for convolutions. A module stays in the mode (training or evaluation) it is
     given in. With `mesh=replica_mesh(n)` under torchrun every process holds some of the replicas, or a part of every minibatch.
+    `shared` names (parts of) parameters that are the same in all replicas: they follow the mean of the replicas' gradients at the
+    coldest rung's learning rate and temperature, so that who stands on which rung is nothing to them.
     """
 
     has_noise = True
@@ -47,6 +50,7 @@ class ModuleEnsemble(ModuleReplicas):
         *,
         initial: Literal["identical", "independent"] = "identical",
         shared_batches: bool = True,
+        shared: Sequence[str] = (),
         replacement: bool = False,
         device: torch.device | str | None = None,
         autocast: torch.dtype | None = None,
@@ -65,9 +69,17 @@ class ModuleEnsemble(ModuleReplicas):
             raise InvalidArgumentError(f"initial must be identical or independent, got {initial!r}")
         if initial == "independent" and isinstance(model, nn.Module):
             raise InvalidArgumentError("independent initial weights need a function that makes the model, but a module was given")
+        if isinstance(shared, str) or not all(isinstance(part, str) and part for part in shared):
+            raise InvalidArgumentError(f"shared must be a sequence of (parts of) parameter names, got {shared!r}")
+        if shared and (not shared_batches or (mesh is not None and mesh.is_spread)):
+            raise InvalidArgumentError(
+                f"shared={tuple(shared)} needs all replicas in one process and on the same minibatches; leave mesh and "
+                f"shared_batches=False out, or let every replica have its own"
+            )
         if autocast not in (None, torch.bfloat16):
             raise InvalidArgumentError(f"autocast must be torch.bfloat16 or None, got {autocast}: float16 overflows")
         self.energy, self.sampler = energy, SGLD() if sampler is None else sampler
+        self.shared = tuple(shared)
         self.shares_minibatch, self.replacement, self.initial = shared_batches, replacement, initial
         self._model, self._device, self._autocast, self._channels_last = model, device, autocast, channels_last
         self._mesh = mesh
@@ -82,6 +94,11 @@ class ModuleEnsemble(ModuleReplicas):
     def n_data(self) -> int:
         return self.energy.n_data
 
+    @property
+    def n_parameters(self) -> int:
+        """Of a replica, with those it shares."""
+        return self.layout.size + (0 if self.common is None else self.common.layout.size)
+
     # Beginning
 
     def start(self, n_replicas: int, streams: Streams, *, gpu_only: bool = False) -> None:
@@ -93,12 +110,14 @@ class ModuleEnsemble(ModuleReplicas):
             raise InvalidArgumentError(
                 f"the mesh is one of {self.mesh.n_replicas} replicas, the ladder has {n_replicas} rungs; make it for as many"
             )
-        modules = self.hold(streams, momenta=self.sampler.has_momentum)
+        modules = self.hold(streams, momenta=self.sampler.has_momentum, squares=self.sampler.has_squares)
         if gpu_only and self.device.type != "cuda":
             raise InvalidArgumentError(f"compiled=True captures a CUDA graph, but the ensemble is on {self.device}; leave it out")
-        self._precision = self._precisions()
+        self._precision = self._precisions(self.layout)
+        self._common_precision = None if self.common is None else self._precisions(self.common.layout)
         self._streams = streams
         self._move_keys = self._keys(streams.seed)
+        self._common_keys = self._keys_of_common(streams.seed)
         # On a GPU noise is a function of the step, computed inside the move; a CPU's generators are faster than that.
         self.counted_noise = self.device.type == "cuda"
         self.clock = torch.zeros((), dtype=torch.int64, device=self.device)  # the step, where a captured graph can read it
@@ -115,16 +134,16 @@ class ModuleEnsemble(ModuleReplicas):
         """The functions that do the work: `PosteriorEnergy.losses` and two of `module_work.py`, or compiled forms."""
         self._losses_of, self._assemble, self._update = losses_of, assemble, update
 
-    def _precisions(self) -> Tensor | float | None:
+    def _precisions(self, layout: FlatLayout) -> Tensor | float | None:
         """Prior precision of every number of a row: one for all, or a row of them."""
         prior = self.energy.prior
         if not isinstance(prior, GaussianPrior):
             return None
-        each = {name: prior.precision_of(name) for name in self.layout.names}
+        each = {name: prior.precision_of(name) for name in layout.names}
         if len(set(each.values())) == 1:
             return next(iter(each.values())) or None
-        row = self.layout.empty_rows(1, self.device)[0]
-        for name, view in self.layout.views(row).items():
+        row = layout.empty_rows(1, self.device)[0]
+        for name, view in layout.views(row).items():
             view.fill_(each[name])
         return row
 
@@ -164,9 +183,12 @@ class ModuleEnsemble(ModuleReplicas):
         """Write the gradients of some replicas' objectives into their rows."""
         parameters = [parameter for replica in replicas for parameter in self._parameters[replica]]
         gradients = list(torch.autograd.grad(objectives, parameters, allow_unused=True))
-        n = len(self.layout.names)
+        n, n_own = len(self._parameters[0]), len(self.layout.names)
         for k, replica in enumerate(replicas):
-            self.layout.gather(gradients[k * n : (k + 1) * n], self.gradient[replica])
+            mine = gradients[k * n : (k + 1) * n]
+            self.layout.gather(mine[:n_own], self.gradient[replica])
+            if self.common is not None:
+                self.common.layout.gather(mine[n_own:], self.common.gradient[replica])
 
     def energies(self, noise: Noise) -> Energy:
         """Energies alone, in the mode of a step; the buffers stay as they were."""
@@ -181,7 +203,10 @@ class ModuleEnsemble(ModuleReplicas):
         return self._share(losses, extra, n)() if self.mesh.is_spread else self._energy(losses, extra)
 
     def _energy(self, losses: list[Tensor], extra: list[Tensor | None]) -> Energy:
-        """The energies that the swaps compare, of the replicas of this process."""
+        """The energies that the swaps compare, of the replicas of this process.
+
+        Without the prior of what all of them have in common: it is the same for all.
+        """
         if not self.energy.prior_in_swaps:
             return self._assemble(losses, [None] * len(losses), self.position, None, self.n_data)
         return self._assemble(losses, extra, self.position, self._precision, self.n_data)
@@ -229,13 +254,16 @@ class ModuleEnsemble(ModuleReplicas):
 
     def move(self, gradient: Tensor, noise: Noise, *, lr: Tensor, temperature: Tensor) -> ModuleEnsemble:
         """Move every replica in place with the lr and temperature (replicas, 1) of its rung."""
+        now = self.sampler.numbers_at(self.clock)
         self._update(
             self.position,
             self.velocity,
+            self.squares,
             gradient,
             None if self.counted_noise else self._normals("move"),
             self._move_keys,
             self.clock,
+            now,
             self._precision,
             self._pending,
             self.mesh.local(lr),
@@ -243,6 +271,23 @@ class ModuleEnsemble(ModuleReplicas):
             self.sampler,
         )
         self._pending = None
+        if self.common is not None:
+            coldest = temperature.argmin(0, keepdim=True)  # who stands there changes with the swaps
+            self._update(
+                self.common.position,
+                self.common.velocity,
+                self.common.squares,
+                self.common.gradient,
+                None if self.counted_noise else self._common_normals(),
+                self._common_keys,
+                self.clock,
+                now,
+                self._common_precision,
+                None,
+                lr.gather(0, coldest),
+                temperature.gather(0, coldest),
+                self.sampler,
+            )
         return self
 
     def draw_of(self, replica: Tensor) -> Tensor:
@@ -286,7 +331,8 @@ class ModuleEnsemble(ModuleReplicas):
         prior = self.energy.prior
         if prior is None or isinstance(prior, GaussianPrior):
             return None
-        energy = prior(dict(zip(self.layout.names, self._parameters[replica], strict=True)))
+        common = () if self.common is None else self.common.layout.names
+        energy = prior(dict(zip((*self.layout.names, *common), self._parameters[replica], strict=True)))
         if not isinstance(energy, Tensor) or energy.ndim != 0:
             got = f"shape {tuple(energy.shape)}" if isinstance(energy, Tensor) else type(energy).__name__
             raise TargetError(f"the prior must return one number, its energy for all parameters, got {got}")
@@ -302,6 +348,13 @@ class ModuleEnsemble(ModuleReplicas):
             row.normal_(generator=self._streams[f"{name}.{replica}"])
         return numbers
 
+    def _common_normals(self) -> Tensor:
+        assert self.common is not None
+        return torch.empty_like(self.common.position).normal_(generator=self._streams["shared.move"])
+
+    def _keys_of_common(self, seed: int) -> Tensor:
+        return keys_of([derive_seed(seed, "shared.move")], self.device)
+
     def _keys(self, seed: int) -> Tensor:
         return keys_of([derive_seed(seed, f"move.{replica}") for replica in self.mesh.mine], self.device)
 
@@ -310,14 +363,16 @@ class ModuleEnsemble(ModuleReplicas):
     def take_seed(self, seed: int) -> None:
         """The counted noise of another seed, in place, because a captured step may read the keys."""
         self._move_keys.copy_(self._keys(seed))
+        self._common_keys.copy_(self._keys_of_common(seed))
 
     def setting(self) -> dict[str, str]:
         """What must agree between a state and the ensemble that loads it."""
         return {
-            "model": f"{type(self.modules[0]).__name__} with {self.layout.size:,} parameters",
+            "model": f"{type(self.modules[0]).__name__} with {self.n_parameters:,} parameters",
             "dtype": str(self.layout.dtype).removeprefix("torch."),
             "energy": repr(self.energy),
             "sampler": repr(self.sampler),
+            **({"shared": ", ".join(self.shared)} if self.shared else {}),
             "minibatches": "shared" if self.shares_minibatch else "independent",
             "replacement": str(self.replacement),
             "device": self.device.type,
@@ -327,8 +382,12 @@ class ModuleEnsemble(ModuleReplicas):
     def __repr__(self) -> str:
         if not self.modules:
             return f"ModuleEnsemble({self.energy!r}, {self.sampler!r})"
-        model, dtype, energy, sampler, minibatches, *_ = self.setting().values()
-        return f"ModuleEnsemble({self.mesh.n_replicas} x {model} of {dtype}, {energy}, {sampler}, {minibatches} minibatches)"
+        said = self.setting()
+        shared = f", {said['shared']} shared" if self.shared else ""
+        return (
+            f"ModuleEnsemble({self.mesh.n_replicas} x {said['model']} of {said['dtype']}{shared}, {said['energy']}, "
+            f"{said['sampler']}, {said['minibatches']} minibatches)"
+        )
 
 
 def _energy_of(numbers: Tensor, dtype: torch.dtype | None, n: int, n_data: int) -> Energy:

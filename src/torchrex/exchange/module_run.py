@@ -245,7 +245,8 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         if failure is None:
             return
         if self._divergence == "stop":
-            raise failure
+            culprit = self._ensemble.what_broke(failure.replica)
+            raise failure if culprit is None else failure.because(culprit)
         self.respawns += respawn(self._ensemble, self._state.replica_at, infos.energy[-1], self.n_steps)
 
     # Stopping and going on exactly

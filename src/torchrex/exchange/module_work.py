@@ -54,30 +54,41 @@ def prior_terms(extra: list[Tensor | None], position: Tensor, precision: Tensor 
 def update_rows(
     position: Tensor,
     velocity: Tensor | None,
+    squares: Tensor | None,
     gradient: Tensor,
     numbers: Tensor | None,
     keys: Tensor,
     clock: Tensor,
+    now: Tensor | None,
     precision: Tensor | float | None,
     rescaled: tuple[Tensor, Tensor, Tensor] | None,
     lr: Tensor,
     temperature: Tensor,
     sampler: Sampler,
 ) -> None:
-    """Prior, momentum rescaling, noise and move of all rows (replicas, size), in place: one pass over memory when compiled."""
+    """Prior, momentum rescaling, noise and move of all rows (replicas, size), in place: one pass over memory when compiled.
+
+    One row that several replicas have in common is moved by the mean of their gradients.
+    """
     dtype = position.dtype
+    lr, temperature = lr.to(dtype), temperature.to(dtype)
     if numbers is None:
         numbers = normals(keys, clock, position.shape[1]).to(dtype)
+    if len(gradient) > len(position):
+        gradient = gradient.mean(0, keepdim=True)
     if precision is not None:
         gradient = gradient + precision * position
     kept = velocity
     if velocity is not None and rescaled is not None:
         swapped, before, after = rescaled
-        kept = velocity * torch.where(swapped, after / before, 1.0).to(dtype)
-    moved, kicked = sampler.move(position, kept, gradient, numbers, lr=lr.to(dtype), temperature=temperature.to(dtype))
+        ratio = torch.where(swapped, after / before, 1.0).to(dtype)
+        kept = velocity * ratio
+    moved, kicked, grown = sampler.move_at(now, position, kept, squares, gradient, numbers, lr=lr, temperature=temperature)
     position.copy_(moved)
     if velocity is not None and kicked is not None:
         velocity.copy_(kicked)
+    if squares is not None and grown is not None:
+        squares.copy_(grown)
 
 
 @contextlib.contextmanager

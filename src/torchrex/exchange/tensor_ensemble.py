@@ -40,6 +40,8 @@ class TensorEnsemble:
         sampler = SGLD() if sampler is None else sampler
         if not isinstance(sampler, Sampler):
             raise InvalidArgumentError(f"sampler must be a sampler such as SGLD() or SGHMC(0.1), got {sampler!r}")
+        if sampler.has_squares:
+            raise InvalidArgumentError(f"{sampler!r} is for ensembles of modules; give a density SGLD() or SGHMC(0.1)")
         shape = (n_rungs, n_runs, target.dim)
         start = torch.as_tensor(initial, dtype=dtype, device=device)
         try:

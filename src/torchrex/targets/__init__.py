@@ -6,7 +6,7 @@ from torchrex.targets.loader import DeviceLoader
 from torchrex.targets.logistic import laplace, logistic_regression, simulate_logistic
 from torchrex.targets.mixture import GaussianMixture
 from torchrex.targets.noisy import Gaussian, NoiseModel, Noisy, StudentT
-from torchrex.targets.posterior import Batch, GaussianPrior, PosteriorEnergy, SummedScale, from_sgd, frozen
+from torchrex.targets.posterior import Batch, GaussianPrior, PosteriorEnergy, SummedScale, aside, from_sgd, frozen
 from torchrex.targets.tall import TallPosterior
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "SummedScale",
     "TallPosterior",
     "Target",
+    "aside",
     "from_sgd",
     "frozen",
     "laplace",

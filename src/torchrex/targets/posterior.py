@@ -163,6 +163,12 @@ def frozen(module: nn.Module) -> Callable[..., Any]:
     return lambda *inputs: torch.func.functional_call(module, constants, inputs)
 
 
+def aside(module: nn.Module) -> Callable[..., Any]:
+    """The module as a function that leaves its buffers as they are: for inputs that are not to count in running statistics."""
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    return lambda *inputs: torch.func.functional_call(module, buffers, inputs)
+
+
 def _without_reduction(loss: Loss) -> Loss:
     """The same loss giving one value per example, where torch's own argument for it can be set."""
     if isinstance(loss, nn.Module) and isinstance(getattr(loss, "reduction", None), str):
