@@ -140,33 +140,74 @@ def shared_batch_table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def spread(value: dict[str, Any] | None, missing: str = "") -> str:
+    """Mean and two standard deviations over seeds."""
+    if value is None:
+        return missing
+    return f"{value['mean']:.2f}" + ("" if value["two_sd"] is None else f"±{value['two_sd']:.2f}")
+
+
+def swaps_of(row: dict[str, Any]) -> str:
+    return "-" if row["swaps"] is None else ", ".join(map(str, row["swaps"]))
+
+
+def difference(effect: dict[str, Any], what: str = " (standard error)") -> str:
+    """A difference of two methods, paired by seed."""
+    error = "" if effect["se"] is None else f" ± {effect['se']:.2f}{what}"
+    return f"{effect['mean']:+.2f}{error}, n={effect['n']}"
+
+
 def table1_table(record: dict[str, Any]) -> str:
     """Table 1 in short: the paper's number beside ours, and what the swaps did."""
     heads = ("data", "net", "rules", "method", "paper %", "ours %", "n", "one net %", "NLL", "swaps", "epochs")
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-
-    def spread(value: dict[str, Any] | None) -> str:
-        if value is None:
-            return ""
-        return f"{value['mean']:.2f}" + ("" if value["two_sd"] is None else f"±{value['two_sd']:.2f}")
-
     for row in record["rows"]:
-        swaps = "-" if row["swaps"] is None else ", ".join(map(str, row["swaps"]))
         words = [row["data"], row["net"], row["family"], row["method"], spread(row["paper"]), spread(row["ours"]), str(row["n"])]
-        words += [f"{row['single_accuracy']['mean']:.2f}", f"{row['nll']['mean']:.3f}", swaps, str(row["epochs"])]
+        words += [f"{row['single_accuracy']['mean']:.2f}", f"{row['nll']['mean']:.3f}", swaps_of(row), str(row["epochs"])]
         lines.append("| " + " | ".join(words) + " |")
     lines += ["", "± is two standard deviations over n seeds. Differences in points, paired by seed:", ""]
     for effect in record["swaps"]:
         if effect["n"] and effect["metric"].endswith("accuracy") and effect["metric"] == headline(record, effect):
-            error = "" if effect["se"] is None else f" ± {effect['se']:.2f} (standard error)"
             where = f"{effect['family']}, {effect['data']}, {effect['net']}, {effect['epochs']} epochs"
-            lines.append(f"- {where}: {effect['of']} minus {effect['minus']} {effect['mean']:+.2f}{error}, n={effect['n']}")
+            lines.append(f"- {where}: {effect['of']} minus {effect['minus']} {difference(effect)}")
     return "\n".join(lines)
 
 
 def headline(record: dict[str, Any], effect: dict[str, Any]) -> str:
     """The number that a family reports."""
     return next(row["headline"] for row in record["rows"] if row["family"] == effect["family"])
+
+
+def table3_table(record: dict[str, Any]) -> str:
+    """Table 3 in short: the paper's number beside ours, and what swaps and unlabelled images contribute."""
+    heads = ("data", "labels", "method", "paper %", "ours %", "n", "both rungs %", "one net %", "their score %", "called fake %")
+    heads = (*heads, "NLL", "swaps", "steps", "settings")
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for row in record["rows"]:
+        words = [
+            row["data"],
+            str(row["n_labelled"]),
+            row["method"],
+            spread(row["paper"], "-"),
+            spread(row["ours"]),
+            str(row["n"]),
+        ]
+        words += [spread(row["pooled_accuracy"], "-"), f"{row['single_accuracy']['mean']:.2f}"]
+        words += [f"{row['paper_accuracy']['mean']:.2f}", f"{row['called_fake']['mean']:.1f}", f"{row['nll']['mean']:.3f}"]
+        others = ", ".join(f"{name}={value}" for name, value in row["settings"].items())
+        lines.append("| " + " | ".join([*words, swaps_of(row), f"{row['steps']:,}", others or "the recipe's"]) + " |")
+    lines += ["", "± is two standard deviations over n seeds. Differences in points, paired by seed, ± standard error:", ""]
+    cells: dict[str, list[str]] = {}
+    for effect in record["contributions"]:
+        if effect["n"] and effect["metric"].endswith("accuracy"):
+            others = "".join(f", {name}={value}" for name, value in effect["settings"].items())
+            where = f"{effect['data']}, {effect['n_labelled']} labels, {effect['steps']:,} steps{others}"
+            claim = "" if effect["paper"] is None else f", the paper {effect['paper']:+.2f}"
+            words = f"{effect['contribution']} ({effect['of']} minus {effect['minus']}) {difference(effect, '')}{claim}"
+            cells.setdefault(where, []).append(words)
+    lines += [f"- {where}: {'; '.join(words)}" for where, words in cells.items()]
+    lines += ["", "Every column: [results/gan/table3.md](../results/gan/table3.md)."]
+    return "\n".join(lines)
 
 
 def setting(record: dict[str, Any]) -> str:
@@ -179,7 +220,7 @@ def setting(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Put the table of results/NAME.json between `<!-- NAME -->` and `<!-- end -->` in the pages; table 1 into the docs."""
+    """Put the table of results/NAME.json between `<!-- NAME -->` and `<!-- end -->` in the pages; those of runs into the docs."""
     tables = {
         "density_loop": (density_loop_table, "density_loop"),
         "memory": (memory_table, "memory"),
@@ -193,17 +234,24 @@ def main() -> None:
     for page in (HERE / "README.md", HERE.parent / "README.md"):
         text = page.read_text()
         for name, (table, source) in tables.items():
-            before, mark, rest = text.partition(f"<!-- {name} -->\n")
-            if mark:
+            if f"<!-- {name} -->\n" in text:
                 record = json.loads((HERE / "results" / f"{source}.json").read_text())
-                _, _, after = rest.partition("<!-- end -->")
-                text = f"{before}{mark}{table(record)}\n\n{setting(record)}\n<!-- end -->{after}"
+                text = between(text, name, f"{table(record)}\n\n{setting(record)}")
         page.write_text(text)
     page = HERE.parent / "docs" / "reproduction.md"
-    before, mark, rest = page.read_text().partition("<!-- table1 -->\n")
-    record = json.loads((HERE.parent / "results" / "images" / "table1.json").read_text())
-    _, _, after = rest.partition("<!-- end -->")
-    page.write_text(f"{before}{mark}{table1_table(record)}\n<!-- end -->{after}")
+    for name, table, source in (("table1", table1_table, "images/table1.json"), ("table3", table3_table, "gan/table3.json")):
+        path = HERE.parent / "results" / source
+        if not path.exists():
+            print(f"results/{source} is not there; {name} in docs/reproduction.md stays as it is")
+            continue
+        page.write_text(between(page.read_text(), name, table(json.loads(path.read_text()))))
+
+
+def between(text: str, name: str, table: str) -> str:
+    """The page with the table between `<!-- NAME -->` and `<!-- end -->`; as it was if it has no such marks."""
+    before, mark, rest = text.partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition("<!-- end -->")
+    return f"{before}{mark}{table}\n{end}{after}" if mark and end else text
 
 
 if __name__ == "__main__":

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import torchrex as tr
-from torchrex.errors import InvalidArgumentError
-from torchrex.vision.bayesian_gan import BayesianGAN, Discriminator, Generators, gan_losses
+from modules import same
+from torchrex.errors import InvalidArgumentError, NonFiniteEnergyError, TargetError
+from torchrex.exchange import StepInfo
+from torchrex.experiments import gan
+from torchrex.experiments.gan_recipes import digits_cells
+from torchrex.experiments.gan_runs import images_of, loader_of
+from torchrex.targets import aside
+from torchrex.vision.bayesian_gan import (
+    BayesianGAN,
+    Discriminator,
+    Generators,
+    WithLabelled,
+    gan_losses,
+    gan_terms,
+    sample_grid,
+    supervised_losses,
+    to_unit_range,
+)
+from torchrex.vision.bayesian_gan.losses import log_fake, log_real
+from torchrex.vision.bayesian_gan.nets import Upsampling
 
 
 def small(n_generators=3):
@@ -31,33 +53,116 @@ def test_shapes_and_sizes_are_those_of_the_paper():
     assert [(m.in_channels, m.out_channels, m.kernel_size, m.stride) for m in convolutions] == [
         (a, b, (5, 5), (2, 2)) for a, b in ((3, 64), (64, 128), (128, 256), (256, 512))
     ]
-    assert [m.out_channels for m in generators.modules() if isinstance(m, nn.ConvTranspose2d)] == [256, 128, 64, 3]
+    assert [tuple(m.weight.shape) for m in generators.layers] == [
+        (1, a, b * 25) for a, b in ((512, 256), (256, 128), (128, 64), (64, 3))
+    ]
     assert generators.first.shape == (1, 100, 512 * 2 * 2)
 
 
-def test_generators_side_by_side_are_generators_alone():
-    together = small().generators
-    z = batch_of()[3]
+@pytest.mark.parametrize("bias", [True, False])
+def test_upsampling_is_a_transposed_convolution_of_each_group(bias):
+    """Images and all gradients, float64; the weights of one group are (into, out, 5, 5) in a row."""
+    torch.manual_seed(0)
+    groups, into, out, n = 3, 4, 2, 5
+    layer = Upsampling(groups, into, out, bias=bias).double()
+    if bias:
+        nn.init.normal_(layer.bias)
+    x = torch.randn(n, groups, into, 6, 3, dtype=torch.float64, requires_grad=True)
+    target = torch.randn(n, groups, out, 12, 6, dtype=torch.float64)
+    found = layer(x)
+    assert found.shape == target.shape
+    parameters = list(layer.parameters())
+    ours = torch.autograd.grad((found * target).sum(), [x, *parameters])
+    alone = [
+        F.conv_transpose2d(
+            x[:, k],
+            layer.weight[k].view(into, out, 5, 5),
+            layer.bias[k] if bias else None,
+            stride=2,
+            padding=2,
+            output_padding=1,
+        )
+        for k in range(groups)
+    ]
+    expected = torch.stack(alone, 1)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    theirs = torch.autograd.grad((expected * target).sum(), [x, *parameters])
+    for mine, by_torch in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, by_torch, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_generators_side_by_side_are_generators_alone(training):
+    """Images, gradients and running statistics."""
+    together = small().generators.double().train(training)
+    z = batch_of()[3].double()
     images = together(z)
+    weights = torch.randn(images.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    gradients = torch.autograd.grad((images * weights).sum(), list(together.parameters()))
+    by_name = dict(zip([name for name, _ in together.named_parameters()], gradients, strict=True))
     for k in range(3):
-        alone = Generators(1, size=8, channels=1, width=6, latent=5)
-        mine, theirs = alone.state_dict(), together.state_dict()
-        for name, tensor in mine.items():
+        alone = Generators(1, size=8, channels=1, width=6, latent=5).double().train(training)
+        fresh = small().generators.double().state_dict()
+        for name, tensor in alone.state_dict().items():
             if tensor.ndim:
-                tensor.copy_(theirs[name].chunk(3)[k])
-        assert torch.allclose(alone(z[:, k : k + 1])[:, 0], images[:, k], atol=1e-6)
+                tensor.copy_(fresh[name].chunk(3)[k])
+        mine = alone(z[:, k : k + 1])[:, 0]
+        torch.testing.assert_close(mine, images[:, k], rtol=1e-9, atol=1e-12)
+        (mine * weights[:, k]).sum().backward()
+        for name, parameter in alone.named_parameters():
+            torch.testing.assert_close(parameter.grad, by_name[name].chunk(3)[k], rtol=1e-8, atol=1e-12)
+        for name, buffer in alone.named_buffers():
+            if buffer.ndim:
+                torch.testing.assert_close(buffer, dict(together.named_buffers())[name].chunk(3)[k])
+
+
+def test_a_generator_depends_on_its_own_latents_alone():
+    generators, z = small().generators, batch_of()[3]
+    before = generators(z)
+    other = z.clone()
+    other[:, 1] *= -1
+    after = generators(other)
+    assert torch.equal(before[:, [0, 2]], after[:, [0, 2]])
+    assert not torch.allclose(before[:, 1], after[:, 1])
 
 
 def test_losses_by_hand():
+    """Real images go through the discriminator together, generated ones by themselves: BatchNorm sees so many at once."""
     gan, batch = small(), batch_of()
     energy, descended = gan_losses(gan, batch)
     x, y, u, z = batch
     fakes = gan.generators(z)
-    p_fake = [gan.discriminator(images).softmax(1)[:, 4] for images in (u, fakes.flatten(0, 1))]
-    supervised = -gan.discriminator(x).log_softmax(1)[torch.arange(6), y]
-    expected = supervised - (1 - p_fake[0]).log() - p_fake[1].log().view(6, 3).mean(1)
+    known, unknown = gan.discriminator(torch.cat([x, u])).softmax(1).chunk(2)
+    p_fake = gan.discriminator(fakes.flatten(0, 1)).softmax(1)[:, 4]
+    supervised, real = -known[torch.arange(6), y].log(), -(1 - unknown[:, 4]).log()
+    expected = supervised + real - p_fake.log().view(6, 3).mean(1)
     assert torch.allclose(energy, expected, atol=1e-5)
-    assert torch.allclose(descended, expected.mean() - (1 - p_fake[1]).log().mean(), atol=1e-5)
+    assert torch.allclose(descended, expected.mean() - (1 - p_fake).log().mean(), atol=1e-5)
+    terms = gan_terms(gan.discriminator, batch, fakes)
+    for term, by_hand in zip(terms, (supervised, real, -p_fake.log().view(6, 3).mean(1)), strict=True):
+        assert term.shape == (6,)
+        assert torch.allclose(term, by_hand, atol=1e-5)
+
+
+def test_supervised_losses_are_those_of_the_labelled_images_alone():
+    gan, (x, y, u, z) = small(0), batch_of()
+    found = supervised_losses(gan, (x, y, u, z))
+    assert torch.equal(found, supervised_losses(gan, (x, y, -u, -z)))
+    assert torch.allclose(found, -gan.discriminator(x).log_softmax(1)[torch.arange(6), y], atol=1e-6)
+
+
+def test_losses_of_logits_far_out_are_finite():
+    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0, 200.0], [200.0, 0.0, 0.0, 0.0, 0.0]])
+    assert torch.allclose(log_real(logits), torch.tensor([4.0, 1.0]).log() - torch.tensor([200.0, 0.0]), atol=1e-5)
+    assert torch.allclose(log_fake(logits), torch.tensor([0.0, -200.0]))
+
+
+@pytest.mark.parametrize(("n_unlabelled", "n_latents"), [(5, 6), (6, 5)])
+def test_batches_that_do_not_fit(n_unlabelled, n_latents):
+    x, y, u, z = batch_of()
+    with pytest.raises(TargetError, match="as many unlabelled images as labelled ones, and latents x generators") as caught:
+        gan_losses(small(), (x, y, u[:n_unlabelled], z[:n_latents]))
+    assert "\n" not in str(caught.value)
 
 
 def test_each_network_descends_its_own_loss():
@@ -68,21 +173,37 @@ def test_each_network_descends_its_own_loss():
     x, y, u, z = batch
     fakes = gan.generators(z)
     logits = gan.discriminator(fakes.detach().flatten(0, 1))
-    loss = F.cross_entropy(gan.discriminator(x), y) + F.cross_entropy(logits, torch.full((18,), 4))
-    loss = loss - (1 - gan.discriminator(u).softmax(1)[:, 4]).log().mean()
+    known, unknown = gan.discriminator(torch.cat([x, u])).chunk(2)
+    loss = F.cross_entropy(known, y) + F.cross_entropy(logits, torch.full((18,), 4))
+    loss = loss - (1 - unknown.softmax(1)[:, 4]).log().mean()
     deceiving = -(1 - gan.discriminator(fakes.flatten(0, 1)).softmax(1)[:, 4]).log().mean()
     expected = torch.autograd.grad(loss, discriminating) + torch.autograd.grad(deceiving, generating)
     for ours, by_hand in zip(found, expected, strict=True):
         assert torch.allclose(ours, by_hand, atol=1e-5)
 
 
-def test_the_look_of_the_generators_leaves_no_trace_in_the_statistics():
+def test_running_statistics_come_from_real_images_alone():
+    """The discriminator's from one pass of them all, the generators' from one pass of theirs."""
     gan, other, batch = small(), small(), batch_of()
     gan_losses(gan, batch)
-    for images in (batch[0], batch[2], other.generators(batch[3]).flatten(0, 1)):
-        other.discriminator(images)
+    other.discriminator(torch.cat([batch[0], batch[2]]))
+    other.generators(batch[3])
+    changed = 0
     for name, buffer in gan.named_buffers():
-        assert torch.allclose(buffer.double(), dict(other.named_buffers())[name].double(), atol=1e-6), name
+        assert torch.equal(buffer, dict(other.named_buffers())[name]), name
+        changed += not torch.equal(buffer, dict(small().named_buffers())[name])
+    assert changed > 5
+
+
+def test_aside_leaves_buffers_alone_and_gives_gradients():
+    gan, (x, *_) = small(), batch_of()
+    before = {name: buffer.clone() for name, buffer in gan.discriminator.named_buffers()}
+    found = aside(gan.discriminator)(x)
+    assert same(before, dict(gan.discriminator.named_buffers()))
+    gradients = torch.autograd.grad(found.sum(), list(gan.discriminator.parameters()))
+    assert torch.equal(found, gan.discriminator(x))
+    expected = torch.autograd.grad(gan.discriminator(x).sum(), list(gan.discriminator.parameters()))
+    assert all(torch.equal(*pair) for pair in zip(gradients, expected, strict=True))
 
 
 def test_it_runs_on_the_engine():
@@ -92,10 +213,251 @@ def test_it_runs_on_the_engine():
     infos = [run.step(batch_of(seed=k)) for k in range(4)]
     assert all(info.energy.isfinite().all() for info in infos)
     assert float(run.state.noise_variance) > 0
-    assert run.predict((batch_of()[0], None)).shape == (6, 5)
+    assert run.predict((batch_of()[0], None)).shape == (6, 4)  # of the real classes
+
+
+# A generator that breaks
+
+
+def gan_run(sampler=None, *, shared=("generators.",), **options):
+    energy = tr.PosteriorEnergy.of(gan_losses, n_data=100, prior=tr.GaussianPrior(1.0))
+    sampler = tr.SGHMC(0.1) if sampler is None else sampler
+    ensemble = tr.ModuleEnsemble(small, energy, sampler, initial="independent", shared=shared)
+    ladder = tr.Ladder((0.01, 0.02), 1e-5)
+    return tr.ReplicaExchange(ensemble, ladder, noise=tr.PairedVariance(0.3), seed=0, **options)
+
+
+@pytest.mark.parametrize("part", ["first", "layers.0.weight", "layers.1.bias"])
+@pytest.mark.parametrize("shared", [(), ("generators.",)])
+def test_a_broken_generator_is_named(part, shared):
+    """Its weights become NaN in one replica (or, shared, in all): the error of the next step says which generator it was."""
+    run = gan_run(shared=shared)
+    data = [batch_of(seed=k) for k in range(4)]
+    list(run.advance(2, data))
+    assert run.ensemble.what_broke(1) is None
+    for module in run.ensemble.modules if shared else run.ensemble.modules[1:]:
+        dict(module.generators.named_parameters())[part].data[2] = float("nan")
+    with pytest.raises(NonFiniteEnergyError, match=r"It began with generator 2 of 3\.") as caught:
+        list(run.advance(3, data))
+    assert "\n" not in str(caught.value)
+    assert (caught.value.replica, caught.value.step) == (0 if shared else 1, 2)
+
+
+def test_a_broken_discriminator_is_no_generators_fault():
+    run = gan_run()
+    run.ensemble.modules[1].discriminator.classes.bias.data[0] = float("nan")
+    with pytest.raises(NonFiniteEnergyError) as caught:
+        run.step(batch_of())
+    assert "generator" not in str(caught.value)
+
+
+def test_the_first_one_stays_the_culprit():
+    """By the time one looks the discriminator has spread it to all of them."""
+    generators, z = small().generators, batch_of()[3]
+    for broken in (2, 0):
+        generators.first.data[broken] = float("nan")
+        generators(z)
+    assert int(generators.broken) == 2
+
+
+# Batches
+
+
+def labelled_digits(n=40, n_labelled=12):
+    """Images whose first pixel says their number, in an order of their own, and labels that belong to the number."""
+    images = torch.randint(256, (n, 8, 8, 1), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    images[:, 0, 0, 0] = torch.arange(n, dtype=torch.uint8)
+    return images[:n_labelled], 3 * torch.arange(n_labelled) % 10, images[n_labelled:]
+
+
+def loader(seed=1, batch_size=7, **options):
+    images, labels, unlabelled = labelled_digits()
+    beside = WithLabelled(images, labels, 3, 14, 5)
+    return tr.DeviceLoader((unlabelled,), batch_size, seed=seed, last="wrap", augment=beside, **options)
+
+
+def number_of(images):
+    return ((images[:, 0, 0, 0] * 0.5 + 0.5) * 255).round().long()
+
+
+def test_batches_hold_images_in_the_unit_range_and_labels_that_belong_to_them():
+    x, labels, _ = labelled_digits()
+    seen, drawn = set(), set()
+    data = loader()
+    for _ in range(40):
+        images, y, u, z = data.next()
+        assert images.shape == u.shape == (7, 1, 8, 8)
+        assert z.shape == (14, 3, 5)
+        for each in (images, u, z):
+            assert float(each.min()) >= -1.0
+            assert float(each.max()) <= 1.0
+        assert torch.equal(y, labels[number_of(images)])
+        assert torch.allclose(images, (x[number_of(images)].float() / 127.5 - 1).permute(0, 3, 1, 2), atol=1e-6)
+        drawn |= set(number_of(images).tolist())
+        seen |= set(number_of(u).tolist())
+    assert drawn == set(range(12))
+    assert seen == set(range(12, 40))
+    assert float(z.std()) > 0.4  # uniform on [-1, 1]: 0.577
+
+
+def test_the_extremes_are_exact():
+    normalised = to_unit_range(1)(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1))
+    torch.testing.assert_close(normalised.flatten(), torch.tensor([-1.0, 1.0]), rtol=0, atol=1e-6)
+
+
+def test_the_generator_alone_decides():
+    images, labels, unlabelled = labelled_digits()
+    beside = WithLabelled(images, labels, 3, 14, 5)
+    made = []
+    for seed, disturbance in ((5, 0), (5, 1), (6, 0)):
+        torch.manual_seed(disturbance)
+        made.append(beside((unlabelled[:7],), torch.Generator().manual_seed(seed)))
+    assert same(made[0], made[1])
+    assert not torch.equal(made[0][0], made[2][0])
+    assert not torch.equal(made[0][3], made[2][3])
+    assert torch.equal(made[0][2], made[2][2])
+
+
+def test_batches_resume_exactly():
+    whole, first, second = loader(), loader(), loader()
+    expected = [whole.next() for _ in range(12)]
+    for _ in range(5):
+        first.next()
+    second.load_state_dict(first.state_dict())
+    assert same(expected[5:], [second.next() for _ in range(7)])
+
+
+@pytest.mark.parametrize("n_labels", [0, 11])
+def test_a_label_for_each_image(n_labels):
+    images, labels, _ = labelled_digits()
+    with pytest.raises(InvalidArgumentError, match=f"got {12 if n_labels else 0} images and {n_labels} labels"):
+        WithLabelled(images if n_labels else images[:0], labels[:n_labels], 3, 14)
+
+
+# Pictures
+
+
+def test_a_grid_shows_each_generator_in_a_row():
+    generators = small().generators
+    z = torch.rand((4, 3, 5), generator=torch.Generator().manual_seed(7)) * 2 - 1
+    assert generators.training
+    before = {name: buffer.clone() for name, buffer in generators.named_buffers()}
+    grid = sample_grid(generators, 4, 7)
+    assert generators.training
+    assert same(before, dict(generators.named_buffers()))
+    assert grid.shape == (3 * 10 + 2, 4 * 10 + 2, 1)
+    assert grid.dtype == torch.uint8
+    images = ((generators.eval()(z) + 1) * 127.5).round().byte()
+    for row in range(3):
+        for column in range(4):
+            top, left = 2 + 10 * row, 2 + 10 * column
+            assert torch.equal(grid[top : top + 8, left : left + 8, 0], images[column, row, 0])
+    assert set(grid[:2].flatten().tolist()) == {255}
+    assert sample_grid(generators, 4, 7, most_rows=2).shape == (2 * 10 + 2, 42, 1)
+    assert not torch.equal(sample_grid(generators, 4, 8), grid)
+
+
+# On the engine
+
+
+def test_the_statistics_of_shared_generators_are_one():
+    """Both rungs feed them the same latents."""
+    run = gan_run(tr.AdamStart(tr.SGHMC(0.1), 3, n_data=100), momentum="refresh")
+    for k in range(6):
+        run.step(batch_of(seed=k))
+    one, other = run.ensemble.modules
+    assert same(dict(one.generators.state_dict()), dict(other.generators.state_dict()))
+    assert not same(dict(one.discriminator.state_dict()), dict(other.discriminator.state_dict()))
+
+
+# Bad input
 
 
 @pytest.mark.parametrize("size", [2, 12, 33])
 def test_sizes_that_cannot_be(size):
     with pytest.raises(InvalidArgumentError, match="power of 2 from 4 on"):
         Discriminator(10, size=size)
+
+
+def test_no_generators():
+    with pytest.raises(InvalidArgumentError, match="n_generators must be at least 1, got 0"):
+        Generators(0)
+
+
+# On a GPU
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def on_gpu(**settings):
+    """A run of the digits recipe with both rungs and its batches, on a GPU, in float32."""
+    (config,) = [cell for cell in digits_cells() if cell.method == "resghmc"]
+    of_a_test = {"steps": 400, "warm_start": 100, "average_every": 10, "precision": "float32", "correction_factor": math.inf}
+    config = dataclasses.replace(config, **{**of_a_test, **settings})
+    config.check()
+    device = torch.device("cuda")
+    return config.run(0, device, config.energy()), loader_of(config, images_of(config, 0), 0, device)
+
+
+def infos(run, data, n):
+    blocks = list(run.advance(n, data))
+    return {name: torch.cat([getattr(block, name) for block in blocks]) for name in StepInfo._fields}
+
+
+@needs_gpu
+@pytest.mark.parametrize("generators", ["shared", "own"])
+@pytest.mark.parametrize(("warm_start", "tolerance"), [(0, 1e-5), (12, 1e-3)])
+def test_captured_and_eager_agree(monkeypatch, generators, warm_start, tolerance):
+    """20 steps of float32: SGHMC as in test_capture. Adam divides by the size of a gradient, and by rounding where it is 0."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    captured, data = on_gpu(generators=generators, warm_start=warm_start)
+    monkeypatch.setattr(gan, "ReplicaExchange", functools.partial(tr.ReplicaExchange, compiled=False))
+    eager, again = on_gpu(generators=generators, warm_start=warm_start)
+    a, b = infos(captured, data, 20), infos(eager, again, 20)
+    assert not captured.alone.graphs.failed
+    assert eager.alone.graphs is None
+    assert torch.equal(a["accepted"], b["accepted"])
+    torch.testing.assert_close(a["energy"], b["energy"], rtol=tolerance, atol=0)
+    for one, other in zip(captured.ensemble.modules, eager.ensemble.modules, strict=True):
+        left, right = (torch.nn.utils.parameters_to_vector(module.parameters()) for module in (one, other))
+        assert float((left - right).norm() / right.norm()) < tolerance
+
+
+@needs_gpu
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stop", [50, 100, 256, 300])
+def test_resume_is_exact_on_a_gpu(stop, precision):
+    """Bit for bit: inside the warm start, at its end, at the end of a block and within the next."""
+    whole, data = on_gpu(precision=precision)
+    list(whole.advance(310, data))
+    assert not whole.alone.graphs.failed
+    first, data = on_gpu(precision=precision)
+    list(first.advance(stop, data))
+    saved, position = first.state_dict(), data.state_dict()
+    second, data = on_gpu(precision=precision)
+    second.load_state_dict(saved)
+    data.load_state_dict(position)
+    list(second.advance(310 - stop, data))
+    assert not second.alone.graphs.failed
+    assert same(whole.state_dict()["replicas"], second.state_dict()["replicas"])
+    assert same(whole.state_dict()["exchange"], second.state_dict()["exchange"])
+
+
+@needs_gpu
+def test_shared_generators_are_one_on_a_gpu():
+    run, data = on_gpu()
+    accepted = infos(run, data, 310)["accepted"]
+    assert bool(accepted.any())
+    one, other = run.ensemble.modules
+    assert same(dict(one.generators.state_dict()), dict(other.generators.state_dict()))
+    assert not same(dict(one.discriminator.state_dict()), dict(other.discriminator.state_dict()))
+
+
+@needs_gpu
+def test_a_broken_generator_is_named_on_a_gpu():
+    run, data = on_gpu()
+    list(run.advance(3, data))
+    for module in run.ensemble.modules:
+        module.generators.first.data[1] = float("nan")
+    with pytest.raises(NonFiniteEnergyError, match=r"It began with generator 1 of"):
+        list(run.advance(300, data))

@@ -97,7 +97,8 @@ def test_configs_that_train_alone_are_groups_of_one(tmp_path):
     assert [len(each.jobs) for each in group(jobs, tmp_path, overwrite=False)] == [1, 1, 1, 1]
 
     class Alone(ImageConfig):
-        company = None
+        def company(self, seed):
+            return None
 
     alone = Alone(**asdict(tiny()))
     assert [len(each.jobs) for each in group([(alone, 0), (alone, 1)], tmp_path, overwrite=False)] == [1, 1]

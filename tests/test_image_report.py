@@ -25,8 +25,9 @@ from torchrex.experiments.image_recipes import (
 )
 from torchrex.experiments.images import ImageConfig
 from torchrex.experiments.run_folder import RunFolder
+from torchrex.report.image_numbers import z_score
 from torchrex.report.image_pictures import ticks
-from torchrex.report.images import NUMBERS, row_of, tabulate, z_score
+from torchrex.report.images import NUMBERS, row_of, tabulate
 
 HEADLINE = "logits_best_accuracy"
 R20 = "icml2020/cifar10-resnet20"
@@ -400,7 +401,7 @@ def test_nothing_to_rebuild_from(cli, write, tmp_path, what):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["figure1"], "--rebuild is for table1, table2, figure2"),
+        (["figure1"], "--rebuild is for table1, table2, figure2, table3, figure3"),
         (["table1", "--set", "epochs=3"], "leave out --set"),
         (["table1", "--seeds", "2"], "leave out --seeds"),
         (["table1", "--overwrite"], "leave out --overwrite"),
@@ -448,14 +449,14 @@ def test_only_sghmc_shows_the_borrowed_run(write, rebuild):
 
 def test_what_is_run():
     """Three methods in every cell; SGHMC and M-SGD of the clean family are runs of others, unless they are asked for."""
-    names = list(trained_ones(table1_recipes(), ""))
+    names = list(trained_ones(table1_recipes()))
     assert len(names) == 10 * 3 + 10 * 2
     assert not [name for name in names if "-sghmc" in name or (name.endswith("-msgd") and "clean" in name)]
-    assert len(trained_ones(table2_recipes(), "")) == 2 * 3 + 2 * 2
+    assert len(trained_ones(table2_recipes())) == 2 * 3 + 2 * 2
     only = {name: config for name, config in table1_recipes().items() if matches("clean/msgd", name)}
-    assert len(trained_ones(only, "clean/msgd")) == 10
+    assert len(trained_ones(only)) == 10
     only = {name: config for name, config in table1_recipes().items() if matches("sghmc", name)}
-    assert len(trained_ones(only, "sghmc")) == 20
+    assert len(trained_ones(only)) == 20
 
 
 @pytest.fixture

@@ -7,12 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from torchrex.durable import replace_file
 from torchrex.errors import MissingDependencyError, RunFolderError
 from torchrex.experiments.config import dumps
 from torchrex.experiments.run_folder import RunFolder
-from torchrex.report import digits, figure1, figure2, image_pictures, image_tables, images
+from torchrex.report import (
+    digits,
+    figure1,
+    figure2,
+    gan,
+    gan_figure,
+    gan_pictures,
+    gan_tables,
+    image_pictures,
+    image_tables,
+    images,
+)
 
 
 def report_figure1(
@@ -50,23 +62,46 @@ def report_table(what: str, chosen: Mapping[str, Any], out: Path, path: Path, co
     require_runs(what, table.cells, table.unfinished, out)
     write_numbers(table.as_numbers(), image_tables.as_markdown(what, table), path)
     shown, heads = image_tables.as_table(table, console)
-    console.print(shown)
-    told = [image_tables.SWAPS_HEAD, *image_tables.swap_lines(table), *image_tables.notes(table, heads)]
-    for words in (*told, *(["not finished: " + ", ".join(table.unfinished)] if table.unfinished else [])):
-        console.print(words, highlight=False, markup=False)
-    with_picture(path, console, lambda picture: image_pictures.draw_cells(table.cells, picture))
-    console.print(f"all columns: {path}.md, numbers: {path}.json", soft_wrap=True, highlight=False)
+    said = [image_tables.SWAPS_HEAD, *image_tables.swap_lines(table), *image_tables.notes(table, heads)]
+    said += ["not finished: " + ", ".join(table.unfinished)] if table.unfinished else []
+    tell(shown, said, "all columns", path, console, lambda picture: image_pictures.draw_cells(table.cells, picture))
+
+
+def report_table3(what: str, chosen: Mapping[str, Any], out: Path, path: Path, console: Console) -> None:
+    table = gan.tabulate(out, chosen)
+    require_runs(what, table.cells, table.unfinished, out)
+    write_numbers(table.as_numbers(), gan_tables.as_markdown(table), path)
+    shown, heads = gan_tables.as_table(table, console)
+    contributed = gan_tables.contribution_lines(table)
+    said = [gan_tables.CONTRIBUTIONS_HEAD, *contributed] if contributed else []
+    said += gan_tables.notes(table, heads)
+    said += ["not finished: " + ", ".join(table.unfinished)] if table.unfinished else []
+    tell(shown, said, "all columns", path, console, lambda picture: gan_pictures.draw_cells(table.cells, picture))
 
 
 def report_figure2(what: str, chosen: Mapping[str, Any], out: Path, path: Path, console: Console) -> None:
     figure = figure2.numbers(out, chosen)
     require_runs(what, figure["data"], figure["unfinished"], out)
     write_numbers(figure, figure2.as_markdown(figure), path)
-    console.print(figure2.as_table(figure))
-    for words in figure2.notes(figure):
+    said = figure2.notes(figure)
+    tell(figure2.as_table(figure), said, "table", path, console, lambda picture: image_pictures.draw(figure, picture))
+
+
+def report_figure3(what: str, chosen: Mapping[str, Any], out: Path, path: Path, console: Console) -> None:
+    figure = gan_figure.numbers(out, chosen)
+    require_runs(what, figure["data"], figure["unfinished"], out)
+    write_numbers(figure, gan_figure.as_markdown(figure), path)
+    said = gan_figure.notes(figure)
+    tell(gan_figure.as_table(figure), said, "table", path, console, lambda picture: gan_pictures.draw(figure, picture))
+
+
+def tell(shown: Table, said: Sequence[str], page: str, path: Path, console: Console, draw: Callable[[Path], None]) -> None:
+    """The table, what is to be said of it, the picture, and where all of it is; `page` says what PATH.md has."""
+    console.print(shown)
+    for words in said:
         console.print(words, highlight=False, markup=False)
-    with_picture(path, console, lambda picture: image_pictures.draw(figure, picture))
-    console.print(f"table: {path}.md, numbers: {path}.json", soft_wrap=True, highlight=False)
+    with_picture(path, console, draw)
+    console.print(f"{page}: {path}.md, numbers: {path}.json", soft_wrap=True, highlight=False)
 
 
 def require_runs(what: str, found: object, unfinished: Sequence[str], out: Path) -> None:

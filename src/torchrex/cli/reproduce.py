@@ -12,7 +12,7 @@ from torchrex.cli.interrupts import loading
 from torchrex.cli.options import Budget, Device, Log, Out, Overwrite, Seed, Set
 from torchrex.errors import ConfigError
 
-THINGS = ("figure1", "digits", "table1", "table2", "figure2")
+THINGS = ("figure1", "digits", "table1", "table2", "figure2", "table3", "figure3")
 
 
 def reproduce(

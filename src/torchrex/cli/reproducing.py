@@ -11,11 +11,19 @@ from typing import Any
 
 from torchrex.cli.budget import Clock
 from torchrex.cli.consoles import stdout
-from torchrex.cli.made_of_runs import report_digits, report_figure1, report_figure2, report_table
+from torchrex.cli.made_of_runs import (
+    report_digits,
+    report_figure1,
+    report_figure2,
+    report_figure3,
+    report_table,
+    report_table3,
+)
 from torchrex.cli.running import folders_of, require_logs, run_group, run_groups
 from torchrex.errors import ConfigError, NonFiniteEnergyError, RecipeError, RunFolderError
 from torchrex.experiments.config import override
 from torchrex.experiments.digits import digits_recipes
+from torchrex.experiments.gan_recipes import figure3_recipes, table3_recipes
 from torchrex.experiments.groups import Group, group
 from torchrex.experiments.image_recipes import table1_recipes, table2_recipes
 from torchrex.experiments.mixtures import figure1_recipes
@@ -29,8 +37,16 @@ RECIPES: dict[str, Callable[[], Mapping[str, Config]]] = {
     "table1": table1_recipes,
     "table2": table2_recipes,
     "figure2": figure2.figure_recipes,
+    "table3": table3_recipes,
+    "figure3": figure3_recipes,
 }
-OF_IMAGES = ("table1", "table2", "figure2")
+OF_IMAGES = {
+    "table1": report_table,
+    "table2": report_table,
+    "figure2": report_figure2,
+    "table3": report_table3,
+    "figure3": report_figure3,
+}
 DEFAULT_SEEDS = {"digits": 5}  # 1 of the others
 
 
@@ -62,9 +78,9 @@ def reproduce_it(what: str, assignments: Sequence[str], seed: int, seeds: int | 
     each = list(range(seed, seed + (DEFAULT_SEEDS.get(what, 1) if seeds is None else seeds)))
     if what in OF_IMAGES:
         if not how.rebuild:
-            run_missing(trained_ones(chosen, only), each, how, announce=True)
+            run_missing(trained_ones(chosen), each, how, announce=True)
         chosen_as_known: Any = {name: known[name] for name in chosen}
-        (report_figure2 if what == "figure2" else report_table)(what, chosen_as_known, how.out, path, stdout)
+        OF_IMAGES[what](what, chosen_as_known, how.out, path, stdout)
         return
     folders = run_missing(chosen, each, how)
     {"figure1": report_figure1, "digits": report_digits}[what](chosen, folders, each, path, stdout)
@@ -89,15 +105,15 @@ def require_nothing_to_run(what: str, assignments: Sequence[str], seeds: int | N
             raise ConfigError(f"--rebuild runs nothing and takes the runs as they are; leave out {option}, or --rebuild")
 
 
-def trained_ones(chosen: Mapping[str, Config], only: str) -> dict[str, Config]:
-    """Without the recipes whose run is that of another one: SGHMC, which is rung 0 of the pair without swaps, unless `only` names
-    it, and M-SGD of the clean family where that of icml2020 is run.
+def trained_ones(chosen: Mapping[str, Config]) -> dict[str, Config]:
+    """Without the recipes whose run is that of another one: SGHMC where the pair without swaps is run, of which it is rung 0, and
+    M-SGD of the clean family where that of icml2020 is run. GANs all have their own: rungs that share generators are not
+    independent, swaps or not.
     """
-    named = "sghmc" in only.split("/")
     return {
         name: config
         for name, config in chosen.items()
-        if not (name.endswith("-sghmc") and not named)
+        if not (name.endswith("-sghmc") and f"{name.removesuffix('-sghmc')}-independent" in chosen)
         and not (name.endswith("-msgd") and name.startswith("clean/") and name.replace("clean/", "icml2020/") in chosen)
     }
 

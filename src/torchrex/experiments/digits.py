@@ -92,7 +92,8 @@ class DigitsConfig:
         lrs = [scale.lr * self.hot_lr ** (rung / max(1, self.n_rungs - 1)) for rung in rungs]
         return Ladder(self.temperatures, lrs)
 
-    company = None  # each seed has its own order of the data
+    def company(self, seed: int) -> None:
+        """Nobody: each seed has its own order of the data."""
 
     @property
     def most_replicas(self) -> int:
@@ -176,6 +177,18 @@ class DigitsConfig:
 
 def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Training and test images as rows of 64 numbers, standardised by the training images, with their labels."""
+    (x, y), (x_test, y_test) = _split_digits()
+    mean, std = x.mean(), x.std()
+    return ((x - mean) / std, y), ((x_test - mean) / std, y_test)
+
+
+def digit_images() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The same as bytes (n, 8, 8, 1): 0 to 16 shades of grey spread over 0 to 255."""
+    train_, test = (((x.view(-1, 8, 8, 1) * 255 / 16).round().to(torch.uint8), y) for x, y in _split_digits())
+    return train_, test
+
+
+def _split_digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -184,8 +197,6 @@ def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     x, y = torch.tensor(images, dtype=torch.float32), torch.tensor(labels)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(SPLIT_SEED))
     test, train_ = order[:N_TEST], order[N_TEST:]
-    mean, std = x[train_].mean(), x[train_].std()
-    x = (x - mean) / std
     return (x[train_], y[train_]), (x[test], y[test])
 
 

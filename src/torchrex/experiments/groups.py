@@ -24,11 +24,12 @@ class Group:
         (config, seed), n = self.jobs[0], len(self.jobs)
         return f"{config.recipe} seed {seed}" + (f" and {n - 1} more" if n > 1 else "")
 
-    def takes(self, config: Config, steps: frozenset[int]) -> bool:
-        first = self.jobs[0][0]
+    def takes(self, config: Config, seed: int, steps: frozenset[int]) -> bool:
+        first, seed_of_first = self.jobs[0]
         if not (isinstance(config, TrainingConfig) and isinstance(first, TrainingConfig)):
             return False
-        if config.company is None or config.company != first.company:
+        company = config.company(seed)
+        if company is None or company != first.company(seed_of_first):
             return False
         together = bool(steps & self.steps) or not (steps or self.steps)
         return together and self.replicas + config.n_rungs <= config.most_replicas
@@ -53,7 +54,7 @@ def group(jobs: Sequence[tuple[Config, int]], out: Path, *, overwrite: bool) -> 
         unfinished = not overwrite and checkpoints.is_dir() and not folder.finished
         steps = frozenset(Checkpoints(checkpoints).steps() if unfinished else ())
         failed = unfinished and folder.failed
-        chosen = None if failed else next((each for each in groups if each.takes(config, steps)), None)
+        chosen = None if failed else next((each for each in groups if each.takes(config, seed, steps)), None)
         if chosen is None:
             chosen = Group()
             (apart if failed else groups).append(chosen)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchrex.checkpoint import Checkpoints
 from torchrex.errors import DataError, NonFiniteEnergyError
+from torchrex.experiments.curves import binned, rounded
 from torchrex.experiments.images import N_TRAINING, ImageConfig
 from torchrex.experiments.jobs import Job, Trained
 from torchrex.posterior import PosteriorAverage
@@ -27,7 +28,6 @@ logger = logging.getLogger("torchrex")
 TRACES_PER_EPOCH = 15  # energies kept of an epoch
 EVALUATION_BATCH = 2500
 MANY_IMAGES = 10**6  # more than a CPU trains on while one waits
-SIGNIFICANT = 5  # digits of a curve in result.json
 
 
 def train_images(
@@ -150,23 +150,13 @@ def curves_of(config: ImageConfig, trace: dict[str, Tensor], average: PosteriorA
     epoch = trace["steps"] // config.steps_per_epoch
     curves: dict[str, Any] = {
         "epoch": list(range(config.epochs)),
-        "energy": [_rounded(_per_epoch(values, epoch, config.epochs)) for values in trace["energy"].unbind(1)],
+        "energy": [rounded(binned(values, epoch, config.epochs)) for values in trace["energy"].unbind(1)],
     }
     for name in ("noise_variance", "correction"):
-        curves[name] = [_rounded(_per_epoch(values, epoch, config.epochs)) for values in trace[name].unbind(1)]
-    curves["swap_epochs"] = _rounded(trace["swap_steps"].double()[:1000] / config.steps_per_epoch)
+        curves[name] = [rounded(binned(values, epoch, config.epochs)) for values in trace[name].unbind(1)]
+    curves["swap_epochs"] = rounded(trace["swap_steps"].double()[:1000] / config.steps_per_epoch)
     for prefix, rung in (("", 0), ("pooled_", None)) if config.n_rungs > 1 else (("", 0),):
         history = average.history(rung)
         curves["draw_epoch"] = (history["step"] // config.steps_per_epoch).tolist()
-        curves |= {f"{prefix}{of}_accuracy": _rounded(history[of]) for of in ("probabilities", "logits", "last")}
+        curves |= {f"{prefix}{of}_accuracy": rounded(history[of]) for of in ("probabilities", "logits", "last")}
     return curves
-
-
-def _per_epoch(values: Tensor, epoch: Tensor, n_epochs: int) -> Tensor:
-    """Means over the values of each epoch."""
-    sums = torch.zeros(n_epochs, dtype=torch.float64).index_add_(0, epoch, values.double())
-    return sums / torch.bincount(epoch, minlength=n_epochs)
-
-
-def _rounded(values: Tensor) -> list[float]:
-    return [float(f"{value:.{SIGNIFICANT}g}") for value in values.tolist()]

@@ -147,8 +147,7 @@ class ImageConfig:
         """Steps before the epoch whose end gives the first draw."""
         return int(self.average_after * self.epochs / PAPER_EPOCHS) * self.steps_per_epoch
 
-    @property
-    def company(self) -> str:
+    def company(self, seed: int) -> str:
         """What jobs must have in common to train side by side: data, network, and everything that shapes a batch."""
         shared = ("data", "net", "epochs", "batch_size", "validation", "subset", "test_subset", "data_seed", "precision")
         return " ".join(str(getattr(self, name)) for name in (*shared, "deterministic", "checkpoint_every"))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchrex.errors import RecipeError
 from torchrex.experiments.digits import digits_recipes
+from torchrex.experiments.gan_recipes import gan_recipes
 from torchrex.experiments.image_recipes import image_recipes
 from torchrex.experiments.jobs import Job, Trained
 from torchrex.experiments.mixtures import figure1_recipes
@@ -60,19 +61,18 @@ class TrainingConfig(Config, Protocol):
     """What the runner asks of a config for a network."""
 
     @property
-    def company(self) -> str | None: ...  # jobs with the same word may train side by side; None: each by itself
-    @property
     def n_rungs(self) -> int: ...
     @property
     def most_replicas(self) -> int: ...  # so many of all jobs together train side by side
 
+    def company(self, seed: int) -> str | None: ...  # jobs with the same word may train side by side; None: each by itself
     def execute(
         self, jobs: Sequence[Job], *, device: str, resume: bool, budget: float | None, progress: Callback | None
     ) -> tuple[Outcome, list[Trained]]: ...
 
 
 def recipes() -> dict[str, Config]:
-    return {**figure1_recipes(), **tall_recipes(), **digits_recipes(), **image_recipes()}
+    return {**figure1_recipes(), **tall_recipes(), **digits_recipes(), **image_recipes(), **gan_recipes()}
 
 
 def get_recipe(name: str) -> Config:

@@ -7,11 +7,13 @@ from typing import Any
 
 from torchrex.checkpoint import Checkpoints
 from torchrex.distributed import join
+from torchrex.durable import replace_file
 from torchrex.errors import NonFiniteEnergyError, RunFolderError
 from torchrex.experiments import beside
 from torchrex.experiments.config import dumps, to_json
 from torchrex.experiments.jobs import Trained
 from torchrex.experiments.place import Place
+from torchrex.experiments.png import png
 from torchrex.experiments.recipes import TrainingConfig
 from torchrex.experiments.run_folder import RunFolder, header, is_finished, remove_if_empty, same_config, save_tensors
 from torchrex.recording import remove_logs
@@ -75,6 +77,8 @@ class Slot:
         result["processes"] = join().size
         result |= {"curves": trained.curves} if trained.curves else {}
         result |= {"signal": outcome.signal} if outcome.status == "interrupted" else {}
+        for name, picture in trained.pictures.items():
+            replace_file(self.folder.path / f"{name}.png", png(picture))
         self.folder.write_text("result.json", dumps(result))
         if finished:
             beside.let_go(self.folder)

@@ -14,18 +14,10 @@ from rich.table import Table
 from torchrex.errors import RunFolderError
 from torchrex.experiments.image_recipes import AUTHORS_F0, DATA, PAIRED, cell, figure2_recipes
 from torchrex.experiments.images import ImageConfig
-from torchrex.report.image_tables import epochs_words, plus_minus
-from torchrex.report.images import (
-    FAMILIES,
-    HEADLINE,
-    INDEPENDENT,
-    SGHMC,
-    Line,
-    Run,
-    Settings,
-    finished_runs,
-    summary,
-)
+from torchrex.report.image_numbers import finished_runs, settings_of_most, summary
+from torchrex.report.image_tables import epochs_words
+from torchrex.report.image_words import markdown_lines, plus_minus
+from torchrex.report.images import FAMILIES, HEADLINE, INDEPENDENT, SGHMC, ImageRun, Line, family_of
 
 NET = "resnet20"
 COURSE = ("noise_variance", "correction", "energy", "swap_epochs")
@@ -50,16 +42,16 @@ def numbers(out: Path, chosen: Mapping[str, ImageConfig]) -> dict[str, Any]:
         own = [run for run in runs if run.recipe.data == data and run.recipe.recipe in chosen]
         if not own:
             continue
-        settings = _settings_of_most(own)
+        settings = settings_of_most(own)
         left = [run for run in own if run.settings != settings]
-        figure["left_out"] += [f"{run.recipe.recipe} seed {run.seed} ({run.settings.epochs} epochs)" for run in left]
+        figure["left_out"] += [f"{run.recipe.recipe} seed {run.seed} ({run.settings.length} epochs)" for run in left]
         same = [run for run in runs if run.recipe.data == data and run.settings == settings]
         exchanging = [run for run in same if run.recipe.recipe in chosen]
-        factors = sorted({f0_of(run) for run in exchanging if run.family == "icml2020"})
-        alone = {line: _level(line, [run for run in same if run.family == "icml2020"]) for line in (SGHMC, INDEPENDENT)}
-        course = {family: _course([run for run in exchanging if run.family == family]) for family in FAMILIES}
+        factors = sorted({f0_of(run) for run in exchanging if family_of(run) == "icml2020"})
+        alone = {line: _level(line, [run for run in same if family_of(run) == "icml2020"]) for line in (SGHMC, INDEPENDENT)}
+        course = {family: _course([run for run in exchanging if family_of(run) == family]) for family in FAMILIES}
         figure["data"][data] = {
-            "epochs": settings.epochs,
+            "epochs": settings.length,
             "settings": dict(settings.others),
             "factors": [_factor(f0, [run for run in exchanging if f0_of(run) == f0]) for f0 in factors],
             "levels": {line.title: level for line, level in alone.items() if level},
@@ -68,21 +60,17 @@ def numbers(out: Path, chosen: Mapping[str, ImageConfig]) -> dict[str, Any]:
     return figure
 
 
-def f0_of(run: Run) -> float:
+def f0_of(run: ImageRun) -> float:
     """F0 as the authors count it: their threshold has the sum of two variances, and not the paired one."""
     return (
-        2 * float(run.config.get("correction_factor", run.recipe.correction_factor)) / (PAIRED if run.family == "clean" else 1.0)
+        2
+        * float(run.config.get("correction_factor", run.recipe.correction_factor))
+        / (PAIRED if family_of(run) == "clean" else 1.0)
     )
 
 
-def _settings_of_most(runs: Sequence[Run]) -> Settings:
-    """The settings that most recipes were run with; of equals, most epochs."""
-    kinds = {run.settings: {each.recipe.recipe for each in runs if each.settings == run.settings} for run in runs}
-    return max(kinds, key=lambda each: (len(kinds[each]), each.epochs, str(each)))
-
-
-def _factor(f0: float, runs: Sequence[Run]) -> dict[str, Any]:
-    runs = [run for run in runs if run.family == "icml2020"]
+def _factor(f0: float, runs: Sequence[ImageRun]) -> dict[str, Any]:
+    runs = [run for run in runs if family_of(run) == "icml2020"]
     return {
         "f0": f0,
         "recipe": runs[0].recipe.recipe,
@@ -94,14 +82,14 @@ def _factor(f0: float, runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _level(line: Line, runs: Sequence[Run]) -> dict[str, Any] | None:
+def _level(line: Line, runs: Sequence[ImageRun]) -> dict[str, Any] | None:
     """Accuracy without swaps; SGHMC is rung 0 of the pair without swaps where it was not run by itself."""
     by_seed = {run.seed: run for run in runs if run.recipe.method == "independent"}
     by_seed |= {run.seed: run for run in runs if run.recipe.method == line.method}
     return summary({seed: run.number(line.prefix + METRIC) for seed, run in by_seed.items()}) if by_seed else None
 
 
-def _course(runs: Sequence[Run]) -> dict[str, Any] | None:
+def _course(runs: Sequence[ImageRun]) -> dict[str, Any] | None:
     """The curves of the lowest seed at the authors' F0."""
     runs = sorted((run for run in runs if math.isclose(f0_of(run), AUTHORS_F0)), key=lambda run: run.seed)
     if not runs:
@@ -171,6 +159,5 @@ def notes(figure: Mapping[str, Any]) -> list[str]:
 
 
 def as_markdown(figure: Mapping[str, Any]) -> str:
-    lines = ["# Figure 2", "", "| " + " | ".join(HEADS) + " |", "|---" * len(HEADS) + "|"]
-    lines += ["| " + " | ".join(row) + " |" for row in _rows(figure)] + ["", *(f"- {note}" for note in notes(figure))]
+    lines = ["# Figure 2", "", *markdown_lines(HEADS, _rows(figure)), "", *(f"- {note}" for note in notes(figure))]
     return "\n".join(lines) + "\n"

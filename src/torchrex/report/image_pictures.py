@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrex.errors import MissingDependencyError, RunFolderError
 from torchrex.experiments.image_recipes import AUTHORS_F0, DATA
 from torchrex.report.figure2 import VARIANCES
-from torchrex.report.images import EXCHANGING, INDEPENDENT, MSGD, RESGHMC, SGHMC, Cell, Line, Run
+from torchrex.report.image_curves import Panel, draw_panels, mean_curve, pyplot
+from torchrex.report.images import EXCHANGING, INDEPENDENT, MSGD, RESGHMC, SGHMC, Cell, Line
 
 # Distinct in grey as well: a line style goes with every colour.
 STYLES: dict[Line, dict[str, Any]] = {
@@ -26,20 +25,9 @@ TICKS = 50  # swaps that can be told apart on an axis
 FAMILY_STYLES: dict[str, dict[str, Any]] = {"icml2020": {"color": "0.45", "ls": "--"}, "clean": {"color": "#1b6ca8", "ls": "-"}}
 
 
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise MissingDependencyError("drawing needs matplotlib: pip install 'torchrex[plots]'") from None
-    return plt
-
-
 def draw(figure: Mapping[str, Any], path: Path) -> None:
     """A row of panels for every data set that was run; a panel without runs says so."""
-    plt = _pyplot()
+    plt = pyplot()
     panels = ((plot_variance, "course"), (plot_correction, "course"), (plot_energies, "course"), (plot_factors, "factors"))
     sets = figure["data"]
     drawn, axes = plt.subplots(len(sets), 4, figsize=(18, 4.3 * len(sets)), constrained_layout=True, squeeze=False)
@@ -142,41 +130,12 @@ def plot_factors(of: Mapping[str, Any], axis: Any) -> None:
 
 def draw_cells(cells: Sequence[Cell], path: Path) -> None:
     """For every cell: accuracy of the average of probabilities against epochs, mean over seeds."""
-    plt = _pyplot()
-    n_columns = min(4, len(cells))
-    n_rows = math.ceil(len(cells) / n_columns)
-    size = (max(6.0, 4.2 * n_columns), 3.4 * n_rows + 0.6)
-    figure, axes = plt.subplots(n_rows, n_columns, figsize=size, constrained_layout=True, squeeze=False)
-    handles: dict[str, Any] = {}
-    for axis, one in zip(axes.flat, cells, strict=False):
-        late = []
-        for line, by_seed in one.lines.items():
-            epochs, mean = _mean_curve(line, list(by_seed.values()))
-            marker = "o" if len(mean) == 1 else None
-            (handles[line.title],) = axis.plot(epochs, mean, label=line.title, marker=marker, **STYLES[line])
-            late.append(mean[len(mean) // 4 :])
-        low, high = min(map(min, late)), max(map(max, late))
-        axis.set_ylim(low - 0.1 * (high - low) - 0.05, high + 0.1 * (high - low) + 0.05)  # the first draws are far below
-        n_epochs = f"{one.settings.epochs} epoch{'' if one.settings.epochs == 1 else 's'}"
-        extra = f"\n{textwrap.fill(str(one.settings), 60)}" if one.settings.others else ""
-        axis.set_title(f"{one.name}, {n_epochs}{extra}", fontsize=9)
-        axis.set(xlabel="epoch", ylabel="accuracy of the average, %")
-    for axis in axes.flat[len(cells) :]:
-        axis.axis("off")
-    order = [line.title for line in STYLES if line.title in handles]
-    figure.legend(
-        [handles[title] for title in order], order, loc="outside lower center", ncols=3 if n_columns == 1 else 5, frameon=False
-    )
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def _mean_curve(line: Line, runs: Sequence[Run]) -> tuple[list[int], list[float]]:
-    name = f"{line.prefix}probabilities_accuracy"
-    curves = []
-    for run in runs:
-        epochs, values = run.result["curves"].get("draw_epoch"), run.result["curves"].get(name)
-        if not isinstance(values, list) or not values or not isinstance(epochs, list) or len(epochs) != len(values):
-            raise RunFolderError(f"{run.path / 'result.json'} has no curve {name!r}; run it again with --overwrite")
-        curves.append(values)
-    return epochs, [100 * statistics.fmean(each) for each in zip(*curves, strict=True)]
+    panels = []
+    for cell in cells:
+        name = f"{cell.name}, {cell.settings.length} epoch{'' if cell.settings.length == 1 else 's'}"
+        lines = {
+            line.title: mean_curve(list(by_seed.values()), "draw_epoch", f"{line.prefix}probabilities_accuracy")
+            for line, by_seed in cell.lines.items()
+        }
+        panels.append(Panel(name, str(cell.settings), lines))
+    draw_panels(panels, path, xlabel="epoch", styles={line.title: style for line, style in STYLES.items()})

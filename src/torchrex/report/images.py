@@ -6,43 +6,26 @@ not the recipe's is shown: a run of 150 epochs is not the paper's 500.
 
 from __future__ import annotations
 
-import math
-import re
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchrex.errors import RunFolderError
-from torchrex.experiments.config import to_json
 from torchrex.experiments.image_recipes import PAPER_TABLE1, PAPER_TABLE2, table1_recipes, table2_recipes
 from torchrex.experiments.images import PAPER_EPOCHS, ImageConfig
-from torchrex.experiments.run_folder import RunFolder
+from torchrex.report.image_numbers import PAPER_SEEDS as PAPER_SEEDS
+from torchrex.report.image_numbers import Run, Settings, beside_the_paper, finished_runs, origin, paired, summary
 
 FAMILIES = ("icml2020", "clean")
 HEADLINE = {"icml2020": "logits_best_accuracy", "clean": "accuracy"}  # what a family reports: the authors took the best epoch
-PAPER_SEEDS = 5
 NUMBERS = ("logits_accuracy", "logits_best_accuracy", "accuracy", "best_accuracy", "single_accuracy", "nll", "ece", "brier")
-NEEDED: dict[str, Any] = {"metrics": dict, "swaps": list, "curves": dict, "versions": dict, "device": str, "date": str}
-NEEDED["wall_seconds"] = int | float
-NO_MATTER = ("recipe", "epochs", "checkpoint_every")  # epochs are shown in any case
 
+ImageRun = Run[ImageConfig]
 Paper = Mapping[tuple[str, str], tuple[tuple[float, float], ...]]
 TABLES: dict[str, tuple[Callable[[], dict[str, ImageConfig]], Paper]] = {
     "table1": (table1_recipes, PAPER_TABLE1),
     "table2": (table2_recipes, PAPER_TABLE2),
 }
-
-
-class Settings(NamedTuple):
-    """What runs must have in common to be one row."""
-
-    epochs: int
-    others: tuple[tuple[str, Any], ...] = ()  # as far as they are not the recipe's
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self.others)
 
 
 class Line(NamedTuple):
@@ -62,56 +45,8 @@ EXCHANGING, INDEPENDENT = (
 LINES = (MSGD, SGHMC, RESGHMC, EXCHANGING, INDEPENDENT)
 
 
-@dataclass(frozen=True)
-class Run:
-    """A finished run as its folder has it."""
-
-    recipe: ImageConfig
-    seed: int
-    path: Path
-    config: dict[str, Any]
-    result: dict[str, Any]
-
-    @property
-    def family(self) -> str:
-        return self.recipe.recipe.split("/")[0]
-
-    @property
-    def settings(self) -> Settings:
-        usual = {name: value for name, value in to_json(self.recipe).items() if name not in NO_MATTER}
-        others = ((name, self.config.get(name, value)) for name, value in usual.items())
-        return Settings(self.config["epochs"], tuple((name, value) for name, value in others if value != usual[name]))
-
-    @property
-    def swaps(self) -> int:
-        return sum(pair["accepted"] for pair in self.result["swaps"])
-
-    def number(self, name: str) -> float:
-        """A metric; accuracies and the calibration error in percent, as in the paper."""
-        value = self.result["metrics"].get(name)
-        if not isinstance(value, int | float):
-            raise RunFolderError(f"{self.path / 'result.json'} has no number {name!r}; run it again with --overwrite")
-        return float(value) * (100 if name.endswith(("accuracy", "ece")) else 1)
-
-
-def finished_runs(out: Path, recipes: Mapping[str, ImageConfig]) -> tuple[list[Run], list[str]]:
-    """The finished runs of these recipes, with any settings, and the others in words."""
-    runs, unfinished = [], []
-    for name, recipe in recipes.items():
-        seeds = (re.fullmatch(r"seed=(\d+)", path.name) for path in (out / name).glob("seed=*"))
-        for seed in sorted(int(found[1]) for found in seeds if found):
-            folder = RunFolder.of(out, name, seed)
-            config, result = folder.config, folder.result
-            if result is None or result.get("status") != "finished":
-                unfinished.append(f"{name} seed {seed} ({'no result' if result is None else result.get('status')})")
-                continue
-            for key, kind in NEEDED.items():
-                if not isinstance(result.get(key), kind):
-                    raise RunFolderError(f"{folder.path / 'result.json'} has no {key!r}; run it again with --overwrite")
-            if config is None or not isinstance(config.get("epochs"), int):
-                raise RunFolderError(f"{folder.path / 'config.json'} does not say how many epochs were run; restore it")
-            runs.append(Run(recipe, seed, folder.path, config, result))
-    return runs, unfinished
+def family_of(run: ImageRun) -> str:
+    return run.recipe.recipe.split("/")[0]
 
 
 @dataclass(frozen=True)
@@ -122,7 +57,7 @@ class Cell:
     data: str
     net: str
     settings: Settings
-    lines: dict[Line, dict[int, Run]]  # by seed; a line without runs is not there
+    lines: dict[Line, dict[int, ImageRun]]  # by seed; a line without runs is not there
     paper: tuple[tuple[float, float], ...]
 
     @property
@@ -136,7 +71,7 @@ class Cell:
     def borrowed(self, line: Line) -> list[int]:
         """Seeds whose run is another one's, because the two are the same run."""
         runs = self.lines[line].items()
-        return [seed for seed, run in runs if (run.family, run.recipe.method) != (self.family, line.method)]
+        return [seed for seed, run in runs if (family_of(run), run.recipe.method) != (self.family, line.method)]
 
     def values(self, line: Line, metric: str) -> dict[int, float]:
         return {seed: run.number(line.prefix + metric) for seed, run in self.lines.get(line, {}).items()}
@@ -176,7 +111,7 @@ def tabulate(what: str, out: Path, chosen: Mapping[str, ImageConfig]) -> ImageTa
     runs, unfinished = finished_runs(out, {name: c for name, c in recipes().items() if (c.data, c.net) in beside})
     table = ImageTable(unfinished=[words for words in unfinished if words.split()[0] in chosen])
 
-    def runs_of(name: str, settings: Settings) -> dict[int, Run]:
+    def runs_of(name: str, settings: Settings) -> dict[int, ImageRun]:
         return {run.seed: run for run in runs if run.recipe.recipe == name and run.settings == settings}
 
     for data, net in (cell for cell in paper if cell in beside):
@@ -186,7 +121,7 @@ def tabulate(what: str, out: Path, chosen: Mapping[str, ImageConfig]) -> ImageTa
             shown = [line for line in LINES if own[line] in chosen or (line == SGHMC and pair in chosen)]
             asked = {own[line] for line in shown} | ({pair} if SGHMC in shown else set())
             found = {run.settings for run in runs if run.recipe.recipe in asked}
-            for settings in sorted(found, key=lambda each: (-each.epochs, str(each))):
+            for settings in sorted(found, key=lambda each: (-each.length, str(each))):
                 lines = {line: runs_of(own[line], settings) for line in shown}
                 for line, same in ((SGHMC, pair), (MSGD, descent)):
                     if line in lines:
@@ -195,36 +130,17 @@ def tabulate(what: str, out: Path, chosen: Mapping[str, ImageConfig]) -> ImageTa
                 cell = Cell(family, data, net, settings, there, paper[data, net])
                 table.cells.append(cell)
                 table.not_run.extend(
-                    f"{cell.name} at {settings.epochs} epochs ({line.title})" for line in shown if line not in there
+                    f"{cell.name} at {settings.length} epochs ({line.title})" for line in shown if line not in there
                 )
             if shown and not found:
                 table.not_run.append(f"{family} {data} {net}")
     return table
 
 
-def z_score(ours: Sequence[float], paper: tuple[float, float]) -> float:
-    """Our mean minus the paper's in standard errors of the difference; one seed is given the paper's standard deviation."""
-    mean, sd = paper[0], paper[1] / 2
-    own = statistics.stdev(ours) if len(ours) > 1 else sd
-    return (statistics.fmean(ours) - mean) / math.sqrt(own**2 / len(ours) + sd**2 / PAPER_SEEDS)
-
-
-def summary(values: Mapping[int, float]) -> dict[str, Any]:
-    """Mean, twice the standard deviation over seeds (None for one seed), and the values by seed."""
-    each = list(values.values())
-    return {
-        "mean": statistics.fmean(each),
-        "two_sd": 2 * statistics.stdev(each) if len(each) > 1 else None,
-        "values": {str(seed): value for seed, value in values.items()},
-    }
-
-
 def row_of(cell: Cell, line: Line) -> dict[str, Any]:
     """Everything known of a row. Accuracies and the calibration error are in percent."""
     runs = list(cell.lines[line].values())
-    ours = cell.values(line, cell.headline)
     paper = None if line.paper is None or cell.settings.others else cell.paper[line.paper]  # of another setting it has none
-    beside = paper if cell.settings.epochs == PAPER_EPOCHS else None  # shorter runs are another experiment
     return {
         "family": cell.family,
         "data": cell.data,
@@ -234,19 +150,14 @@ def row_of(cell: Cell, line: Line) -> dict[str, Any]:
         "borrowed_seeds": cell.borrowed(line),
         "seeds": [run.seed for run in runs],
         "n": len(runs),
-        "epochs": cell.settings.epochs,
+        "epochs": cell.settings.length,
         "settings": dict(cell.settings.others),
-        "paper": None if paper is None else {"mean": paper[0], "two_sd": paper[1]},
         "headline": cell.headline,
-        "ours": summary(ours),
-        "z": None if beside is None else z_score(list(ours.values()), beside),
-        "z_has_the_papers_sd": beside is not None and len(runs) == 1,
+        # shorter runs are another experiment
+        **beside_the_paper(cell.values(line, cell.headline), paper, tested=cell.settings.length == PAPER_EPOCHS),
         **{name: summary(cell.values(line, name)) for name in NUMBERS},
         "swaps": [run.swaps for run in runs] if line.method in ("resghmc", "independent") else None,
-        "wall_minutes": [run.result["wall_seconds"] / 60 for run in runs],
-        "devices": sorted({run.result["device"] for run in runs}),
-        "versions": [dict(each) for each in dict.fromkeys(tuple(run.result["versions"].items()) for run in runs)],
-        "dates": sorted({run.result["date"] for run in runs}),
+        **origin(runs),
     }
 
 
@@ -256,15 +167,11 @@ def effects_of(cell: Cell) -> list[dict[str, Any]]:
     for more, less in ((EXCHANGING, INDEPENDENT), (RESGHMC, SGHMC)):
         for metric in dict.fromkeys((cell.headline, "accuracy", "nll")):
             ours, theirs = cell.values(more, metric), cell.values(less, metric)
-            differences = {str(seed): ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())}
-            each, n = list(differences.values()), len(differences)
             effects.append(
                 {
-                    **{"family": cell.family, "data": cell.data, "net": cell.net, "epochs": cell.settings.epochs},
-                    **{"settings": dict(cell.settings.others), "of": more.title, "minus": less.title, "metric": metric, "n": n},
-                    "mean": statistics.fmean(each) if n else None,
-                    "se": statistics.stdev(each) / math.sqrt(n) if n > 1 else None,
-                    "differences": differences,
+                    **{"family": cell.family, "data": cell.data, "net": cell.net, "epochs": cell.settings.length},
+                    **{"settings": dict(cell.settings.others), "of": more.title, "minus": less.title, "metric": metric},
+                    **paired(ours, theirs),
                 }
             )
     return effects

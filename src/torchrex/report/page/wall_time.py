@@ -59,7 +59,8 @@ def _at_once(one: LoadedRun, other: LoadedRun, seconds: float) -> bool:
 
 def _alone(run: LoadedRun) -> bool:
     """Newer results tell how many replicas ran side by side; no more than its own means that nothing was shared."""
-    if run.settings is not None and getattr(run.settings, "company", None) is None:
+    company = getattr(run.settings, "company", None)
+    if run.settings is not None and (company is None or company(0) is None):
         return True
     own = getattr(run.settings, "n_rungs", None)
     told = (run.result or {}).get("replicas_side_by_side")

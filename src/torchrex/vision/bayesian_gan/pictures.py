@@ -1,0 +1,38 @@
+"""What the generators make, as a picture: a row for each generator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrex.vision.bayesian_gan.nets import Generators
+
+MARGIN = 2  # pixels between images
+
+
+@torch.no_grad()
+def sample_grid(generators: Generators, n_each: int, seed: int, *, most_rows: int = 10) -> Tensor:
+    """(height, width, channels) bytes: `n_each` images of each of the first generators, in evaluation mode, by the seed alone."""
+    shape = (n_each, generators.n_generators, generators.latent)
+    latent = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+    training = generators.training
+    generators.eval()
+    try:
+        images = generators(latent.to(generators.first.device))
+    finally:
+        generators.train(training)
+    return grid_of(images.transpose(0, 1)[:most_rows])
+
+
+def grid_of(images: Tensor) -> Tensor:
+    """Images (rows, columns, channels, height, width) in [-1, 1] on a white ground, as bytes (height, width, channels)."""
+    bytes_ = ((images.float().cpu() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 1, 3, 4, 2)
+    rows, columns, height, width, channels = bytes_.shape
+    canvas = torch.full(
+        (rows * (height + MARGIN) + MARGIN, columns * (width + MARGIN) + MARGIN, channels), 255, dtype=torch.uint8
+    )
+    for row in range(rows):
+        for column in range(columns):
+            top, left = MARGIN + row * (height + MARGIN), MARGIN + column * (width + MARGIN)
+            canvas[top : top + height, left : left + width] = bytes_[row, column]
+    return canvas
