@@ -1,8 +1,7 @@
 """The networks of the Bayesian GAN: a discriminator with one class more than the data, and generators side by side.
 
 All generators of a replica are one network: as many kernels as one generator has, whatever their number. Their transposed
-convolutions are batched matrix products, because grouped convolutions are slow on a GPU, and BatchNorm over groups of channels
-is that of each generator alone.
+convolutions are batched matrix products, and BatchNorm over all channels of all generators is that of each generator alone.
 """
 
 from __future__ import annotations
@@ -44,20 +43,41 @@ class Discriminator(nn.Module):
 
 
 class Upsampling(nn.Module):
-    """A transposed convolution for each of some groups of channels, which doubles the size of (n, groups, into, h, w)."""
+    """A transposed convolution for each of some groups, which doubles the size: (groups, n, h, w, into) to (..., 2h, 2w, out).
+
+    Every pixel gives a matrix product for each place of the kernel. An output pixel in an even row takes three of those rows and
+    one in an odd row two, so that nothing is scattered: sums in another order would make other numbers on a GPU.
+    """
 
     def __init__(self, groups: int, into: int, out: int, *, bias: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(groups, into, out * KERNEL**2) * WEIGHT_STD)
+        self.weight = nn.Parameter(torch.randn(groups, into, KERNEL * KERNEL * out) * WEIGHT_STD)  # by row, column, channel
         self.bias = nn.Parameter(torch.zeros(groups, out)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        n, groups, into, height, width = x.shape
-        pixels = x.permute(1, 0, 3, 4, 2).reshape(groups, n * height * width, into)
-        columns = torch.bmm(pixels, self.weight).view(groups * n, height * width, -1).transpose(1, 2)
-        images = F.fold(columns, (2 * height, 2 * width), KERNEL, padding=PADDING, stride=STRIDE)
-        images = images.view(groups, n, -1, 2 * height, 2 * width).transpose(0, 1)
-        return images if self.bias is None else images + self.bias[..., None, None]
+        groups, n, height, width, into = x.shape
+        products = torch.bmm(x.reshape(groups, n * height * width, into), self.weight)
+        products = products.view(groups, n, height, width, KERNEL, KERNEL, -1)
+        rows = _interleaved(products, across=2, kernel=4)  # (groups, n, 2h, w, 5, out)
+        images = _interleaved(rows, across=3, kernel=4)
+        return images if self.bias is None else images + self.bias[:, None, None, None]
+
+
+def _interleaved(products: Tensor, *, across: int, kernel: int) -> Tensor:
+    """Twice as many pixels along `across`, from what each pixel gives to its neighbours by the places of the kernel.
+
+    Output 2p takes places 0, 2, 4 of the pixels p + 1, p, p - 1; output 2p + 1 takes places 1, 3 of p + 1, p.
+    """
+    before = products.select(kernel, 4)
+    zero = torch.zeros_like(before.narrow(across, 0, 1))
+
+    def of_next(place: int) -> Tensor:
+        return torch.cat([products.select(kernel, place).narrow(across, 1, products.shape[across] - 1), zero], across)
+
+    of_previous = torch.cat([zero, before.narrow(across, 0, products.shape[across] - 1)], across)
+    even = of_next(0) + products.select(kernel, 2) + of_previous
+    odd = of_next(1) + products.select(kernel, 3)
+    return torch.stack([even, odd], across + 1).flatten(across, across + 1)
 
 
 class Generators(nn.Module):
@@ -75,19 +95,20 @@ class Generators(nn.Module):
         n_layers = _layers(size)
         self.n_generators, self.channels, self.latent = n_generators, channels, latent
         widths = [*(width * 2**k for k in reversed(range(n_layers))), channels]
-        self.first = nn.Parameter(torch.randn(n_generators, latent, widths[0] * SMALLEST**2) * WEIGHT_STD)
+        self.first = nn.Parameter(torch.randn(n_generators, latent, SMALLEST**2 * widths[0]) * WEIGHT_STD)
         self.layers = nn.ModuleList(
             Upsampling(n_generators, widths[k], widths[k + 1], bias=k == n_layers - 1) for k in range(n_layers)
         )
-        self.norms = nn.ModuleList(nn.BatchNorm2d(n_generators * channels) for channels in widths[:-1])
+        self.norms = nn.ModuleList(nn.BatchNorm1d(n_generators * channels) for channels in widths[:-1])
         self.register_buffer("broken", torch.tensor(-1))
 
     def forward(self, z: Tensor) -> Tensor:
-        n = len(z)
-        x = torch.einsum("ngl,glo->ngo", z, self.first).view(n, self.n_generators, -1, SMALLEST, SMALLEST)
+        x = torch.bmm(z.transpose(0, 1), self.first)
+        x = x.view(self.n_generators, len(z), SMALLEST, SMALLEST, -1)
         for norm, layer in zip(self.norms, self.layers, strict=True):
-            x = layer(F.relu(norm(x.flatten(1, 2))).view_as(x))
-        images = x.tanh()
+            pixels = x.flatten(1, 3).transpose(0, 1)  # (n h w, generators, channels): each has statistics of its own
+            x = layer(F.relu(norm(pixels.flatten(1))).view_as(pixels).transpose(0, 1).reshape(x.shape))
+        images = x.tanh().permute(1, 0, 4, 2, 3)
         self._look_at(images)
         return images
 
