@@ -13,6 +13,7 @@ from torchrex.cli import reproducing
 from torchrex.cli.reproducing import trained_ones
 from torchrex.experiments.config import dumps
 from torchrex.experiments.gan_recipes import (
+    GAN_FAMILIES,
     GAN_METHODS,
     N_LABELLED,
     PAPER_TABLE3,
@@ -87,7 +88,14 @@ def test_a_row_by_hand(write, rebuild):
     assert (row["nll"]["mean"], row["ece"]["mean"], row["brier"]["mean"]) == pytest.approx((0.625, 3.1, 0.25))
     assert (row["wall_minutes"], row["devices"], row["versions"]) == ([1.5] * 3, ["a GPU"], [{"torch": "2.0"}])
     assert cells_of(markdown, "reSGHMC") == {
-        **{"data": "cifar10", "labels": "4000", "method": "reSGHMC", "paper %": "81.61±0.24", "ours %": "80.00±2.00"},
+        **{
+            "data": "cifar10",
+            "labels": "4000",
+            "settings": "paper's",
+            "method": "reSGHMC",
+            "paper %": "81.61±0.24",
+            "ours %": "80.00±2.00",
+        },
         **{"n": "3", "off by (s.e.)": f"{row['z']:+.1f}", "both rungs %": "81.50±2.00", "one net %": "78.00"},
         **{"their score %": "83.00", "called fake %": "12.5", "NLL": "0.625", "ECE %": "3.10", "swaps": "2, 3, 4", "min": "1.5"},
     }
@@ -220,7 +228,8 @@ def test_what_was_not_run_or_not_finished_is_told(write, rebuild, tmp_path):
     (line,) = [line for line in markdown.splitlines() if line.startswith("not run: ")]
     names = line.removeprefix("not run: ").split(", ")
     assert {"cifar10 4000: SGHMC", "cifar10 4000: no swaps", "cifar10 4000: supervised only", "svhn 2000"} <= set(names)
-    assert len(names) == 3 + 11
+    assert len(names) == 3 + 11 + 12
+    assert "cifar10 4000 tuned" in names
 
 
 @pytest.mark.parametrize("columns", [56, 80, 100, 140])
@@ -299,7 +308,7 @@ def test_every_method_has_its_own_run():
     """SGHMC too: the rungs of the pair without swaps share their generators."""
     assert set(METHODS) == set(GAN_METHODS)
     assert list(trained_ones(table3_recipes())) == list(table3_recipes())
-    assert len(trained_ones(figure3_recipes())) == 3 * 7 * 4
+    assert len(trained_ones(figure3_recipes())) == 2 * 3 * 7 * 4
     assert {config.steps for config in figure3_recipes().values()} == {PAPER_STEPS}
 
 
@@ -317,13 +326,14 @@ def test_what_is_missing_is_run_once(cli, write, tmp_path, monkeypatch):
     arguments = ["reproduce", "table3", "--only", "cifar10/4000", "--set", "steps=6000", "--seeds", 2, "--out", tmp_path]
     code, out, err = cli(*arguments)
     assert code == 0, err
-    assert "to run: 7 runs in" in out
-    wanted = {(name, seed, 6_000) for name in (C10, f"{C10}-sghmc", f"{C10}-noswaps", f"{C10}-supervised") for seed in (0, 1)}
+    assert "to run: 15 runs in 2 groups" in out  # both families of a seed on the same batches
+    cells = [f"{family}/cifar10-4000{method}" for family in GAN_FAMILIES for method in ("", "-sghmc", "-noswaps", "-supervised")]
+    wanted = {(name, seed, 6_000) for name in cells for seed in (0, 1)}
     assert set(listed) == wanted - {(f"{C10}-sghmc", 1, 6_000)}
-    assert len(listed) == 7
+    assert len(listed) == 15
     assert "nothing was run again" in cli(*arguments)[1]
     numbers = json.loads((tmp_path / "table3-cifar10-4000.json").read_text())
-    assert [row["n"] for row in numbers["rows"]] == [2] * 4
+    assert [row["n"] for row in numbers["rows"]] == [2] * 8
     code, _, err = cli(*arguments[:4], "--out", tmp_path)  # 15,000 steps
     assert (code, "other settings" in err) == (2, True)
     assert "must be at least 0 and less than steps=100" in cli("reproduce", "table3", "--set", "steps=100", "--out", tmp_path)[2]
@@ -339,6 +349,28 @@ def test_only_makes_a_part_beside_the_whole(write, rebuild, tmp_path):
     ]
     assert "cifar100" not in markdown
     assert not (tmp_path / "table3.md").exists()
+
+
+def test_families_are_rows_of_their_own(write, rebuild):
+    """The tuned one is beside the paper's numbers, but not tested against them."""
+    for seed in (0, 1):
+        write(C10, seed, 50.0 + seed)
+        write("gan-tuned/cifar10-4000", seed, 60.0 + seed)
+        write("gan-tuned/cifar10-4000-noswaps", seed, 57.0 + seed, 58.0)
+    out, numbers, markdown = rebuild("table3")
+    paper, tuned, _ = (
+        the(numbers["rows"], recipe=name) for name in (C10, "gan-tuned/cifar10-4000", "gan-tuned/cifar10-4000-noswaps")
+    )
+    assert (paper["ours"]["mean"], tuned["ours"]["mean"]) == pytest.approx((50.5, 60.5))
+    assert paper["z"] is not None
+    assert tuned["z"] is None
+    assert tuned["paper"] == paper["paper"]
+    (swaps,) = [
+        each for each in numbers["contributions"] if (each["contribution"], each["metric"]) == ("swaps, rung 0", "accuracy")
+    ]
+    assert (swaps["family"], swaps["mean"]) == ("gan-tuned", pytest.approx(3.0))
+    assert "cifar10 4000 tuned" in " ".join(out.split())
+    assert "steady learning rate" in markdown
 
 
 # Figure 3

@@ -123,6 +123,11 @@ class GanConfig:
     # Sizes
 
     @property
+    def family(self) -> str:
+        """Whose settings these are: `gan` or `gan-tuned`."""
+        return self.recipe.split("/")[0]
+
+    @property
     def kind(self) -> Kind:
         return KINDS[self.data]
 

@@ -16,6 +16,7 @@ from torchrex.experiments.gan_recipes import PAPER_TABLE3, PAPER_TWO_SD
 from torchrex.report.image_numbers import Run, Settings, beside_the_paper, finished_runs, origin, paired, summary
 
 PAPER_STEPS = 15_000
+FAMILIES = {"gan": "", "gan-tuned": "tuned"}  # the first has the paper's settings
 METHODS = {"sghmc": "SGHMC", "resghmc": "reSGHMC", "noswaps": "no swaps", "supervised": "supervised only"}
 PAPER_COLUMN = {"sghmc": 0, "resghmc": 1}
 NUMBERS = ("accuracy", "best_accuracy", "single_accuracy", "paper_accuracy", "called_fake", "nll", "ece", "brier")
@@ -52,6 +53,7 @@ def paper_number(data: str, n_labelled: int, method: str) -> tuple[float, float]
 class GanCell:
     """One data set with some labels and one choice of settings."""
 
+    family: str
     data: str
     n_labelled: int
     settings: Settings
@@ -59,14 +61,14 @@ class GanCell:
 
     @property
     def name(self) -> str:
-        """Such as `cifar10 4000`, with the number of steps where it is not the paper's."""
+        """Such as `cifar10 4000 tuned`, with the number of steps where it is not the paper's."""
         shorter = "" if self.settings.length == PAPER_STEPS else f" at {self.settings.length:,} steps"
-        return f"{self.data} {self.n_labelled}{shorter}"
+        return " ".join(filter(None, (self.data, str(self.n_labelled), FAMILIES[self.family]))) + shorter
 
     @property
     def as_the_paper(self) -> bool:
-        """Whether these are the recipe's settings and all its steps; others are another experiment."""
-        return self.settings == Settings(PAPER_STEPS)
+        """Whether these are the paper's settings and all its steps; others are another experiment."""
+        return self.family == "gan" and self.settings == Settings(PAPER_STEPS)
 
     def values(self, method: str, metric: str) -> dict[int, float]:
         return {seed: run.number(metric) for seed, run in self.methods.get(method, {}).items()}
@@ -93,19 +95,23 @@ def tabulate(out: Path, chosen: Mapping[str, GanConfig]) -> GanTable:
     """The table of the chosen recipes from the runs below `out`."""
     runs, unfinished = finished_runs(out, chosen, unit="steps")
     table = GanTable(unfinished=unfinished)
-    for data, n_labelled in dict.fromkeys((config.data, config.n_labelled) for config in chosen.values()):
-        here = {config.method for config in chosen.values() if (config.data, config.n_labelled) == (data, n_labelled)}
-        own = [run for run in runs if (run.recipe.data, run.recipe.n_labelled) == (data, n_labelled)]
+    for at in dict.fromkeys(map(_cell_of, chosen.values())):
+        here = {config.method for config in chosen.values() if _cell_of(config) == at}
+        own = [run for run in runs if _cell_of(run.recipe) == at]
         for settings in sorted({run.settings for run in own}, key=lambda each: (-each.length, str(each))):
             same = [run for run in own if run.settings == settings]
             by_method = {method: {run.seed: run for run in same if run.recipe.method == method} for method in METHODS}
-            cell = GanCell(data, n_labelled, settings, {method: by_seed for method, by_seed in by_method.items() if by_seed})
+            cell = GanCell(*at, settings, {method: by_seed for method, by_seed in by_method.items() if by_seed})
             table.cells.append(cell)
             missing = [title for method, title in METHODS.items() if method in here and method not in cell.methods]
             table.not_run.extend(f"{cell.name}{f' ({settings})' if settings.others else ''}: {title}" for title in missing)
         if not own:
-            table.not_run.append(f"{data} {n_labelled}")
+            table.not_run.append(GanCell(*at, Settings(PAPER_STEPS), {}).name)
     return table
+
+
+def _cell_of(config: GanConfig) -> tuple[str, str, int]:
+    return config.family, config.data, config.n_labelled
 
 
 def row_of(cell: GanCell, method: str) -> dict[str, Any]:
@@ -113,6 +119,7 @@ def row_of(cell: GanCell, method: str) -> dict[str, Any]:
     runs = list(cell.methods[method].values())
     paper, rungs = paper_number(cell.data, cell.n_labelled, method), runs[0].recipe.n_rungs
     return {
+        "family": cell.family,
         "data": cell.data,
         "n_labelled": cell.n_labelled,
         "method": METHODS[method],
@@ -144,7 +151,7 @@ def contributions(cell: GanCell) -> list[dict[str, Any]]:
             more, less = claims if metric == "accuracy" else (None, None)
             effects.append(
                 {
-                    **{"data": cell.data, "n_labelled": cell.n_labelled, "steps": cell.settings.length},
+                    **{"family": cell.family, "data": cell.data, "n_labelled": cell.n_labelled, "steps": cell.settings.length},
                     **{"settings": dict(cell.settings.others), "contribution": of},
                     **{"of": METHODS[method], "minus": METHODS[without], "metric": prefix + metric},
                     "paper": None if more is None or less is None else more[0] - less[0],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from rich.table import Table
 
 from torchrex.experiments.gan import GanConfig
 from torchrex.experiments.gan_recipes import GAN_DATA, N_LABELLED
-from torchrex.report.gan import METHODS, PAPER_COLUMN, PAPER_STEPS, GanRun, paper_number
+from torchrex.report.gan import FAMILIES, METHODS, PAPER_COLUMN, PAPER_STEPS, GanRun, paper_number
 from torchrex.report.image_numbers import finished_runs, settings_of_most, stated, summary
 from torchrex.report.image_words import every_seeds_swaps, markdown_lines, plus_minus
 
@@ -19,30 +20,31 @@ HEADS = ("data", "labels", "method", "paper %", "ours %", "both rungs", "n", "sw
 
 
 def numbers(out: Path, chosen: Mapping[str, GanConfig]) -> dict[str, Any]:
-    """By data set: `points` (accuracy of every method and number of labels) and the paper's, `paper`.
+    """By data set and family: `points` (accuracy of every method and number of labels) and the paper's, `paper`.
 
     A data set is drawn with the settings that most of its recipes were run with; runs with others are named in `left_out`.
     """
     runs, unfinished = finished_runs(out, chosen, unit="steps")
     figure: dict[str, Any] = {"data": {}, "left_out": [], "not_run": [], "unfinished": unfinished}
-    for data in GAN_DATA:
-        own = [run for run in runs if run.recipe.data == data]
+    for family, data in itertools.product(FAMILIES, GAN_DATA):
+        title = f"{data}, {FAMILIES[family]}" if FAMILIES[family] else data
+        own = [run for run in runs if (run.recipe.family, run.recipe.data) == (family, data)]
         if not own:
-            figure["not_run"] += [data] * any(config.data == data for config in chosen.values())
+            figure["not_run"] += [title] * any((config.family, config.data) == (family, data) for config in chosen.values())
             continue
         settings = settings_of_most(own)
         figure["left_out"] += [_left_out(run) for run in own if run.settings != settings]
         points = []
-        for method, title in METHODS.items():
+        for method, method_title in METHODS.items():
             same = [run for run in own if run.settings == settings and run.recipe.method == method]
             found = [_point([run for run in same if run.recipe.n_labelled == n]) for n in N_LABELLED]
             points += [point for point in found if point]
             there = {run.recipe.n_labelled for run in same}
-            asked = {config.n_labelled for config in chosen.values() if (config.data, config.method) == (data, method)}
-            if missing := sorted(asked - there):
-                figure["not_run"].append(f"{data} {title} {' '.join(map(str, missing))}")
+            here = [config for config in chosen.values() if (config.family, config.data, config.method) == (family, data, method)]
+            if missing := sorted({config.n_labelled for config in here} - there):
+                figure["not_run"].append(f"{title} {method_title} {' '.join(map(str, missing))}")
         paper = {method: {n: stated(paper_number(data, n, method)) for n in N_LABELLED} for method in PAPER_COLUMN}
-        figure["data"][data] = {
+        figure["data"][title] = {
             "steps": settings.length,
             "settings": dict(settings.others),
             "points": points,
