@@ -7,7 +7,6 @@ GPU; modules, exchange and move are compiled. What cannot be compiled is capture
 from __future__ import annotations
 
 import contextlib
-import logging
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -15,51 +14,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torchrex.exchange.algorithm import Exchanged, ExchangeState, Rules, StepInfo, StepInputs, exchange_rungs, step
 from torchrex.exchange.block import ExchangeInputs
-from torchrex.exchange.forward_rng import ForwardRandomness
+from torchrex.exchange.compiling import compiled_form
+from torchrex.exchange.cuda_modes import no_waiting
 from torchrex.exchange.module_ensemble import ModuleEnsemble
 from torchrex.exchange.module_work import assemble_energy, update_rows
-from torchrex.targets import Batch, DeviceLoader, Energy
-
-logger = logging.getLogger("torchrex")
+from torchrex.exchange.records import RECORDED, Records
+from torchrex.targets import Batch, Energy
 
 WARM_UP = 3  # steps before a capture: compilation, cuDNN's choice of algorithms, the allocator
-MOST_FORMS = 64  # of one function, for runs side by side whose rows have different sizes; torch gives up after 8
-MOST_GRAPHS = 4  # shapes of batches, each captured by itself; data of more shapes run eagerly
-COMPILER_OPTIONS: dict[str, Any] = {"combo_kernels": True}  # small kernels that do not wait for each other become one: 6 %
-RECORDED = ("energy", "accepted", "proposed", "noise_variance", "correction", "replica_at")
-
-
-class Records:
-    """StepInfo of a block of steps, on the device, written by the captured step itself."""
-
-    def __init__(self, rules: Rules, length: int, device: torch.device) -> None:
-        rungs, pairs = rules.ladder.n_rungs, rules.ladder.n_pairs
-
-        def rows(n: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(length, n, 1, dtype=dtype, device=device)
-
-        self.info = StepInfo(
-            position=torch.zeros(length, 0, device=device),
-            energy=rows(rungs, torch.float64),
-            accepted=rows(pairs, torch.bool),
-            proposed=rows(pairs, torch.bool),
-            noise_variance=rows(pairs, torch.float64),
-            correction=rows(pairs, torch.float64),
-            replica_at=rows(rungs, torch.int64),
-        )
-
-    def write(self, row: int, info: StepInfo) -> None:
-        """The information of a step that was not captured."""
-        for name in RECORDED:
-            getattr(self.info, name)[row].copy_(getattr(info, name))
-
-    def read(self, first: int, last: int) -> StepInfo:
-        """A copy of rows [first, last)."""
-        return StepInfo(*(values[first:last].clone() for values in self.info))
 
 
 class Workings(NamedTuple):
@@ -91,11 +56,11 @@ class Captured(ABC):
         self._device = workings[0].ensemble.device
         self._lanes: list[torch.cuda.Stream] | None = None  # one side stream per run while several are captured
         plain: list[Any] = [assemble_energy, update_rows, exchange_and_record]
-        assemble, update, exchange = [_compile(function) for function in plain] if compiled else plain
+        assemble, update, exchange = [compiled_form(function) for function in plain] if compiled else plain
         self._exchange: Callable[..., Exchanged] = exchange
         # One compiled form for all runs on the same energy: the compiler takes a method of another object for other code.
         losses = {id(each.ensemble.energy): each.ensemble.energy.losses for each in workings}
-        losses = {key: _compile(function) for key, function in losses.items()} if compiled else losses
+        losses = {key: compiled_form(function) for key, function in losses.items()} if compiled else losses
         for each in workings:
             each.ensemble.use(losses[id(each.ensemble.energy)], assemble, update)
         try:
@@ -115,11 +80,7 @@ class Captured(ABC):
         """Warm up, then capture."""
         device = self._device
         default = torch.cuda.default_generators[device.index]
-        with (
-            self._as_if_nothing_happened(generators, moving),
-            warnings.catch_warnings(),
-            torch._dynamo.config.patch(recompile_limit=MOST_FORMS),
-        ):
+        with self._as_if_nothing_happened(generators, moving), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the compiler's advice is not for the user of this package
             side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream(device))
@@ -232,23 +193,6 @@ class CapturedEnergies(Captured):
         return batch, self.energies
 
 
-def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=False, options=COMPILER_OPTIONS)
-
-
-@contextlib.contextmanager
-def no_waiting() -> Iterator[None]:
-    """Let everything that waits for the device raise: a capture that fails in the middle is harder to recover from."""
-    before = torch.cuda.get_sync_debug_mode()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the mode is a prototype, which finds not all that waits
-            torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
 def exchange_and_record(
     state: ExchangeState,
     energy: Energy,
@@ -269,155 +213,3 @@ def exchange_and_record(
     for old, value in zip(state, new, strict=True):
         old.copy_(value)
     return exchanged
-
-
-def release(generator: torch.Generator, state: Tensor) -> None:
-    """Put a generator back to a state, with memory of its own: a capture that failed leaves it believing it is being captured."""
-    if generator.device.type != "cuda":
-        generator.set_state(state)
-        return
-    fresh = torch.Generator(generator.device)
-    fresh.set_state(state)
-    generator.graphsafe_set_state(fresh.graphsafe_get_state())
-
-
-@contextlib.contextmanager
-def convolutions(*, deterministic: bool) -> Iterator[None]:
-    """cuDNN held to algorithms that give the same bits in every process, or else free to try all and take the fastest."""
-    cudnn = torch.backends.cudnn
-    before = cudnn.benchmark, cudnn.deterministic, cudnn.benchmark_limit
-    cudnn.benchmark, cudnn.deterministic, cudnn.benchmark_limit = not deterministic, deterministic, 0
-    try:
-        yield
-    finally:
-        cudnn.benchmark, cudnn.deterministic, cudnn.benchmark_limit = before
-
-
-def compiled_or_plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiled form of a function, until it fails: from then on the function itself."""
-    chosen = compiled = torch.compile(function, dynamic=False, options=COMPILER_OPTIONS)
-
-    def call(*arguments: Any) -> Any:
-        nonlocal chosen
-        if chosen is compiled:
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    return compiled(*arguments)
-            except Exception as error:
-                name = getattr(function, "__name__", "a function")
-                logger.info("running %s without the compiler, because: %s", name, " ".join(str(error).split())[:300])
-                chosen = function
-        return function(*arguments)
-
-    return call
-
-
-class Graphs:
-    """What some runs that go on together have captured, for each form of batch, made when the form is first seen."""
-
-    def __init__(self, workings: Sequence[Workings], forward: ForwardRandomness, *, deterministic: bool) -> None:
-        self._workings, self._forward, self._deterministic = list(workings), forward, deterministic
-        self._graphs: dict[Any, tuple[Captured, Batch]] = {}
-        self.failed = False  # once something could not be captured, the runs go on without
-
-    def for_batch(self, batch: Batch) -> Captured | None:
-        """The graph for batches of this form, with this batch in its inputs; None if the step has to be done eagerly."""
-        leaves, form = pytree.tree_flatten(batch)
-        strange = next((leaf for leaf in leaves if not isinstance(leaf, Tensor | bool | int | float | str | None)), None)
-        if strange is not None and not self.failed:
-            self._fail(f"a batch holds a {type(strange).__name__} beside its tensors")
-        if strange is not None:
-            return None
-        key = (str(form), *((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
-        if key not in self._graphs and not self.failed:
-            inputs = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
-            self._make(key, inputs, CapturedStep, self._workings, lambda: inputs, [], [])
-        if key not in self._graphs:
-            return None
-        graph, inputs = self._graphs[key]
-        for mine, given in zip(pytree.tree_leaves(inputs), leaves, strict=True):
-            if isinstance(mine, Tensor):
-                mine.copy_(given, non_blocking=True)
-        return graph
-
-    def for_loader(self, loader: DeviceLoader, size: int) -> Captured | None:
-        """The graph that takes batches of that size from the loader by itself."""
-        return self._from_loader("step", CapturedStep, self._workings, loader, size)
-
-    def energies(self, loader: DeviceLoader, size: int, ensembles: Sequence[ModuleEnsemble]) -> CapturedEnergies | None:
-        """The graph that measures energies of these ensembles on the loader's next batch."""
-        measured = [workings for workings in self._workings if any(workings.ensemble is each for each in ensembles)]
-        graph = self._from_loader(("energies", *map(id, ensembles)), CapturedEnergies, measured, loader, size)
-        assert graph is None or isinstance(graph, CapturedEnergies)
-        return graph
-
-    def _from_loader(
-        self, what: Any, kind: type[Captured], workings: Sequence[Workings], loader: DeviceLoader, size: int
-    ) -> Captured | None:
-        key = (what, id(loader), size)
-        if key not in self._graphs:
-            self._make(key, loader, kind, workings, lambda: loader.select(size), [loader.generator], [loader.cursor])
-        return self._graphs[key][0] if key in self._graphs else None
-
-    def _make(
-        self,
-        key: Any,
-        inputs: Batch,
-        kind: type[Captured],
-        workings: Sequence[Workings],
-        select: Callable[[], Batch],
-        generators: Sequence[torch.Generator],
-        moving: Sequence[Tensor],
-    ) -> None:
-        """Capture with compiled parts, else without, else not at all, with one reason in the log."""
-        if self.failed:
-            return
-        if len(self._graphs) >= MOST_GRAPHS:
-            self._fail(f"batches came in more than {MOST_GRAPHS} shapes or from more loaders, and each is a graph of its own")
-            return
-        device = self._workings[0].ensemble.device
-        default = torch.cuda.default_generators[device.index]
-        states = [generator.get_state() for generator in (default, *generators)]
-        reason = ""
-        for compiled in (True, False):
-            forward = self._forward.state_dict()
-            try:
-                with torch.cuda.device(device), convolutions(deterministic=self._deterministic), self._forward, many_forms():
-                    graph = kind(workings, select, generators=generators, moving=moving, compiled=compiled)
-                self._graphs[key] = (graph, inputs)
-                return
-            except Exception as error:
-                torch.cuda.synchronize(device)
-                self._graphs.clear()  # they hold on to the states that the generators are released from
-                for generator, state in zip((default, *generators), states, strict=True):
-                    release(generator, state)
-                if isinstance(error, torch.OutOfMemoryError):  # without a graph it would take no less
-                    raise
-                cause = error.__context__ or error  # a capture that breaks off hides what broke it
-                reason = " ".join(str(cause).split())[:300] or type(cause).__name__
-                if compiled:
-                    logger.info("capturing the step without compiling it, because: %s", reason)
-            finally:
-                self._forward.load_state_dict(forward)
-        self._fail(reason)
-
-    def _fail(self, reason: str) -> None:
-        self.failed = True
-        if len(self._workings) > 1:
-            logger.warning("running one after another, because the runs' steps cannot be captured together: %s", reason)
-            return
-        logger.warning("running eagerly, with the same numbers but slower, because the step cannot be captured: %s", reason)
-
-
-@contextlib.contextmanager
-def many_forms() -> Iterator[None]:
-    """Let the compiler make a form for every kind of run: it gives up after eight unless told otherwise."""
-    from torch._dynamo import config
-
-    before = config.recompile_limit
-    config.recompile_limit = max(before, 64)
-    try:
-        yield
-    finally:
-        config.recompile_limit = before

@@ -18,12 +18,15 @@ from torch.utils import _pytree as pytree
 from torchrex.errors import InvalidArgumentError
 from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo, StepInputs, sa_step, step
 from torchrex.exchange.block import ExchangeInputs, draw_exchange_inputs
-from torchrex.exchange.capture import Records, Workings, compiled_or_plain, convolutions
+from torchrex.exchange.capture import Workings
+from torchrex.exchange.compiling import compiled_or_plain
+from torchrex.exchange.cuda_modes import convolutions
 from torchrex.exchange.divergence import Divergence, first_failure, respawn
 from torchrex.exchange.forward_rng import ForwardRandomness
 from torchrex.exchange.module_ensemble import ModuleEnsemble
 from torchrex.exchange.module_work import evaluating
 from torchrex.exchange.noise import PerExample, RepeatedDraws
+from torchrex.exchange.records import Records
 from torchrex.exchange.run import ReplicaExchange
 from torchrex.exchange.side_by_side import BLOCK, SideBySide
 from torchrex.rng import Streams

@@ -14,7 +14,8 @@ import torch
 from torchrex.errors import InvalidArgumentError, NonFiniteEnergyError
 from torchrex.exchange.algorithm import StepInfo
 from torchrex.exchange.batches import batches_of, require_same_everywhere, try_batch, warn_of_size
-from torchrex.exchange.capture import Captured, Graphs
+from torchrex.exchange.capture import Captured
+from torchrex.exchange.graphs import Graphs
 from torchrex.exchange.noise import RepeatedDraws
 from torchrex.targets import Batch, DeviceLoader
 

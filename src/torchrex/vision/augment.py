@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchrex.errors import InvalidArgumentError
-from torchrex.exchange.capture import compiled_or_plain
+from torchrex.exchange.compiling import compiled_or_plain
 
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)  # CIFAR-10's; the authors take them for both
 DOWN, RIGHT, FLIP, ERASE, TOP, LEFT, SIZES = range(7)  # rows of the random numbers; sizes of attempts to erase come last
