@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated
 
 import typer
 
 from torchrex.cli.interrupts import loading
+
+MOST_OF_A_FAMILY = 20  # recipes; larger ones are shown on demand
 
 
 def list_recipes(
@@ -30,10 +33,16 @@ def list_recipes(
         stdout.print(f" {config.n_steps:,} steps in all", highlight=False)
         return
     table = Table("recipe", "rungs", "F", "steps", "runs", box=None, header_style="bold")
-    table.columns[0].no_wrap, table.columns[0].min_width = True, max(map(len, shown))
-    for name, config in shown.items():
+    families = Counter(name.split("/")[0] for name in shown)
+    folded = {family: n for family, n in families.items() if not recipe and n > MOST_OF_A_FAMILY}
+    one_by_one = {name: config for name, config in shown.items() if name.split("/")[0] not in folded}
+    table.columns[0].no_wrap, table.columns[0].min_width = True, max(map(len, one_by_one))
+    for name, config in one_by_one.items():
         rungs = len(getattr(config, "temperatures", ())) or 1
         swaps = rungs > 1 and getattr(config, "swaps", True)
         factor = f"{getattr(config, 'correction_factor', 1.0):g}" if swaps else "-"
         table.add_row(name, str(rungs), factor, f"{config.n_steps:,}", str(getattr(config, "n_runs", 1)))
     stdout.print(table)
+    for family, n in folded.items():
+        first = next(name for name in shown if name.startswith(f"{family}/"))
+        stdout.print(f" {family}/...  {n} recipes like {first}: `torchrex list {family}/`", highlight=False, soft_wrap=True)
