@@ -244,6 +244,21 @@ def test_a_broken_generator_is_named(part, shared):
     assert (caught.value.rung == 0) if shared else (caught.value.replica == 1)
 
 
+def test_a_generator_that_breaks_at_the_last_move_is_named(monkeypatch):
+    """No energy follows that would tell; the weights do, at the end of the training."""
+    run = gan_run()
+    move = run.ensemble.move
+
+    def too_far(*arguments, **options):
+        moved = move(*arguments, **options)
+        run.ensemble.modules[0].generators.layers[0].weight.data[1] = float("inf")
+        return moved
+
+    monkeypatch.setattr(run.ensemble, "move", too_far)
+    with pytest.raises(NonFiniteEnergyError, match=r"It began with generator 1 of 3\."):
+        tr.train(run, [batch_of()], 1)
+
+
 def test_a_broken_discriminator_is_no_generators_fault():
     run = gan_run()
     run.ensemble.modules[1].discriminator.classes.bias.data[0] = float("nan")

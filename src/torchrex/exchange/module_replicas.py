@@ -76,6 +76,10 @@ class ModuleReplicas:
             common = FlatLayout.of(modules[0], channels_last=self._channels_last, only=self.is_shared)
             self.common = Rows.of(common, 1, self.device, gradients=n, momenta=momenta, squares=squares)
         self._parameters = [self._adopt(replica, module) for replica, module in enumerate(modules)]
+        for module in modules[1:] if self.shared else []:
+            for mine, (name, first) in zip(module.buffers(), modules[0].named_buffers(), strict=True):
+                if self.is_shared(name):
+                    mine.copy_(first)
         return modules
 
     def _build(self, streams: Streams) -> list[nn.Module]:

@@ -170,4 +170,6 @@ class Loop:
             return None
         replica = finite.index(False)
         rung = next(rung for rung in range(run.n_rungs) if run.replica_at(rung) == replica)
-        return NonFiniteEnergyError(replica=replica, rung=rung, run=0, step=run.n_steps, value=float("nan"), advice=LOWER_IT)
+        failure = NonFiniteEnergyError(replica=replica, rung=rung, run=0, step=run.n_steps, value=float("nan"), advice=LOWER_IT)
+        culprit = run.ensemble.what_broke(replica)
+        return failure if culprit is None else failure.because(culprit)

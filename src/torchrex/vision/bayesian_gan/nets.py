@@ -112,6 +112,14 @@ class Generators(nn.Module):
         self._look_at(images)
         return images
 
+    def first_broken(self) -> int:
+        """The place of the generator that broke first, or whose weights were the first to; -1 if none did, or all at once."""
+        if int(self.broken) >= 0:
+            return int(self.broken)
+        weights = (self.first, *(parameter for layer in self.layers for parameter in layer.parameters()))
+        finite = torch.stack([weight.detach().isfinite().flatten(1).all(1) for weight in weights]).all(0).tolist()
+        return finite.index(False) if any(finite) and not all(finite) else -1
+
     @torch.no_grad()
     def _look_at(self, images: Tensor) -> None:
         """Remember the first generator ever found broken: afterwards the discriminator spreads it to all of them."""
@@ -141,7 +149,7 @@ class BayesianGAN(nn.Module):
 
     def what_broke(self) -> str | None:
         """For the error message of a run whose energy is not finite."""
-        broken = -1 if self.generators is None else int(self.generators.broken)
+        broken = -1 if self.generators is None else self.generators.first_broken()
         return None if broken < 0 or self.generators is None else f"generator {broken} of {self.generators.n_generators}"
 
 
