@@ -139,6 +139,16 @@ def test_a_state_of_another_sampler_is_refused():
     assert "\n" not in str(caught.value)
 
 
+def test_momenta_refreshed_at_a_swap_are_those_of_the_sampler():
+    assert tr.AdamStart(tr.SGHMC(0.3), 10, n_data=5).velocity_std == tr.SGHMC(0.3).velocity_std > 0
+    assert tr.AdamStart(tr.SGLD(), 10, n_data=5).velocity_std == 0
+
+
+def test_it_counts_the_examples_of_the_energy():
+    with pytest.raises(InvalidArgumentError, match=f"AdamStart counts n_data=7 examples and the energy {N_DATA}; give both"):
+        warm(tr.AdamStart(tr.SGHMC(0.3), 10, n_data=7))
+
+
 def test_densities_are_refused_in_one_line():
     sampler = tr.AdamStart(tr.SGHMC(0.3), 10, n_data=5)
     mixture = tr.GaussianMixture([1.0], means=[0.0], stds=[1.0])

@@ -21,14 +21,16 @@ from safetensors.torch import load_file
 
 import torchrex
 from torchrex import Draws
-from torchrex.cli import app, reproduce, reproducing
+from torchrex.cli import app, report, reproduce, reproducing
 from torchrex.cli.main import main
 from torchrex.cli.numbers import Number
 from torchrex.experiments import get_recipe, recipes, run_recipe
 from torchrex.experiments.config import dumps, override
 from torchrex.experiments.digits import DigitsConfig
+from torchrex.experiments.drawing import is_begun
 from torchrex.experiments.mixtures import MixtureConfig
 from torchrex.experiments.run_folder import RunFolder
+from torchrex.report.page import advice
 
 SMALL = ["--set", "n_steps=400", "--set", "n_runs=4"]
 
@@ -66,9 +68,15 @@ def modules_after(*words):
         (["run", "--help"], 0, "--budget"),
         (["reproduce", "--help"], 0, "figure1, digits"),
         (["data", "import", "--help"], 0, "cifar10, cifar100, svhn"),
+        (["report", "--help"], 0, f"Ask doctor about runs for {advice.SECONDS:g} s"),
+        (["doctor", "--help"], 0, "2 if DIR holds no run"),
+        (["compare", "--help"], 0, "paired by seed"),
         (["rnu"], 2, "Did you mean 'run'?"),
         (["run", "digits/sghmc", "--seedz", "3"], 2, "--seedz"),
         (["run", "digits/sghmc", "--budget", "soon"], 2, "--budget must be a time"),
+        (["report", ".", "--doctor", "some"], 2, "'some' is not one of 'quick', 'all', 'none'"),
+        (["doctor"], 2, "Missing argument 'DIR'"),
+        (["compare", "a", "b", "--out", "table.txt"], 2, "--out must end in .md or .json, got table.txt"),
     ],
 )
 def test_help_and_slips_are_answered_without_torch(words, code, expected):
@@ -83,6 +91,7 @@ def test_the_list_of_commands_says_what_their_help_says():
     for name, place in app.COMMANDS.items():
         assert " ".join(app.load(name).help.split("\n\n")[0].split()) == place.words
     assert tuple(reproducing.RECIPES) == reproduce.THINGS
+    assert report.SECONDS == advice.SECONDS
 
 
 def test_names_of_the_package_are_there_before_they_are_loaded():
@@ -124,7 +133,12 @@ def test_ctrl_c_while_loading_is_one_line(tmp_path, number):
 def test_list_and_help(cli):
     code, out, _ = cli("list")
     assert code == 0
-    assert all(name in out for name in recipes())
+    large = ("icml2020", "clean", "gan", "gan-tuned")
+    assert all((name in out.split()) == (name.split("/")[0] not in large) for name in recipes())
+    for family in large:  # folded, with how to see them
+        assert f"{family}/..." in out
+        words = cli("list", f"{family}/")[1].split()
+        assert [word for word in words if word.startswith(f"{family}/")] == [n for n in recipes() if n.startswith(f"{family}/")]
     code, out, _ = cli("--help")
     assert code == 0
     assert all(command in out for command in ("list", "run", "reproduce"))
@@ -461,6 +475,37 @@ def test_a_density_that_is_killed_goes_on(cli, tmp_path, shards):
     assert "figure1" in cli(*words, "--resume")[1]
 
 
+@pytest.mark.parametrize("shards", [1, 4])
+def test_reproduce_goes_on_with_an_unfinished_density(cli, tmp_path, monkeypatch, shards):
+    """Nothing that is saved is drawn again, in one piece or in shards; what never got to a step begins anew."""
+    settings = ["n_steps=400", "n_runs=4", "checkpoint_every=100", f"shards={shards}"]
+    words = ["reproduce", "figure1", "--only", "case1-resgld", *(word for each in settings for word in ("--set", each)), "--out"]
+    seen, draw = [], MixtureConfig.draw
+
+    def looking(config, seed, **how):
+        seen.append((how["resume"], is_begun(how["checkpoints"])))
+        return draw(config, seed, **how)
+
+    monkeypatch.setattr(MixtureConfig, "draw", looking)
+    assert cli(*words, tmp_path / "whole")[0] == 0
+    code, out, _ = cli(*words, tmp_path / "paused", "--budget", "0.0001s")
+    assert code == 0
+    assert "the budget is used up at step 100; the same command goes on with" in out
+    assert seen == [(False, False)] * 2
+    whole, path = (tmp_path / name / "figure1/case1-resgld/seed=0" for name in ("whole", "paused"))
+    (path / "result.json").unlink()  # as after kill -9
+    code, _, err = cli(*words, tmp_path / "paused")
+    assert code == 0, err
+    assert seen[2:] == [(True, True)]
+    assert tensors_of(path) == tensors_of(whole)
+    assert (tmp_path / "paused/figure1-case1-resgld.json").exists()
+    assert not (path / "checkpoints").exists()
+    code, _, err = cli(*words, tmp_path / "paused", "--overwrite", "--budget", "0.0001s")
+    assert code == 0, err
+    assert cli(*words, tmp_path / "paused", "--overwrite")[0] == 0  # which begins it anew, as it says
+    assert seen[3:] == [(False, False)] * 2
+
+
 def test_a_density_on_several_processes_under_torchrun(cli, tmp_path):
     """One set of folders, one voice, and the draws of one process."""
     words = ["run", "figure1/case1-resgld", *SMALL, "--set", "shards=4", "--out"]
@@ -651,6 +696,15 @@ def test_a_budget_says_what_was_not_reached(cli, tmp_path):
     out = cli(*words, "--seeds", 4, "--resume", "--budget", "0.001s")[1]
     assert "not reached: digits/sghmc seed 2\n" in out  # seeds 1 and 3 are finished, and no one's to replace
     assert "old run" not in out
+
+
+def test_a_budget_that_is_used_up_between_two_runs_pauses_the_next(cli, tmp_path, monkeypatch):
+    """It is not refused as a budget of no seconds: the next run makes its first steps, and the same command goes on."""
+    monkeypatch.setattr(time, "monotonic", iter(range(10**9)).__next__)  # a second passes whenever somebody looks
+    words = ["reproduce", "figure1", "--only", "case1-resgld", *SMALL, "--set", "checkpoint_every=100", "--out", tmp_path]
+    code, out, err = cli(*words, "--budget", "0.5s")
+    assert code == 0, err
+    assert "the budget is used up at step 100; the same command goes on" in out
 
 
 def test_sigterm_before_the_first_step_brings_the_finished_run_back(cli, tmp_path, monkeypatch):

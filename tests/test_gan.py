@@ -59,6 +59,49 @@ def test_shapes_and_sizes_are_those_of_the_paper():
     assert generators.first.shape == (1, 100, 512 * 2 * 2)
 
 
+def test_layers_are_those_of_the_paper():
+    """One generator against torch's own layers; the discriminator's by their kinds; weights N(0, 0.02)."""
+    torch.manual_seed(0)
+    ours = Generators(1, size=8, channels=1, width=6, latent=5).double()
+    plain = nn.Sequential(
+        nn.Linear(5, 4 * 12, bias=False),
+        nn.Unflatten(1, (2, 2, 12)),
+        Permuted(0, 3, 1, 2),
+        nn.BatchNorm2d(12),
+        nn.ReLU(),
+        nn.ConvTranspose2d(12, 6, 5, stride=2, padding=2, output_padding=1, bias=False),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.ConvTranspose2d(6, 1, 5, stride=2, padding=2, output_padding=1),
+        nn.Tanh(),
+    ).double()
+    plain[0].weight.data.copy_(ours.first[0].T)
+    for mine, (layer, into, out) in zip(ours.layers, ((plain[5], 12, 6), (plain[8], 6, 1)), strict=True):
+        layer.weight.data.copy_(mine.weight[0].view(into, 5, 5, out).permute(0, 3, 1, 2))
+    plain[8].bias.data.copy_(ours.layers[1].bias[0].data.fill_(0.3))
+    z = torch.rand(7, 5, dtype=torch.float64) * 2 - 1
+    torch.testing.assert_close(ours(z[:, None])[:, 0], plain(z), rtol=1e-9, atol=1e-12)
+
+    discriminator = Discriminator(10)
+    kinds = [type(layer).__name__ for layer in discriminator.features]
+    normalised = ["Conv2d", "BatchNorm2d", "LeakyReLU"]
+    assert kinds == ["Conv2d", "LeakyReLU", *normalised, *normalised, *normalised]
+    assert {m.negative_slope for m in discriminator.modules() if isinstance(m, nn.LeakyReLU)} == {0.2}
+    large = Generators(1)
+    drawn = [m.weight for m in discriminator.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    for weight in (*drawn, large.first, *(layer.weight for layer in large.layers)):
+        assert float(weight.detach().std()) == pytest.approx(0.02, rel=0.06)  # of the 4,800 of the smallest, 6 standard errors
+
+
+class Permuted(nn.Module):
+    def __init__(self, *order):
+        super().__init__()
+        self.order = order
+
+    def forward(self, x):
+        return x.permute(*self.order)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_upsampling_is_a_transposed_convolution_of_each_group(bias):
     """Images and all gradients, float64; channels come last, and so they do in the weights (into, 5, 5, out) of one group."""

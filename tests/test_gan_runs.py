@@ -19,8 +19,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+import torchrex as tr
 from modules import same
 from torchrex.cli.main import main
+from torchrex.distributed import ReplicaMesh
+from torchrex.distributed.crew import Crew
 from torchrex.errors import ConfigError, DataError
 from torchrex.experiments import gan, gan_runs
 from torchrex.experiments import gan_recipes as made
@@ -302,6 +305,7 @@ def test_what_is_held_out_for_validation_is_not_trained_on():
         (["generators=other"], "'generators' must be one of shared, own, got 'other'"),
         (["latents=17"], "'latents' must be so many that n_generators x latents, 340, is a multiple of batch_size, got 17"),
         (["latents=1"], "'latents' must be at least 2, for the BatchNorm of a generator"),
+        (["batch_size=0"], "'batch_size' must be from 2 to the 46000 unlabelled, got 0"),
         (["n_generators=0"], "'n_generators' must be at least 1, got 0"),
         (["warm_start=15000"], "'warm_start' must be at least 0 and less than steps=15000"),
         (["average_every=10001"], "'average_every' must be between 1 and steps - warm_start"),
@@ -320,6 +324,33 @@ def test_bad_settings_are_one_clear_line_and_exit_2(cli, tmp_path, settings, exp
     assert err.startswith("torchrex: ")
     assert out == ""
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "n_processes", "expected"),
+    [
+        (
+            "gan/digits-100",
+            [],
+            2,
+            "needs one process, got 2: its rungs share their generators; start it without torchrun, or add",
+        ),
+        ("gan/digits-100", ["generators=own"], 2, None),
+        ("gan/digits-100", ["generators=own"], 4, r"can use at most 2 process\(es\), one for each rung, got 4; start fewer"),
+        ("gan/digits-100-sghmc", [], 2, r"can use at most 1 process\(es\)"),
+        ("gan/digits-100-supervised", [], 2, r"can use at most 1 process\(es\)"),
+    ],
+)
+def test_on_how_many_processes(monkeypatch, recipe, settings, n_processes, expected):
+    config = override(get_recipe(recipe), settings)
+    crew = Crew(rank=0, size=n_processes)
+    monkeypatch.setattr(gan, "replica_mesh", lambda n_replicas, device: ReplicaMesh(n_replicas, crew))
+    if expected is None:
+        assert list(config.mesh(torch.device("cpu")).mine) == [0]
+        return
+    with pytest.raises(ConfigError, match=expected) as caught:
+        config.run(0, torch.device("cpu"), config.energy())
+    assert "\n" not in str(caught.value)
 
 
 def test_data_that_are_not_there(cli, tmp_path, monkeypatch):
@@ -470,6 +501,46 @@ def test_what_jobs_side_by_side_must_share():
 def test_configs_are_checked_when_they_are_set():
     with pytest.raises(ConfigError, match="n_labelled"):
         override(get_recipe("gan/digits-100"), ["n_labelled=105"])
+
+
+def test_a_run_has_the_settings_of_its_config():
+    settings = ["momentum=0.8", "smoothing=0.2", "correction_factor=7", "prior_precision=3", "warm_start=5", "width=4"]
+    config = override(get_recipe("gan/digits-100"), settings)
+    run = config.run(0, torch.device("cpu"), config.energy())
+    assert (run.rules.swap_start, run.rules.factor.initial, run.rules.noise) == (5, 7.0, tr.PairedVariance(0.2))
+    assert run.ensemble.sampler == tr.AdamStart(tr.SGHMC(0.2), 5, n_data=1197)
+    assert run.ensemble.energy.prior == tr.GaussianPrior(3.0)
+    assert run.ensemble.n_data == config.n_data == 1197
+    first, second = (module.state_dict() for module in run.ensemble.modules)
+    assert torch.equal(first["generators.first"], second["generators.first"])
+    assert not torch.equal(first["discriminator.classes.weight"], second["discriminator.classes.weight"])
+    other = override(get_recipe("gan/digits-100-noswaps"), ["warm_start=0", "prior_precision=0", "width=4"])
+    apart = other.run(0, torch.device("cpu"), other.energy())
+    assert isinstance(apart.rules.pairing, tr.NoSwaps)
+    assert apart.ensemble.sampler == tr.SGHMC(0.5)
+    assert apart.ensemble.energy.prior is None
+
+
+def test_jobs_side_by_side_have_an_energy_each_unless_they_are_equal(monkeypatch):
+    """By loss and prior; and the seed decides the order of the data."""
+    given = []
+
+    def together(members, loader, *arguments, **options):
+        given.append(([member.run.ensemble.energy for member in members], loader))
+        raise DataError("enough")
+
+    monkeypatch.setattr(gan_runs, "train_together", together)
+    names = ("gan/digits-100", "gan/digits-100-noswaps", "gan/digits-100-supervised", "gan/digits-100")
+    for seed in (0, 1):
+        jobs = [Job(override(get_recipe(name), SMALL), seed, None) for name in names[:3]]
+        jobs.append(Job(override(get_recipe(names[3]), [*SMALL, "prior_precision=9"]), seed, None))
+        with pytest.raises(DataError, match="enough"):
+            train_gans(jobs, device="cpu", resume=False, budget=None, progress=None)
+    (energies, first), (_, second) = given
+    assert energies[0] is energies[1]
+    assert [energy.prior.precision for energy in energies] == [1.0, 1.0, 1.0, 9.0]
+    assert len(set(map(id, energies))) == 3
+    assert first.seed != second.seed
 
 
 # That it helps

@@ -11,50 +11,9 @@ import pytest
 import torch
 
 import torchrex as tr
+from densities import MIXTURE, SETUPS
 from torchrex.exchange import block
 from torchrex.exchange.loop import STEPS_WORTH_COMPILING, CompiledLoop, EagerLoop
-from torchrex.targets import logistic_regression, simulate_logistic
-
-MIXTURE = tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5])
-
-
-def tall():
-    return logistic_regression(*simulate_logistic(500, 3)[:2], batch_size=32)
-
-
-SETUPS = {
-    "the paper's": {
-        "target": lambda: tr.Noisy(MIXTURE, tr.Gaussian(2.0)),
-        "ladder": tr.Ladder((1.0, 10.0), 0.03),
-        "noise": tr.RunningMean(tr.RepeatedDraws(10, 37), initial=100.0),
-    },
-    "one rung": {"target": lambda: MIXTURE, "ladder": tr.Ladder((1.0,), 0.03)},
-    "one rung, tall data": {"target": tall, "ladder": tr.Ladder((1.0,), 1e-4)},
-    "sghmc, refreshed, random pairs": {
-        "target": lambda: tr.Noisy(MIXTURE, tr.StudentT(5.0), gradient=tr.Gaussian(0.3)),
-        "sampler": tr.SGHMC(0.2),
-        "ladder": tr.Ladder.geometric(1.0, 10.0, 4, lrs=(0.01, 0.01, 0.02, 0.03)),
-        "momentum": "refresh",
-        "pairing": tr.RandomPair(),
-        "swap_interval": 2,
-    },
-    "all in turn, adaptive factor": {
-        "target": lambda: tr.Noisy(MIXTURE, tr.Gaussian(1.0)),
-        "ladder": tr.Ladder((1.0, 3.0, 9.0), 0.03),
-        "pairing": tr.AllInTurn(),
-        "correction_factor": tr.TargetAcceptance(0.4),
-        "swap_intensity": 20.0,
-    },
-    "tall data, paired, annealed": {
-        "target": tall,
-        "sampler": tr.SGHMC(0.1),
-        "ladder": tr.Ladder(
-            (1.0, 1.2), (1e-4, 2e-4), anneal=tr.schedules.geometric(0.999), decay=tr.schedules.cyclical(50, end=0.1)
-        ),
-        "correction_factor": tr.ProportionalToGap(2.0),
-        "noise": tr.PairedVariance(0.3),
-    },
-}
 
 
 def make_run(name, compiled, dtype=torch.float64, n_runs=5, seed=3):

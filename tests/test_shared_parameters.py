@@ -99,6 +99,22 @@ def test_in_single_precision_too():
         require_alike(run)
 
 
+class Frozen(Parts):
+    """A part of what is shared, made anew for every replica, is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.common[0].weight.requires_grad_(False)
+
+
+def test_frozen_weights_among_them_are_alike():
+    run = make(model=Frozen)
+    require_alike(run)
+    for batch in batches(3, dtype=torch.float64):
+        run.step(batch)
+    require_alike(run)
+
+
 def forces(run, batch):
     """Gradients of the summed loss and of the prior of every replica, by copies of the modules."""
     found = []
@@ -193,6 +209,20 @@ def test_stopped_and_resumed_equals_never_stopped(tmp_path, stop):
     for batch in data[stop:]:
         second.step(batch)
     assert same(whole.state_dict(), second.state_dict())
+
+
+def test_a_state_brings_the_noise_of_its_seed():
+    """On a CPU its generators, on a GPU the keys of counted noise."""
+    first, second = make(), make(seed=SEED + 1)
+    assert not torch.equal(first.ensemble._common_keys, second.ensemble._common_keys)
+    data = batches(3, dtype=torch.float64)
+    first.step(data[0])
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(first.ensemble._common_keys, second.ensemble._common_keys)
+    for batch in data[1:]:
+        first.step(batch)
+        second.step(batch)
+    assert same(first.state_dict(), second.state_dict())
 
 
 def test_a_state_without_sharing_is_refused():
@@ -301,6 +331,7 @@ def test_mutants_miss_it(monkeypatch):
         ({"shared": (3,)}, "shared must be a sequence"),
         ({"shared": ("common.",), "shared_batches": False}, "needs all replicas in one process and on the same minibatches"),
         ({"mesh": tr.ReplicaMesh(3, Crew(rank=0, size=2))}, "needs all replicas in one process"),
+        ({"divergence": "respawn"}, "through what they share (shared=('common.',)) all of them break with the first"),
     ],
 )
 def test_bad_input(given, expected):

@@ -7,6 +7,7 @@ import time
 from torchrex.errors import ConfigError
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+LEAST = 1e-9  # seconds that are left of a budget that is used up: a run takes no less, and stops at its first chance
 
 
 def seconds_of(budget: str) -> float | None:
@@ -30,4 +31,4 @@ class Clock:
         self.began, self.seconds = time.monotonic(), seconds
 
     def left(self) -> float | None:
-        return None if self.seconds is None else max(0.0, self.seconds - (time.monotonic() - self.began))
+        return None if self.seconds is None else max(LEAST, self.seconds - (time.monotonic() - self.began))

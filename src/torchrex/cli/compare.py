@@ -1,22 +1,17 @@
-"""`torchrex compare`: runs side by side, paired by seed."""
+"""`torchrex compare`: runs side by side, paired by seed. What compares them is loaded when the arguments are understood."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from torchrex.cli.interrupts import loading
 from torchrex.durable import replace_file
 from torchrex.errors import ConfigError, RunFolderError
-from torchrex.experiments.config import dumps
-from torchrex.report.compare import Comparison, compare_folders
-from torchrex.report.compare_text import MARK, as_json, as_markdown, lines
 
-OURS = (MARK, '"not_comparable_because_of"', "paired t")  # every file of ours has one of them
-WRITERS: dict[str, Callable[[Sequence[Comparison]], str]] = {".md": as_markdown, ".json": lambda each: dumps(as_json(each))}
+SUFFIXES = (".md", ".json")
 
 
 def compare(
@@ -24,9 +19,16 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Write the tables to this file, .md or .json.")] = None,
 ) -> None:
     """Compare runs with the first, paired by seed: differences, standard errors, verdicts that do not overclaim."""
-    if out is not None and out.suffix not in WRITERS:
-        raise ConfigError(f"--out must end in .md or .json, got {out}")
-    if out is not None and out.exists() and not any(mark in out.read_text(errors="replace") for mark in OURS):
+    if out is not None and out.suffix not in SUFFIXES:
+        raise ConfigError(f"--out must end in {' or '.join(SUFFIXES)}, got {out}")
+    with loading():
+        from rich.console import Console
+
+        from torchrex.experiments.config import dumps
+        from torchrex.report.compare import compare_folders
+        from torchrex.report.compare_text import MARK, as_json, as_markdown, lines
+    ours = (MARK, '"not_comparable_because_of"', "paired t")  # every file of ours has one of them
+    if out is not None and out.exists() and not any(mark in out.read_text(errors="replace") for mark in ours):
         raise ConfigError(f"--out {out} is a file that `torchrex compare` did not write; choose another name")
     comparisons = compare_folders(folders)
     console = Console()
@@ -37,7 +39,8 @@ def compare(
     if out is not None:
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(out, WRITERS[out.suffix](comparisons).encode())
+            text = as_markdown(comparisons) if out.suffix == ".md" else dumps(as_json(comparisons))
+            replace_file(out, text.encode())
         except OSError as error:
             raise RunFolderError(f"cannot write {out} ({error.strerror}); choose another --out") from None
         console.print(f"written: {out}", soft_wrap=True, markup=False, highlight=False)

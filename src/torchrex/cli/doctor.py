@@ -1,16 +1,17 @@
-"""`torchrex doctor`: what is wrong with a run, and what to change."""
+"""`torchrex doctor`: what is wrong with a run, and what to change. What looks at runs is loaded when they are asked about."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
-from torchrex.experiments.config import dumps
-from torchrex.report.doctor import as_json, as_text, diagnose_folder
+from torchrex.cli.interrupts import loading
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
 
 STYLES = {"problem": "bold red", "warning": "yellow", "note": "dim", "fine": "green"}
 
@@ -25,6 +26,12 @@ def doctor(
 
     Exit code: 0 if runs were read, whatever was found (look at the verdicts of --json), 2 if DIR holds no run.
     """
+    with loading():
+        from rich.console import Console
+        from rich.text import Text
+
+        from torchrex.experiments.config import dumps
+        from torchrex.report.doctor import as_json, as_text, diagnose_folder
     diagnoses = diagnose_folder(folder)
     if json_:
         typer.echo(dumps(as_json(diagnoses)), nl=False)
@@ -44,4 +51,4 @@ def _print_hanging(console: Console, text: Text) -> None:
     """Indented by two columns, further lines by four; Rich's own padding would fill the lines with blanks."""
     for k, line in enumerate(text.wrap(console, max(20, console.width - 4))):
         line.rstrip()
-        console.print(Text("    " if k else "  ").append_text(line), soft_wrap=True)
+        console.print(line.blank_copy("    " if k else "  ").append_text(line), soft_wrap=True)

@@ -19,6 +19,8 @@ WORDS = {
     "accuracy": "accuracy of the average",
     "logits_best_accuracy": "best epoch, sum of logits",  # what icml2020 reports, as its authors did
     "single_accuracy": "accuracy of the last network",
+    "paper_accuracy": "the same, of images not called fake",  # by which a GAN's authors score it
+    "called_fake": "share called fake",
     "pooled_accuracy": "accuracy, all rungs pooled",
     "nll": "NLL of the average",
     "ece": "ECE of the average",
@@ -85,7 +87,8 @@ def show(folders: Sequence[RunFolder], config: Config) -> None:
             stdout.print(table)
         if "error" in result:
             _print(result["error"])
-        _print(f"run folder: {folder.path}")
+        pictures = sorted(path.name for path in folder.path.glob("*.png")) if folder.finished else []
+        _print(f"run folder: {folder.path}" + (f" (look at {', '.join(pictures)})" if pictures else ""))
 
 
 def show_mean(folders: Sequence[RunFolder], config: Config) -> None:

@@ -1,17 +1,20 @@
-"""`torchrex report`: one HTML page from run folders."""
+"""`torchrex report`: one HTML page from run folders. What reads and draws them is loaded when the arguments are understood."""
 
 from __future__ import annotations
 
 import math
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from torchrex.report.page import Written, write_page
-from torchrex.report.page.advice import SECONDS
+from torchrex.cli.interrupts import loading
+
+if TYPE_CHECKING:
+    from torchrex.report.page import Written
+
+SECONDS = 8.0  # for a quick look of doctor at all runs of a page; the page's own, which would take seconds to load
 
 
 class Doctor(StrEnum):
@@ -38,6 +41,10 @@ def report(
     ] = Doctor.QUICK,
 ) -> None:
     """Write one page about all runs in DIR: tables beside the paper's numbers, charts, advice, and how to repeat each run."""
+    with loading():
+        from rich.console import Console
+
+        from torchrex.report.page import write_page
     written = write_page(folders, out, title=title, doctor_seconds=TIME[doctor])
     line = f"page: {out} ({in_words(written)}; {size_in_words(out.stat().st_size)}, opens without a network)"
     Console().print(line, markup=False, highlight=False, soft_wrap=True)

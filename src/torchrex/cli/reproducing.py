@@ -23,6 +23,7 @@ from torchrex.cli.running import folders_of, require_logs, run_group, run_groups
 from torchrex.errors import ConfigError, NonFiniteEnergyError, RecipeError, RunFolderError
 from torchrex.experiments.config import override
 from torchrex.experiments.digits import digits_recipes
+from torchrex.experiments.drawing import is_begun
 from torchrex.experiments.gan_recipes import figure3_recipes, table3_recipes
 from torchrex.experiments.groups import Group, group
 from torchrex.experiments.image_recipes import table1_recipes, table2_recipes
@@ -141,7 +142,9 @@ def run_missing(
     clock, again = Clock(how.budget), f"the same command{' without --overwrite' if how.overwrite else ''}"
 
     def run(each: Group) -> list[RunFolder]:
-        unfinished = not how.overwrite and (bool(each.steps) or len(each.jobs) > 1)
+        # Shards have their checkpoints in folders of their own, and need not stand at one step to go on.
+        begun = any(is_begun(folder.path / "checkpoints") for folder in folders_of(each, how.out))
+        unfinished = not how.overwrite and (begun or len(each.jobs) > 1)
         try:
             return run_group(
                 each,

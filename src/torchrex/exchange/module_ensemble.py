@@ -21,7 +21,7 @@ from torchrex.exchange.module_work import assemble_energy, prior_terms, require_
 from torchrex.exchange.momentum import after_swap
 from torchrex.exchange.philox import MASK, keys_of, normals
 from torchrex.rng import Streams, derive_seed
-from torchrex.samplers import SGLD, Sampler
+from torchrex.samplers import SGLD, AdamStart, Sampler
 from torchrex.targets import Batch, Energy, GaussianPrior, Noise, PosteriorEnergy
 
 LossesOf = tuple[Tensor, Tensor | None]  # per example, and what is descended if it is not their mean
@@ -65,6 +65,10 @@ class ModuleEnsemble(ModuleReplicas):
             raise InvalidArgumentError(f"energy must be PosteriorEnergy(loss, n_data=...), got {energy!r}")
         if sampler is not None and not isinstance(sampler, Sampler):
             raise InvalidArgumentError(f"sampler must be a sampler such as SGLD() or SGHMC(0.1), got {sampler!r}")
+        if isinstance(sampler, AdamStart) and sampler.n_data != energy.n_data:
+            raise InvalidArgumentError(
+                f"AdamStart counts n_data={sampler.n_data} examples and the energy {energy.n_data}; give both the same"
+            )
         if initial not in ("identical", "independent"):
             raise InvalidArgumentError(f"initial must be identical or independent, got {initial!r}")
         if initial == "independent" and isinstance(model, nn.Module):

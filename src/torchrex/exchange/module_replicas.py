@@ -76,10 +76,11 @@ class ModuleReplicas:
             common = FlatLayout.of(modules[0], channels_last=self._channels_last, only=self.is_shared)
             self.common = Rows.of(common, 1, self.device, gradients=n, momenta=momenta, squares=squares)
         self._parameters = [self._adopt(replica, module) for replica, module in enumerate(modules)]
-        for module in modules[1:] if self.shared else []:
-            for mine, (name, first) in zip(module.buffers(), modules[0].named_buffers(), strict=True):
+        for module in modules[1:] if self.shared else []:  # statistics and frozen weights too: they are in no row
+            first = {**dict(modules[0].named_parameters()), **dict(modules[0].named_buffers())}
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 if self.is_shared(name):
-                    mine.copy_(first)
+                    tensor.data.copy_(first[name].data)
         return modules
 
     def _build(self, streams: Streams) -> list[nn.Module]:
@@ -158,8 +159,7 @@ class ModuleReplicas:
         if to in self.mesh.mine:
             for part, tensors in self.tensors_of(self.mesh.mine.index(to)).items():
                 for name, tensor in tensors.items():
-                    if not self.is_shared(name) or name in other[part]:
-                        tensor.copy_(other[part][name])
+                    tensor.copy_(other[part][name])
 
     def tensors_from(self, replica: int) -> Tensors:
         """The tensors of any replica. Every process must ask: they are sent by the one that has them."""

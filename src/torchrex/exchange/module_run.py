@@ -57,6 +57,11 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
     ) -> None:
         if divergence not in ("stop", "respawn"):
             raise InvalidArgumentError(f"divergence must be stop or respawn, got {divergence!r}")
+        if divergence == "respawn" and ensemble.shared:
+            raise InvalidArgumentError(
+                f'divergence="respawn" copies a healthy replica, but through what they share (shared={ensemble.shared}) all of '
+                f"them break with the first; leave it out, or let every replica have its own"
+            )
         if rules.pairing.n_rounds(rules.ladder.n_pairs) > 1:
             raise InvalidArgumentError(
                 f"{rules.pairing!r} needs fresh minibatch energies for every pair, which a step on one batch cannot give; use "

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from torchrex.distributed import replica_mesh
+from torchrex.distributed import ReplicaMesh, replica_mesh
 from torchrex.errors import ConfigError
 from torchrex.exchange import Ladder, ModuleEnsemble, ModuleExchange, NoSwaps, PairedVariance, ReplicaExchange
 from torchrex.exchange.run import steps_on
@@ -98,7 +98,7 @@ class GanConfig:
             ("latents", self.latents >= 2, "at least 2, for the BatchNorm of a generator"),
             (
                 "latents",
-                images % self.batch_size == 0,
+                images % max(1, self.batch_size) == 0,
                 f"so many that n_generators x latents, {images}, is a multiple of batch_size",
             ),
             ("width", self.width >= 1, "at least 1"),
@@ -199,11 +199,11 @@ class GanConfig:
                 energy,
                 self.sampler(),
                 initial="independent",
-                shared=("generators.",) if self.generators == "shared" and self.n_rungs > 1 else (),
+                shared=self.shared,
                 device=device,
                 autocast=torch.bfloat16 if self.precision_on(device) == "bfloat16" else None,
                 channels_last=True,
-                mesh=replica_mesh(self.n_rungs, device),
+                mesh=self.mesh(device),
             ),
             self.ladder(),
             noise=PairedVariance(self.smoothing) if self.n_rungs > 1 else None,
@@ -215,6 +215,25 @@ class GanConfig:
         )
         assert isinstance(run, ModuleExchange)
         return run
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Which parameters all rungs have in common."""
+        return ("generators.",) if self.generators == "shared" and self.n_rungs > 1 else ()
+
+    def mesh(self, device: torch.device) -> ReplicaMesh:
+        """Rungs with generators of their own may be on several processes; a batch cannot, for its latents are no examples."""
+        mesh = replica_mesh(self.n_rungs, device)
+        if mesh.is_spread and self.shared:
+            raise ConfigError(
+                f"{self.recipe} needs one process, got {mesh.crew.size}: its rungs share their generators; start it without "
+                f"torchrun, or add --set generators=own"
+            )
+        if mesh.shares_examples:
+            raise ConfigError(
+                f"{self.recipe} can use at most {self.n_rungs} process(es), one for each rung, got {mesh.crew.size}; start fewer"
+            )
+        return mesh
 
     def precision_on(self, device: torch.device) -> str:
         """What "auto" becomes."""

@@ -1,9 +1,9 @@
 """Recipes for table 3 and figure 3: semi-supervised Bayesian GANs in two families, with the paper's settings and numbers.
 
 `gan/...` has the settings of the paper's appendix. They hardly train: the learning rate has fallen to a twentieth before SGHMC
-begins, and 4.5e-4 of that, which is a rate for Adam, leaves SGHMC where the warm start ended. `gan-tuned/...` has a steady
-learning rate, and fifty times that for SGHMC; everything else is the paper's. Both numbers were chosen on 5,000 validation images
-of CIFAR-10 with 4,000 labels (results/gan/tuning.json) and are taken for all data sets.
+begins, and a twentieth of 4.5e-4, which is a rate for Adam, leaves SGHMC where the warm start ended. `gan-tuned/...` has a steady
+learning rate of 2e-4 and fifty times that for SGHMC, both chosen on 5,000 validation images of CIFAR-10 with 4,000 labels
+(results/gan/tuning.json) and taken for all data sets, and a draw every 100 steps; everything else is as in `gan/...`.
 
 A name is `FAMILY/DATA-LABELS`, which means reSGHMC; `-sghmc` is the cold rung alone, `-noswaps` the same ladder without swaps (a
 baseline of equal compute), `-supervised` the same discriminator on the labelled images and nothing else.

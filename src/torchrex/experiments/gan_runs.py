@@ -12,6 +12,7 @@ from torch import Tensor
 from torchrex.checkpoint import Checkpoints
 from torchrex.errors import DataError, NonFiniteEnergyError
 from torchrex.exchange import ModuleExchange
+from torchrex.exchange.module_work import evaluating
 from torchrex.exchange.threads import few_threads
 from torchrex.experiments.curves import binned, rounded
 from torchrex.experiments.digits import digit_images
@@ -166,7 +167,6 @@ def metrics_of(config: GanConfig, average: PosteriorAverage) -> dict[str, Any]:
     return metrics
 
 
-@torch.no_grad()
 def authors_score(run: ModuleExchange, test: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
     """Accuracy as the authors' code counts it: by the newest network on rung 0 alone, images it calls generated left out.
 
@@ -175,14 +175,11 @@ def authors_score(run: ModuleExchange, test: list[tuple[Tensor, Tensor]]) -> dic
     module = run.module_at(0)
     assert isinstance(module, BayesianGAN)
     right = kept = total = 0
-    training = module.training
-    module.eval()
     for x, y in test:
-        with run.ensemble.casting():
+        with evaluating(module), run.ensemble.casting():
             vote = module.discriminator(x).argmax(1)
         real = vote < module.n_classes
         right, kept, total = right + int((vote == y)[real].sum()), kept + int(real.sum()), total + len(y)
-    module.train(training)
     return {"paper_accuracy": right / max(1, kept), "called_fake": 1.0 - kept / total}
 
 

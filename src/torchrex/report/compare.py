@@ -25,7 +25,7 @@ LEVEL = 0.05
 FEWEST_SEEDS = 3  # two seeds can agree by chance whatever their spread
 HIGHER, LOWER = ("accuracy", "ess"), ("nll", "brier", "ece", "w1", "w2", "error", "rhat")
 # Settings, not outcomes; and the time, which is that of all replicas that ran side by side.
-NOT_COMPARED = ("n_steps", "n_runs", "n_draws", "seconds_per_epoch")
+NOT_COMPARED = ("n_steps", "n_runs", "n_draws", "seconds_per_epoch", "seconds_per_step")
 
 Better = Literal["higher", "lower", ""]
 

@@ -10,13 +10,16 @@ from torchrex.errors import MissingDependencyError, RunFolderError, TorchrexErro
 from torchrex.exchange.threads import few_threads
 from torchrex.experiments.config import to_json
 from torchrex.experiments.digits import DigitsConfig
+from torchrex.experiments.gan import GanConfig
 from torchrex.experiments.images import ImageConfig
 from torchrex.experiments.mixtures import MixtureConfig
 from torchrex.experiments.tall import LogisticConfig
 from torchrex.report.doctor_average import check_average
+from torchrex.report.doctor_checkpoints import are_large, checkpoint_findings, look_at_checkpoints
 from torchrex.report.doctor_draws import SLOW_CHECKS, check_convergence, check_tail, check_temperature
 from torchrex.report.doctor_evidence import history_from_remains
 from torchrex.report.doctor_ladder import check_ladder
+from torchrex.report.doctor_warm_start import check_warm_start
 from torchrex.report.findings import QUICK, SEVERITIES, Check, Diagnosis, Finding
 from torchrex.report.page.command import command_to_repeat
 from torchrex.report.runs import LoadedRun, find_empty, find_runs, load_run
@@ -27,6 +30,7 @@ CHECKS: dict[Check, str] = {
     check_temperature: "whether rung 0 is at its temperature",
     check_tail: "whether its noise is Gaussian",
     check_average: "how its average does",
+    check_warm_start: "where its temperatures begin to hold",
 }
 
 
@@ -34,16 +38,18 @@ def findings_of(run: LoadedRun, *, quick: bool = False) -> list[Finding]:
     """Everything there is to say about a run, the gravest first and what is fine last.
 
     A check that needs what is not installed, or stumbles over damage, becomes a note. `quick` leaves out what may take seconds,
-    which is the temperature of tall data, and says so in a note that is titled QUICK; the rest takes 0.01 to 0.2 s a run on one
-    core.
+    which are the temperature of tall data and large checkpoints, and says so in a note that is titled QUICK; the rest takes 0.01
+    to 0.2 s a run on one core.
     """
     findings: list[Finding] = []
     with few_threads(0):
-        findings += check_state(run)
+        leave_out = quick and are_large(run)
+        saved = [] if leave_out else look_at_checkpoints(run)
+        findings += check_state(run, hopeless=any(each.hopeless for each in saved))
+        findings += [_left_out("whether its checkpoints are whole")] if leave_out else checkpoint_findings(run, saved)
         for check, what in CHECKS.items():
             if quick and check in SLOW_CHECKS and SLOW_CHECKS[check](run):
-                words = f"To tell {what} takes seconds here and was left out; `torchrex doctor` with its folder tells it."
-                findings.append(Finding("note", QUICK, words))
+                findings.append(_left_out(what))
                 continue
             try:
                 findings += check(run)
@@ -55,6 +61,12 @@ def findings_of(run: LoadedRun, *, quick: bool = False) -> list[Finding]:
                 why = f" ({error})" if isinstance(error, TorchrexError) else ""  # what others say of our insides helps nobody
                 findings.append(Finding("note", "not told", f"What is left of this run does not tell {what}{why}."))
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+def _left_out(what: str) -> Finding:
+    return Finding(
+        "note", QUICK, f"To tell {what} takes seconds here and was left out; `torchrex doctor` with its folder tells it."
+    )
 
 
 def diagnose(run: LoadedRun, *, quick: bool = False) -> Diagnosis:
@@ -73,8 +85,8 @@ def diagnose_folder(root: Path) -> list[Diagnosis]:
     return found
 
 
-def check_state(run: LoadedRun) -> Iterable[Finding]:
-    """Is the run finished, and is everything of it there?"""
+def check_state(run: LoadedRun, *, hopeless: bool = False) -> Iterable[Finding]:
+    """Is the run finished, and is everything of it there? `hopeless`: its checkpoints are there, but none can be used."""
     result = run.result or {}
     total = getattr(run.settings, "n_steps", None)
     done = result.get("steps_done") or (run.draws.n_steps if run.draws is not None else None)
@@ -89,7 +101,7 @@ def check_state(run: LoadedRun) -> Iterable[Finding]:
         missing = next((problem for problem in problems if problem.startswith("there is no result.json")), None)
         problems = [problem for problem in problems if problem is not missing]
         what = f"T{missing[1:]}" if missing else f"It was {run.status}{where}"
-        yield Finding("warning", "the run is not finished", f"{what}. {_go_on(run)}", numbers)
+        yield Finding("warning", "the run is not finished", f"{what}. {_go_on(run, hopeless)}", numbers)
     remains = history_from_remains(run) is not None
     for problem in problems:
         if remains and problem.startswith("too little of draws.safetensors"):
@@ -107,19 +119,19 @@ def check_state(run: LoadedRun) -> Iterable[Finding]:
 def _lacking(run: LoadedRun) -> str:
     """The file with the course of a finished run, if it should be there and is not. Results that are committed have none: their
     result.json holds curves."""
-    network = isinstance(run.settings, DigitsConfig | ImageConfig) and not (run.result or {}).get("curves")
+    network = isinstance(run.settings, DigitsConfig | ImageConfig | GanConfig) and not (run.result or {}).get("curves")
     name = "draws.safetensors" if isinstance(run.settings, MixtureConfig | LogisticConfig) else "trace.safetensors"
     expected = network or name.startswith("draws")
     return name if expected and not (run.path / name).exists() else ""
 
 
-def _go_on(run: LoadedRun) -> str:
+def _go_on(run: LoadedRun, hopeless: bool) -> str:
     """What to type to have it whole."""
     depth = len(run.recipe.split("/"))
     out = str(run.path.parents[depth]) if len(run.path.parents) > depth else "runs"
     again = command_to_repeat(run, out).line
     saved = (run.path / "checkpoints").is_dir()
-    option, does = ("--resume", "goes on") if saved or run.draws is None else ("--overwrite", "begins anew")
+    option, does = ("--resume", "goes on") if not hopeless and (saved or run.draws is None) else ("--overwrite", "begins anew")
     return f"`{again} {option}` {does}." if again else f"Its own command with {option} {does}."
 
 

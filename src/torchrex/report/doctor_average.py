@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torchrex.experiments.digits import N_TEST, DigitsConfig
+from torchrex.experiments.gan import GanConfig
 from torchrex.experiments.images import ImageConfig
 from torchrex.report.doctor_words import several
 from torchrex.report.findings import Finding
@@ -20,6 +21,7 @@ STILL_RISING = 0.002  # accuracy gained over the last third of the draws
 RULE = f"more than {100 * STILL_RISING:.2f} points over the last third of the draws, and some of it in the last tenth"
 SIGMAS = 2.0
 IMAGES_IN_A_TEST = 10_000  # of CIFAR
+OTHER_TESTS = {"digits": N_TEST, "svhn": 26_032}
 
 
 def check_average(run: LoadedRun) -> Iterable[Finding]:
@@ -38,8 +40,8 @@ def check_average(run: LoadedRun) -> Iterable[Finding]:
         if gained > STILL_RISING and curve[-1] > curve[9 * len(curve) // 10 - 1]:
             words = (
                 f"The accuracy of the average rose from {_points(before)} % to {_points(curve[-1])} % over the last third of its "
-                f"{several(len(curve), 'draw')} and was still rising ({RULE}): extend the run, or begin the average later, for "
-                f"the early draws weigh it down."
+                f"{several(len(curve), 'draw')} and was still rising ({RULE}): extend the run, or {_later(run)}, for the "
+                f"early draws weigh it down."
             )
             yield Finding("warning", "the average has not converged", words, numbers)
             return
@@ -60,7 +62,7 @@ def _against_one(run: LoadedRun, numbers: dict[str, Any], changed: str) -> Findi
         f"(binomial, {n:,} test images)"
     )
     if difference < 0 and -difference > SIGMAS * error:
-        words = f"{told}. Early draws weigh it down: begin the average later."
+        words = f"{told}. Early draws weigh it down: {_later(run)}."
         return Finding("warning", "the average is worse than one network", words, numbers)
     if abs(difference) <= SIGMAS * error:
         told += ", within noise"
@@ -77,9 +79,15 @@ def n_tested(run: LoadedRun) -> int | None:
         return len(kept)
     if isinstance(settings, DigitsConfig):
         return N_TEST
-    if isinstance(settings, ImageConfig):
-        return min(settings.validation or IMAGES_IN_A_TEST, settings.test_subset or IMAGES_IN_A_TEST)
+    if isinstance(settings, ImageConfig | GanConfig):
+        there = settings.validation or OTHER_TESTS.get(settings.data, IMAGES_IN_A_TEST)
+        return min(there, settings.test_subset or there)
     return None
+
+
+def _later(run: LoadedRun) -> str:
+    """The average of a GAN begins where its warm start ends."""
+    return "make the warm start longer" if isinstance(run.settings, GanConfig) else "begin the average later"
 
 
 def _points(accuracy: float) -> str:

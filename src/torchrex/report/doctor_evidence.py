@@ -1,8 +1,8 @@
 """What is known of the swaps of a run: the course of the ladder where it was recorded, or only how many swaps were counted.
 
-Draws and traces tell everything, the curves of an image run nearly so. A draws.safetensors that was cut short may still have its
-energies. An unfinished or damaged run may have no more than the counts in result.json, of a damaged result.json those before the
-damage.
+Draws and traces tell everything, the curves of networks for images nearly so. A draws.safetensors that was cut short may still
+have its energies. An unfinished or damaged run may have no more than the counts in result.json, of a damaged result.json those
+before the damage.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torchrex.diagnostics import Estimate, History, Swaps, Travel, effective_noise, noise_level, round_trips
 from torchrex.diagnostics.history import temperatures_at
 from torchrex.errors import TorchrexError
+from torchrex.experiments.gan import GanConfig
 from torchrex.experiments.image_recipes import PAIRED
 from torchrex.experiments.images import ImageConfig
 from torchrex.posterior import Draws
@@ -106,6 +107,7 @@ def gather(run: LoadedRun) -> Evidence | None:
     history = run.history
     if history is None:
         history, averaged = history_from_curves(run), True
+        has_paths = history is not None and history.swaps is not None
     if history is None:
         history, averaged, has_paths = history_from_remains(run), False, False
     if history is None or history.n_pairs == 0 or int(history.proposed.sum()) == 0:
@@ -122,8 +124,15 @@ def gather(run: LoadedRun) -> Evidence | None:
 
 def while_swapping(run: LoadedRun, history: History) -> History:
     """Its rows from the first swap test on."""
-    rows = history.after(int(getattr(run.settings, "swap_start", 0)))
+    rows = history.after(first_test(run))
     return rows if len(rows.steps) else history
+
+
+def first_test(run: LoadedRun) -> int:
+    """The first step at which a swap is tested. GANs descend by Adam before, where no temperature holds and none is."""
+    if isinstance(run.settings, GanConfig):
+        return max(1, run.settings.warm_start)
+    return int(getattr(run.settings, "swap_start", 0))
 
 
 def last_quarter(history: History) -> History:
@@ -155,14 +164,22 @@ def thinned(history: History) -> History:
 
 
 def history_from_curves(run: LoadedRun) -> History | None:
-    """A history of epochs from the curves in result.json, where the trace is not there. Energies are means over an epoch."""
+    """A history from the curves in result.json, where the trace is not there. Energies are means over an epoch, or over the steps
+    between two points of a GAN's, which lists its first swaps only: where there were more, who stood where is not known.
+    """
     result, settings = run.result or {}, run.settings
     curves, pairs = result.get("curves") or {}, result.get("swaps") or []
-    if run.ladder is None or not isinstance(settings, ImageConfig) or not pairs or not curves.get("noise_variance"):
+    if run.ladder is None or not pairs or not curves.get("noise_variance"):
         return None
-    steps = torch.tensor(curves["epoch"]) * settings.steps_per_epoch
-    swapped = torch.tensor([round(epoch * settings.steps_per_epoch) for epoch in curves["swap_epochs"]], dtype=torch.long)
-    turns = (swapped[None, :] <= steps[:, None]).sum(1) % 2  # images have two rungs
+    if isinstance(settings, ImageConfig):
+        steps = torch.tensor(curves["epoch"]) * settings.steps_per_epoch
+        swapped = torch.tensor([round(epoch * settings.steps_per_epoch) for epoch in curves["swap_epochs"]], dtype=torch.long)
+    elif isinstance(settings, GanConfig):
+        steps, swapped = (torch.tensor(curves[name], dtype=torch.long) for name in ("step", "swap_steps"))
+    else:
+        return None
+    listed = isinstance(settings, ImageConfig) or len(swapped) == sum(int(pair["accepted"]) for pair in pairs)
+    turns = (swapped[None, :] <= steps[:, None]).sum(1) % 2  # both kinds have two rungs
     replica_at = torch.stack([turns, 1 - turns], dim=1)[:, :, None]
     replica_at[0] = torch.tensor([[0], [1]])  # swaps are counted from here
 
@@ -179,7 +196,7 @@ def history_from_curves(run: LoadedRun) -> History | None:
         proposed=torch.tensor([[pair["proposed"]] for pair in pairs]),
         n_steps=int(result.get("steps_done") or int(steps[-1]) + 1),
         correction=column("correction"),
-        swaps=Swaps(swapped, torch.zeros_like(swapped), torch.zeros_like(swapped)),
+        swaps=Swaps(swapped, torch.zeros_like(swapped), torch.zeros_like(swapped)) if listed else None,
     )
 
 

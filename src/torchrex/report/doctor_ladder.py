@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from torchrex.diagnostics import History, correction_against_spread, noise_level, observed_acceptance
+from torchrex.experiments.gan import GanConfig
 from torchrex.report.doctor_advice import WANTED
 from torchrex.report.doctor_evidence import FEW_TRIPS, Evidence, count, gather
 from torchrex.report.doctor_swaps import count_findings, swap_findings, too_few
@@ -30,7 +31,9 @@ def check_ladder(run: LoadedRun) -> Iterable[Finding]:
     elif run.ladder is not None and len(run.ladder.temperatures) < 2:
         return
     elif run.ladder is not None and run.correction_factor is None:
-        yield Finding("note", "no swaps by design", "The replicas of this run are independent: nothing is exchanged.")
+        shared = isinstance(run.settings, GanConfig) and run.settings.generators == "shared"
+        how = "share their generators and exchange nothing else" if shared else "are independent: nothing is exchanged"
+        yield Finding("note", "no swaps by design", f"The replicas of this run {how}.")
     elif counts:
         yield from count_findings(run, counts)
     elif run.ladder is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchrex.diagnostics import acceptance_from_energies, allowed_acceptance, observed_acceptance
 from torchrex.report.doctor_advice import WANTED, advise, advise_from_counts, ladder_in_words
-from torchrex.report.doctor_evidence import Counted, Evidence, settled_noise, thinned
+from torchrex.report.doctor_evidence import Counted, Evidence, first_test, settled_noise, thinned
 from torchrex.report.doctor_words import about, number, percent, several, times
 from torchrex.report.findings import Finding, Severity
 from torchrex.report.runs import LoadedRun
@@ -130,7 +130,10 @@ def count_findings(run: LoadedRun, counts: list[Counted]) -> Iterable[Finding]:
     made = f"{swapped_in_words(worst, len(counts))}, says {worst.source}"
     chains = max(1, int(getattr(run.settings, "n_runs", 1)))
     if worst.proposed == 0:
-        yield Finding("note", "no swap was tested", f"{made}.", numbers)
+        done, first = (run.result or {}).get("steps_done"), first_test(run)
+        waits = isinstance(done, int) and done <= first
+        words = f"Swaps are tested from step {first:,} on, and it has come to step {done:,}" if waits else made
+        yield Finding("note", "no swap was tested", f"{words}.", numbers)
     elif worst.accepted / chains < FEW_SWAPS or worst.accepted < HARDLY_ANY * worst.proposed:
         advice, more = "", dict[str, Any]()
         if run.ladder is not None and factor is not None:

@@ -17,14 +17,16 @@ from torch import Tensor
 from torchrex.checkpoint import Checkpoints
 from torchrex.checkpoint.files import MOST_JSON, one_line, require_file
 from torchrex.diagnostics import History
-from torchrex.errors import RunFolderError
+from torchrex.errors import RunFolderError, TorchrexError
 from torchrex.exchange import Ladder
+from torchrex.experiments.gan import GanConfig
 from torchrex.experiments.recipes import Config
 from torchrex.posterior import Draws
 from torchrex.posterior.shards import shard_folders
 from torchrex.report.run_finding import FILES, find_empty, find_runs, holds_a_run, recipe_in, seed_in
 from torchrex.report.run_json import read_json, read_result
-from torchrex.report.run_settings import config_from_json, ladder_of, rebuild
+from torchrex.report.run_settings import config_from_json, rebuild
+from torchrex.report.run_settings import ladder_of as ladder_without_warm_start
 from torchrex.report.run_tensors import history_of, read_draws, read_trace
 from torchrex.report.salvage import salvage
 
@@ -97,6 +99,9 @@ def load_run(path: Path) -> LoadedRun:
     if seed is None:
         problems.append("nothing tells the seed: no result.json and no folder name such as seed=0")
     settings, ladder, usable = rebuild(recipe, config, problems)
+    if isinstance(settings, GanConfig):
+        ladder = _ladder_of_gan(settings, problems)
+        settings, usable = (settings, True) if ladder is not None else (None, False)
     if not usable:
         damaged.append("config.json")
     draws = read("draws.safetensors", read_draws)
@@ -116,6 +121,21 @@ def load_run(path: Path) -> LoadedRun:
         settings=settings,
         damaged=tuple(damaged),
     )
+
+
+def ladder_of(config: Any) -> Ladder | None:
+    """The ladder a config runs on; None for a config of a kind that is not known here."""
+    return config.ladder() if isinstance(config, GanConfig) else ladder_without_warm_start(config)
+
+
+def _ladder_of_gan(settings: GanConfig, problems: list[str]) -> Ladder | None:
+    """Its ladder, with a learning rate for the warm start and one for what follows; None, with a problem, if it cannot be had."""
+    try:
+        settings.decay(settings.warm_start)  # which is told beside the ladder
+        return ladder_of(settings)
+    except (TorchrexError, ValueError, ArithmeticError) as error:
+        problems.append(f"the settings in config.json cannot be used ({one_line(error)}); so its ladder is not known")
+        return None
 
 
 def _require_file_or_folder(path: Path) -> None:

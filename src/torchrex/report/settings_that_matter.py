@@ -65,12 +65,12 @@ def unused(config: Mapping[str, Any]) -> set[str]:
     """
     idle: set[str] = set()
     noise, method, temperatures = config.get("noise"), config.get("method"), config.get("temperatures")
-    single = method in ("msgd", "sghmc") or (isinstance(temperatures, list) and len(temperatures) < 2)
-    if single or method == "independent" or config.get("swaps") is False:
+    single = method in ("msgd", "sghmc", "supervised") or (isinstance(temperatures, list) and len(temperatures) < 2)
+    if single or method in ("independent", "noswaps") or config.get("swaps") is False:
         idle |= {*OF_SWAPS, *OF_VARIANCE}
         idle |= {f"noise.{part}" for part in noise} if isinstance(noise, Mapping) else set()
     if single:
-        idle |= {"hot_temperature", "hot_lr", "swaps"}
+        idle |= {"hot_temperature", "hot_lr", "swaps", "generators"}
     if method == "msgd":
         idle |= {"temperature", "noise_follows_lr"}
     if isinstance(noise, Mapping) and noise.get("law") == "gaussian":

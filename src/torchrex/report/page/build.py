@@ -1,7 +1,7 @@
 """The page: one file, nothing loaded from anywhere, summary first.
 
 Everything that comes from a run folder is text: escaped in the tables here, JSON without a `<` for the script, which makes text
-nodes of it. And the page forbids the browser any script but its own, by its hash.
+nodes of it. And the page forbids the browser any script but its own, by its hash, and any picture that is not in the page.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torchrex.report.page.families import family_section
 from torchrex.report.page.heading import is_whole, summary
 from torchrex.report.page.html import plural
 from torchrex.report.page.overview import families, overlays
+from torchrex.report.page.pictures import within_the_page
 from torchrex.report.page.runs_table import runs_table
 from torchrex.report.runs import LoadedRun, find_empty, find_runs, load_run
 
@@ -82,6 +83,7 @@ def page_of(
     """The page as text. Links to run folders are relative to `out`."""
     advice = advice_for(runs, doctor_seconds)
     details = {id(run): {**details_of(run, out), "doctor": advice[id(run)]} for run in runs}
+    within_the_page([details[id(run)]["pictures"] for run in runs])
     number = {id(run): k for k, run in enumerate(runs)}
     parts = [f"<h1>{escape(title)}</h1>", summary(runs, details, empty, out)]
     blobs = [(f"run-{number[id(run)]}", details[id(run)]) for run in runs]
@@ -92,7 +94,8 @@ def page_of(
     parts.append(runs_table(runs, details, empty, out))
     style = (HERE / "page.css").read_text()
     script = "\n".join((HERE / name).read_text() for name in ASSETS)
-    policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'; form-action 'none'"
+    own = f"style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:"  # pictures are in the page itself
+    policy = f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'"
     data = "\n".join(f'<script type="application/json" id="{name}">{_json(value)}</script>' for name, value in blobs)
     return (
         f'<!doctype html>{MARK}\n<html lang="en"><head><meta charset="utf-8">\n'

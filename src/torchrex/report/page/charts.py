@@ -10,12 +10,15 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchrex.diagnostics import over_chains
 from torchrex.errors import MissingDependencyError
 from torchrex.experiments.digits import DigitsConfig, digits
+from torchrex.experiments.gan import GanConfig
 from torchrex.experiments.mixtures import MixtureConfig
+from torchrex.report.doctor_evidence import first_test
 from torchrex.report.page.thin import few_marks, number, numbers, rows_to_keep, swaps_of
 from torchrex.report.plots import rung_name
 from torchrex.report.runs import LoadedRun
@@ -58,7 +61,7 @@ def _of_history(run: LoadedRun, shared: dict[str, Any]) -> list[Chart]:
     thinned = (
         f"{len(rows):,} of {len(history.steps):,} recorded steps are on this page." if len(rows) < len(history.steps) else ""
     )
-    common = {"over": "steps", "note": thinned}
+    common = {"over": "steps", "note": " ".join(filter(None, (_warm_start(run), thinned)))}
     energy = history.energy[:, :, 0].double()
     window = smoothing_window(len(energy))
     series = []
@@ -103,6 +106,13 @@ def _of_history(run: LoadedRun, shared: dict[str, Any]) -> list[Chart]:
 def _acceptance(run: LoadedRun) -> Chart:
     assert run.history is not None
     step, expected, observed = acceptance_over_time(run.history)
+    first = first_test(run)
+    if first and observed is not None:  # all tests come after it: so many more are in each window there
+        observed = observed * (1 - first / run.history.n_steps)
+    if first:
+        expected, observed = (
+            each if each is None else each.where((step >= first)[:, None], torch.nan) for each in (expected, observed)
+        )
     series = []
     for pair in range(run.history.n_pairs):
         if expected is not None:
@@ -112,43 +122,54 @@ def _acceptance(run: LoadedRun) -> Chart:
             values = numbers(100 * observed[:, pair])
             series.append(line(f"rungs {pair}–{pair + 1}, swaps made", numbers(step), values, 2 * pair + 1, "dots"))
     tested = bool(run.history.proposed.sum() > 0)
-    note = "" if tested else "No swap was tested: this is what the energies would have allowed."
+    note = f"Swaps are tested from step {first:,} on." if first and tested else ""
+    note = note if tested else "No swap was tested: this is what the energies would have allowed."
     return chart("acceptance", "Acceptance over time", "step", "acceptance (%)", series, over="steps", note=note, zero=True)
 
 
 def _of_curves(run: LoadedRun, shared: dict[str, Any]) -> list[Chart]:
-    """A run whose trace is not there may have left curves by epoch in its result."""
+    """A run whose trace is not there may have left curves in its result, by epoch or, of a GAN, by step."""
     curves = _dict((run.result or {}).get("curves"))
-    epochs = numbers(_list(curves.get("epoch")))
-    if not epochs:
+    unit, over, listed = ("epoch", "epochs", "swap_epochs") if "epoch" in curves else ("step", "steps", "swap_steps")
+    x = numbers(_list(curves.get(unit)))
+    if not x:
         return []
-    shared["epochs"] = epochs
-    swaps = numbers(_list(curves.get("swap_epochs")))
+    shared[over] = x
+    swaps = numbers(_list(curves.get(listed)))
     marks = {"x": swaps, "name": f"{len(swaps):,} swaps"} if swaps else None
-    common = {"over": "epochs", "note": "One recorded value an epoch: swaps may come from steps between them."}
+    means = "One recorded value an epoch" if unit == "epoch" else "Means over the steps from one value to the next"
+    note = f"{means}: swaps may come from steps between them."
+    common = {"over": over, "note": " ".join(filter(None, (_warm_start(run), note)))}
     energies, charts = [numbers(_list(each)) for each in _list(curves.get("energy"))], []
     n = len(energies)
     if n:
-        series = [line(rung_name(rung, n), "epochs", energies[rung], rung) for rung in reversed(range(n))]
+        series = [line(rung_name(rung, n), over, energies[rung], rung) for rung in reversed(range(n))]
         positive = all(value is not None and value > 0 for each in energies for value in each)
         y = "energy (nats, summed)"
-        charts.append(chart("energy", "Energies per rung", "epoch", y, series, yLog=positive, marks=marks, **common))
+        charts.append(chart("energy", "Energies per rung", unit, y, series, yLog=positive, marks=marks, **common))
     for pair, values in enumerate(_list(curves.get("noise_variance"))):
-        series = [line(f"rungs {pair}–{pair + 1}", "epochs", numbers(_list(values)), pair)]
+        series = [line(f"rungs {pair}–{pair + 1}", over, numbers(_list(values)), pair)]
         title = "Noise variance σ² of one energy"
-        charts.append(chart("sigma2", title, "epoch", "σ² (nats²)", series, **common))
+        charts.append(chart("sigma2", title, unit, "σ² (nats²)", series, **common))
     for pair, values in enumerate(_list(curves.get("correction"))):
         if pair + 1 < n:
             difference = [
                 None if a is None or b is None else number(a - b) for a, b in zip(*energies[pair : pair + 2], strict=False)
             ]
             series = [
-                line("cold minus hot energy", "epochs", difference, 4, "dots"),
-                line("correction: above it a swap is certain", "epochs", numbers(_list(values)), 0),
+                line("cold minus hot energy", over, difference, 4, "dots"),
+                line("correction: above it a swap is certain", over, numbers(_list(values)), 0),
             ]
             title = f"Correction against threshold, rungs {pair}–{pair + 1}"
-            charts.append(chart("correction", title, "epoch", "energy (nats)", series, marks=marks, **common))
+            charts.append(chart("correction", title, unit, "energy (nats)", series, marks=marks, **common))
     return charts
+
+
+def _warm_start(run: LoadedRun) -> str:
+    settings = run.settings
+    if not isinstance(settings, GanConfig) or settings.warm_start < 1:
+        return ""
+    return f"The first {settings.warm_start:,} steps descend by Adam, without noise and swaps."
 
 
 def _against_truth(run: LoadedRun) -> list[Chart]:
@@ -217,17 +238,18 @@ def _of_accuracy(run: LoadedRun) -> list[Chart]:
         "last_accuracy": "last draw alone",
     }
     series = []
+    headline = "logits_accuracy" if _list(curves.get("logits_accuracy")) else "probabilities_accuracy"  # GANs have no other
     for style, (key, name) in enumerate(names.items()):
         values = [value for value in _list(curves.get(key)) if isinstance(value, int | float)]
         if values:
             percent = numbers([100.0 * value for value in values])
-            series.append(line(name, list(range(1, len(values) + 1)), percent, style, own=key == "logits_accuracy"))
+            series.append(line(name, list(range(1, len(values) + 1)), percent, style, own=key == headline))
     if not series:
         return []
-    key = f"{run.config.get('data')} {run.config.get('net')} {run.config.get('epochs')}"
+    key = " ".join(str(run.config.get(name)) for name in ("data", "net", "epochs", "n_labelled", "steps"))
     title = "Accuracy of the average against number of draws"
     zoom = {"yLow": number(100 * low)} if (low := least_of_averages(curves)) is not None else {}
-    return [chart("accuracy", title, "draws in the average", "test accuracy (%)", series, key=key, **zoom)]
+    return [chart("accuracy", title, "draws in the average", "test accuracy (%)", series, key=key, of=names[headline], **zoom)]
 
 
 def _fits(trace: Mapping[str, Tensor], one: str, two: str) -> bool:

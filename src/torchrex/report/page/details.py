@@ -14,10 +14,12 @@ from torch import Tensor
 from torchrex.diagnostics import acceptance_from_energies, allowed_acceptance, observed_acceptance, round_trips
 from torchrex.errors import InvalidArgumentError
 from torchrex.experiments.config import dumps
+from torchrex.experiments.gan import GanConfig
 from torchrex.report.doctor_evidence import last_quarter, settled_noise, while_swapping
 from torchrex.report.page.charts import charts_of
 from torchrex.report.page.command import command_to_repeat
 from torchrex.report.page.overview import Row, label, metrics_of, paper_of, scale, shown
+from torchrex.report.page.pictures import pictures_of
 from torchrex.report.page.thin import number
 from torchrex.report.runs import LoadedRun
 
@@ -25,6 +27,7 @@ from torchrex.report.runs import LoadedRun
 def details_of(run: LoadedRun, page: Path) -> dict[str, Any]:
     """`page` is where the page will lie: the link to the run folder is relative to it."""
     charts, shared = charts_of(run)
+    pictures, not_shown = pictures_of(run)
     command = command_to_repeat(run)
     result = run.result or {}
     about = {
@@ -39,13 +42,14 @@ def details_of(run: LoadedRun, page: Path) -> dict[str, Any]:
         "name": run.name,
         "status": run.status,
         "damaged": list(run.damaged),
-        "problems": list(run.problems),
+        "problems": [*run.problems, *filter(None, [not_shown])],
         "folder": link_to(run.path, page),
         "command": command.line,
         "note": command.note,
         "config": dumps(run.config) if run.config else "",
         "about": [[name, str(value)] for name, value in about.items() if value is not None],
         "tables": [table for table in (_ladder(run), _pairs(run), _metrics(run)) if table["rows"]],
+        "pictures": pictures,
         "charts": charts,
         "shared": shared,
     }
@@ -67,7 +71,16 @@ def _versions(value: Any) -> str | None:
 
 
 def _ladder(run: LoadedRun) -> dict[str, Any]:
-    rows = []
+    rows, settings = [], run.settings
+    if run.ladder is not None and isinstance(settings, GanConfig) and settings.warm_start > 0:
+        begins = settings.decay(settings.warm_start)
+        pairs = zip(run.ladder.temperatures, run.ladder.lrs, strict=True)
+        rows = [[str(rung), f"{tau:g}", f"{lr:.4g}", f"{lr * begins:.4g}"] for rung, (tau, lr) in enumerate(pairs)]
+        note = (
+            f"Adam, which has no temperature, descends for {settings.warm_start:,} steps, and SGHMC samples after them. Learning "
+            f"rates are those at the first step of each, on the scale of the summed energy."
+        )
+        return table("Ladder", ("rung", "temperature", "learning rate of Adam", "of SGHMC"), rows, note)
     if run.ladder is not None:
         pairs = zip(run.ladder.temperatures, run.ladder.lrs, strict=True)
         rows = [[str(rung), f"{temperature:g}", f"{lr:.4g}"] for rung, (temperature, lr) in enumerate(pairs)]
@@ -82,7 +95,7 @@ def _pairs(run: LoadedRun) -> dict[str, Any]:
         return table("Swaps", head, [])
     observed = observed_acceptance(history)
     try:
-        expected = acceptance_from_energies(history)
+        expected = acceptance_from_energies(while_swapping(run, history))
     except InvalidArgumentError:
         expected = None
     level, noise = settled_noise(last_quarter(while_swapping(run, history)))

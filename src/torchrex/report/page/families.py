@@ -7,6 +7,8 @@ from html import escape
 from torchrex.report.page.html import Cell, table
 from torchrex.report.page.overview import Family, Row, cell, columns, label, paper_of, swaps_of
 
+AUTHORS_COUNT = "The authors count the newest network alone, without the images that it calls generated."
+
 
 def family_section(family: Family, k: int, has_charts: bool) -> str:
     chosen = columns(family)
@@ -35,6 +37,7 @@ def family_section(family: Family, k: int, has_charts: bool) -> str:
         "tell it, else from the spread over seeds."
     )
     words += f" Paper: {'; '.join(notes)}." if notes else ""
+    words += f" {AUTHORS_COUNT}" if "paper_accuracy" in chosen else ""
     charts = f'<div class="charts" data-charts="family-{k}"></div>' if has_charts else ""
     return (
         f"<section><h2>{escape(family.name)}</h2>{table([*head, 'swaps'], rows, text_columns=1)}"

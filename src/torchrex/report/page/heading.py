@@ -73,7 +73,7 @@ def _doctor(runs: Sequence[LoadedRun], details: Mapping[int, Mapping[str, Any]])
     told = ", ".join(f"{n} {words}" for words, n in counts if n)
     line = f"Doctor looked at {plural(len(asked), 'run')}: {told}." if asked else ""
     if quick := sum(each["quick"] for each in asked):
-        line += f" Of {quick} it took a quick look, without the temperature; `report --doctor all` does not."
+        line += f" Of {quick} it took a quick look, without what takes seconds; `report --doctor all` does not."
     if len(asked) < len(runs):
         line += f" Of {len(runs) - len(asked)} it does not tell; `torchrex doctor DIR` does, or `report --doctor all`."
     return f'<p class="note">{escape(line.strip())}</p>'

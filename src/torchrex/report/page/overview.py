@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchrex.experiments.gan import GanConfig
 from torchrex.experiments.images import PAPER_EPOCHS, ImageConfig
+from torchrex.report.gan import PAPER_STEPS, paper_number
 from torchrex.report.images import HEADLINE, PAPER_SEEDS, TABLES
 from torchrex.report.page.charts import Chart
 from torchrex.report.page.thin import number
@@ -34,6 +36,8 @@ LABELS = {
     "accuracy": "accuracy, %",
     "single_accuracy": "accuracy of one net, %",
     "pooled_accuracy": "accuracy, all rungs, %",
+    "paper_accuracy": "accuracy as the authors count, %",
+    "called_fake": "called generated, %",
     "nll": "NLL, nats",
     "single_nll": "NLL of one net, nats",
     "ece": "ECE, %",
@@ -44,7 +48,7 @@ LABELS = {
     "largest_sd_ratio": "largest ratio of sds",
 }
 MANY = 10_000  # from here on a number without an error is written out
-PERCENT = ("accuracy", "ece", "acceptance_rate")
+PERCENT = ("accuracy", "ece", "acceptance_rate", "called_fake")
 MOST_COLUMNS = 8
 METHOD_COLUMN = {"msgd": 0, "sghmc": 1, "resghmc": 2}
 
@@ -181,6 +185,9 @@ def paper_of(row: Row) -> dict[str, Paper]:
                 note = f"{PAPER_EPOCHS} epochs, {PAPER_SEEDS} seeds, ± 2 standard deviations"
                 metric = HEADLINE.get(row.recipe.split("/")[0], "accuracy")
                 found[metric] = Paper(mean, f"{mean:.2f} ± {two_sd:.2f}", note)
+    if isinstance(settings, GanConfig) and (told := paper_number(settings.data, settings.n_labelled, settings.method)):
+        note = f"{PAPER_STEPS:,} steps, {PAPER_SEEDS} seeds, ± 2 standard deviations"
+        found["accuracy"] = Paper(told[0], f"{told[0]:.2f} ± {told[1]:.2f}", note)
     return found
 
 
@@ -221,7 +228,7 @@ def overlays(family: Family, charts: dict[int, list[Chart]]) -> list[Chart]:
                     made[name]["series"].append({**line, "name": row.label, "y": y, "style": style, "type": line["type"]})
     for name, chart in made.items():
         if chart["kind"] == "accuracy":
-            chart["title"] = "Accuracy of the average of logits against number of draws"
+            chart["title"] = f"Accuracy of the {chart['of']} against number of draws"
         common = _common_prefix(members[name]).rstrip("-_ ") if len(members[name]) > 1 else members[name][0]
         title = chart["title"]
         title = title if title[:2].isupper() or title[1].isdigit() else title[0].lower() + title[1:]

@@ -58,6 +58,11 @@ function panelOf(k, close) {
   const charts = el("div", { class: "charts" });
   panel.append(charts);
   if (!run.charts.length) charts.append(el("p", { class: "note" }, "Nothing was recorded that could be drawn."));
+  for (const picture of run.pictures) {
+    panel.append(el("h4", {}, picture.title));
+    if (picture.src) panel.append(el("img", { class: "samples", src: picture.src, width: picture.width, alt: picture.note }));
+    panel.append(el("p", { class: "note" }, picture.note));
+  }
   const command = el("pre", { class: "command" }, run.command);
   panel.append(...run.tables.map(plainTable), el("h4", {}, "To repeat it"));
   if (run.command) panel.append(command, copyButton(run.command, command));

@@ -5,22 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchrex.exchange.module_work import evaluating
 from torchrex.vision.bayesian_gan.nets import Generators
 
 MARGIN = 2  # pixels between images
 
 
-@torch.no_grad()
 def sample_grid(generators: Generators, n_each: int, seed: int, *, most_rows: int = 10) -> Tensor:
     """(height, width, channels) bytes: `n_each` images of each of the first generators, in evaluation mode, by the seed alone."""
     shape = (n_each, generators.n_generators, generators.latent)
     latent = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
-    training = generators.training
-    generators.eval()
-    try:
+    with evaluating(generators):
         images = generators(latent.to(generators.first.device))
-    finally:
-        generators.train(training)
     return grid_of(images.transpose(0, 1)[:most_rows])
 
 
