@@ -200,6 +200,7 @@ class GanConfig:
                 self.sampler(),
                 initial="independent",
                 shared=self.shared,
+                replacement=True,  # labelled images and latents are; of the unlabelled ones a batch is a thousandth
                 device=device,
                 autocast=torch.bfloat16 if self.precision_on(device) == "bfloat16" else None,
                 channels_last=True,
@@ -209,7 +210,7 @@ class GanConfig:
             noise=PairedVariance(self.smoothing) if self.n_rungs > 1 else None,
             correction_factor=self.correction_factor,
             pairing=None if self.swaps else NoSwaps(),
-            swap_start=max(1, self.warm_start),
+            swap_start=max(1, self.warm_start),  # not before there is a variance
             deterministic=self.deterministic,
             seed=seed,
         )

@@ -1,14 +1,14 @@
 """What discriminator and generators descend, and the energy that the swaps compare.
 
     discriminator   mean -log p(y | x) of labelled images, mean -log(1 - p_fake) of unlabelled ones, mean -log p_fake of generated
-    generators      mean -log(1 - p_fake) of what they generate, the discriminator as it is
+    each generator  mean -log(1 - p_fake) of what it generates, the discriminator as it is
 
 A batch is (labelled images, labels, unlabelled images, latent), with equally many images of the first two kinds and so many
 latents that the generated images are a multiple of them. The energy is what the discriminator descends, as a sum over the data:
 given the generators it moves in a potential, and swaps compare that potential. Example i of a batch carries the i-th of each
 kind and some generated images, drawn independently. The variance over examples is that of the sum but for two things: BatchNorm
-in training mode lets examples depend on each other (on the digits it is 0.7 of that of the sum, and 1.0 in evaluation mode), and
-all generators have the same share of every batch, so that it is somewhat more where they differ.
+in training mode lets examples depend on each other, which makes it less (benchmarks/batchnorm_variance.py), and all generators
+have the same share of every batch, so that it is somewhat more where they differ.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def gan_losses(module: nn.Module, batch: GanBatch) -> tuple[Tensor, Tensor]:
     assert module.generators is not None
     generated = module.generators(batch[3])
     energy = torch.stack(gan_terms(module.discriminator, batch, generated.detach())).sum(0)
-    deceived = -log_real(_full(frozen(module.discriminator)(generated.flatten(0, 1)))).mean()
+    seen = _full(frozen(module.discriminator)(generated.flatten(0, 1)))
+    # A sum over generators: each is a sample by itself and has a whole potential, however many there are.
+    deceived = -log_real(seen).view(generated.shape[:2]).mean(0).sum()
     return energy, energy.mean() + deceived
 
 
