@@ -42,6 +42,7 @@ def measure(config: GanConfig, *, captured: bool, n_steps: int, repeats: int) ->
         for _ in run.advance(n_steps, loader):
             pass
 
+    torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     advance()
     torch.cuda.synchronize()

@@ -29,6 +29,7 @@ from torchrex.experiments.config import dumps, override
 from torchrex.experiments.digits import DigitsConfig
 from torchrex.experiments.drawing import is_begun
 from torchrex.experiments.mixtures import MixtureConfig
+from torchrex.experiments.place import Place
 from torchrex.experiments.run_folder import RunFolder
 from torchrex.report.page import advice
 
@@ -676,7 +677,7 @@ def test_results_say_where_and_in_which_precision(cli, tmp_path):
     assert (result["precision"], result["device"][:5]) == ("float32", "CPU, ")
     config = get_recipe("clean/cifar10-resnet20")
     assert config.place("cpu").precision == "float32"
-    assert config.precision_on(torch.device("cuda")) == "bfloat16"
+    assert Place.of(torch.device("cuda"), config.precision).precision == "bfloat16"
 
 
 def test_a_budget_says_what_was_not_reached(cli, tmp_path):

@@ -19,7 +19,7 @@ from torchrex.errors import ConfigError
 from torchrex.exchange import Ladder, ModuleEnsemble, ModuleExchange, NoSwaps, PairedVariance, ReplicaExchange
 from torchrex.exchange.run import steps_on
 from torchrex.experiments.jobs import Job, Trained
-from torchrex.experiments.place import Place
+from torchrex.experiments.place import Place, Precision
 from torchrex.posterior.progress import Callback
 from torchrex.samplers import SGHMC, AdamStart, Sampler
 from torchrex.targets import GaussianPrior, PosteriorEnergy, from_sgd
@@ -77,7 +77,7 @@ class GanConfig:
     average_every: int = 250  # steps; the first draw comes so many after the warm start
     validation: int = 0  # so many training images are held out and evaluated in place of the test images
     test_subset: int | None = None  # evaluate on so many only
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # bfloat16 on a GPU, float32 on a CPU
+    precision: Precision = "auto"  # bfloat16 on a GPU, float32 on a CPU
     deterministic: bool = True  # the same bits in every process on a GPU
     checkpoint_every: int = 2_500  # steps
 
@@ -202,7 +202,7 @@ class GanConfig:
                 shared=self.shared,
                 replacement=True,  # labelled images and latents are; of the unlabelled ones a batch is a thousandth
                 device=device,
-                autocast=torch.bfloat16 if self.precision_on(device) == "bfloat16" else None,
+                autocast=Place.of(device, self.precision).autocast,
                 channels_last=True,
                 mesh=self.mesh(device),
             ),
@@ -236,15 +236,8 @@ class GanConfig:
             )
         return mesh
 
-    def precision_on(self, device: torch.device) -> str:
-        """What "auto" becomes."""
-        if self.precision != "auto":
-            return self.precision
-        return "bfloat16" if device.type == "cuda" else "float32"
-
     def place(self, device: str) -> Place:
-        on = steps_on("cpu" if device == "auto" and self.data == "digits" else device)
-        return Place(on, self.precision_on(on))
+        return Place.of(steps_on("cpu" if device == "auto" and self.data == "digits" else device), self.precision)
 
     def execute(
         self, jobs: Sequence[Job], *, device: str, resume: bool, budget: float | None, progress: Callback | None

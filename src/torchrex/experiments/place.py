@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import platform
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+
+Precision = Literal["auto", "float32", "bfloat16"]  # of the forward pass; auto is bfloat16 on a GPU
 
 
 class Place(NamedTuple):
@@ -13,6 +15,16 @@ class Place(NamedTuple):
 
     device: torch.device
     precision: str = "float32"
+
+    @staticmethod
+    def of(device: torch.device, precision: Precision) -> Place:
+        """The device, with what "auto" becomes there."""
+        auto = "bfloat16" if device.type == "cuda" else "float32"
+        return Place(device, auto if precision == "auto" else precision)
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        return torch.bfloat16 if self.precision == "bfloat16" else None
 
     @property
     def name(self) -> str:

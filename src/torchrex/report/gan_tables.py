@@ -131,8 +131,8 @@ def notes(table: GanTable, heads: Iterable[str]) -> list[str]:
             said.append(f"{METHODS[method]}: {words}")
     if any(row["family"] == "gan-tuned" for row in rows):
         said.append(
-            "tuned: a steady learning rate of 2e-4 and fifty times that for SGHMC, chosen on validation images of CIFAR-10; the "
-            "rest is the paper's."
+            "tuned: a steady learning rate of 2e-4 and fifty times that for SGHMC, chosen on validation images of CIFAR-10, and "
+            "a draw every 100 steps; temperatures and F are the paper's."
         )
     shorter = sorted({row["steps"] for row in rows} - {PAPER_STEPS})
     if shorter:
