@@ -9,10 +9,11 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,7 @@ def chromium(profile: Path) -> Iterator[Browser]:
         preexec_fn=plug,
         close_fds=True,
         pass_fds=(3, 4),
+        start_new_session=True,  # its helpers leave it for the first process; in our group they would look like orphans of ours
     )
     os.close(its_in)
     os.close(its_out)
@@ -143,5 +145,7 @@ def chromium(profile: Path) -> Iterator[Browser]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # whoever of them is still there
         os.close(write)
         os.close(read)

@@ -133,10 +133,18 @@ def test_stopped_and_resumed_equals_never_stopped(tmp_path, stop):
 
 
 def test_a_state_of_another_sampler_is_refused():
-    run = warm(tr.AdamStart(tr.SGHMC(0.3), 10, n_data=N_DATA))
+    run = warm(tr.AdamStart(tr.SGHMC(0.3), 10, n_data=N_DATA), swap_start=10)
     with pytest.raises(InvalidArgumentError, match="AdamStart") as caught:
         run.load_state_dict(warm(tr.SGHMC(0.3)).state_dict())
     assert "\n" not in str(caught.value)
+
+
+def test_swaps_in_the_warm_start_are_refused():
+    sampler = tr.AdamStart(tr.SGHMC(0.3), 10, n_data=N_DATA)
+    with pytest.raises(InvalidArgumentError, match=r"from step 9 on, while Adam descends for 10 steps .*; say swap_start=10"):
+        warm(sampler, swap_start=9)
+    warm(sampler, swap_start=10)
+    warm(sampler, pairing=tr.NoSwaps())
 
 
 def test_momenta_refreshed_at_a_swap_are_those_of_the_sampler():

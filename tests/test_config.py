@@ -92,7 +92,7 @@ def test_recipes_are_complete_and_frozen():
             config.n_steps = 1
     factors = [config.correction_factor for name, config in known.items() if "case3-" in name and name[-4:] != "sgld"]
     assert set(factors) >= {1.0, 2.0, 4.0, math.inf}
-    with pytest.raises(ConfigError, match="unknown setting 'recipe'"):
+    with pytest.raises(ConfigError, match="setting 'recipe' belongs to the recipe and is fixed"):
         override(known["figure1/case1-resgld"], ["recipe=x"])
 
 

@@ -405,15 +405,16 @@ def test_a_grid_shows_each_generator_in_a_row():
     grid = sample_grid(generators, 4, 7)
     assert generators.training
     assert same(before, dict(generators.named_buffers()))
-    assert grid.shape == (3 * 10 + 2, 4 * 10 + 2, 1)
+    assert grid.shape == (3 * 34 + 2, 4 * 34 + 2, 1)  # 8 x 8 pixels are shown four times as large
     assert grid.dtype == torch.uint8
     images = ((generators.eval()(z) + 1) * 127.5).round().byte()
     for row in range(3):
         for column in range(4):
-            top, left = 2 + 10 * row, 2 + 10 * column
-            assert torch.equal(grid[top : top + 8, left : left + 8, 0], images[column, row, 0])
+            top, left = 2 + 34 * row, 2 + 34 * column
+            shown = grid[top : top + 32, left : left + 32, 0]
+            assert torch.equal(shown, images[column, row, 0].repeat_interleave(4, 0).repeat_interleave(4, 1))
     assert set(grid[:2].flatten().tolist()) == {255}
-    assert sample_grid(generators, 4, 7, most_rows=2).shape == (2 * 10 + 2, 42, 1)
+    assert sample_grid(generators, 4, 7, most_rows=2).shape == (2 * 34 + 2, 4 * 34 + 2, 1)
     assert not torch.equal(sample_grid(generators, 4, 8), grid)
 
 
@@ -422,7 +423,7 @@ def test_a_grid_shows_each_generator_in_a_row():
 
 def test_the_statistics_of_shared_generators_are_one():
     """Both rungs feed them the same latents."""
-    run = gan_run(tr.AdamStart(tr.SGHMC(0.1), 3, n_data=100), momentum="refresh")
+    run = gan_run(tr.AdamStart(tr.SGHMC(0.1), 3, n_data=100), momentum="refresh", swap_start=3)
     for k in range(6):
         run.step(batch_of(seed=k))
     one, other = run.ensemble.modules

@@ -373,6 +373,16 @@ def test_families_are_rows_of_their_own(write, rebuild):
     assert "steady learning rate" in markdown
 
 
+def test_only_takes_a_family_by_its_name(write, rebuild):
+    for recipe in (C10, "gan-tuned/cifar10-4000", "gan/svhn-4000"):
+        write(recipe)
+    for only, found in (("gan/", [C10, "gan/svhn-4000"]), ("gan/cifar10", [C10]), ("gan-tuned/", ["gan-tuned/cifar10-4000"])):
+        _, numbers, _ = rebuild("table3", "--only", only, name=f"table3-{only.replace('/', '-')}")
+        assert [row["recipe"] for row in numbers["rows"]] == found
+    _, numbers, _ = rebuild("table3", "--only", "cifar10/4000", name="table3-cifar10-4000")
+    assert len(numbers["rows"]) == 2
+
+
 # Figure 3
 
 

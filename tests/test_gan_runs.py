@@ -312,8 +312,10 @@ def test_what_is_held_out_for_validation_is_not_trained_on():
         (["lr_floor=0"], "'lr_floor' must be above 0 and up to 1"),
         (["hot_temperature=1"], "'hot_temperature' must be above 1"),
         (["momentum=1"], "'momentum' must be at least 0 and less than 1"),
-        (["method=sghmc"], "unknown setting 'method'"),
-        (["data=svhn"], "unknown setting 'data'"),
+        (["method=sghmc"], "setting 'method' belongs to the recipe"),
+        (["data=svhn"], "setting 'data' belongs to the recipe"),
+        (["test_subset=10001"], "setting 'test_subset' must be between 1 and 10000, or none, got 10001"),
+        (["validation=300", "test_subset=301"], "setting 'test_subset' must be between 1 and 300, or none, got 301"),
     ],
 )
 def test_bad_settings_are_one_clear_line_and_exit_2(cli, tmp_path, settings, expected):

@@ -337,7 +337,7 @@ def test_what_is_held_out_is_not_trained_on(monkeypatch, folder):
         (["average_after=500"], [], "'average_after' must be at least 0 and less than 500"),
         (["swaps_after=inf"], [], "'swaps_after' must be at least 0 and finite, got inf"),
         (["rest_after_swap=-1"], [], "'rest_after_swap' must be at least 0 and finite, got -1"),
-        (["method=msgd"], [], "unknown setting 'method'"),
+        (["method=msgd"], [], "setting 'method' belongs to the recipe"),
         (["variance=free"], [], "'variance' must be one of paired, repeated"),
         ([], ["--budget", "soon"], "--budget must be a time"),
         pytest.param(

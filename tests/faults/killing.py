@@ -37,7 +37,7 @@ def left_over(before, seconds=10.0):
     Their parents may be gone; and they have some time to be reaped.
     """
     deadline = time.monotonic() + seconds
-    while (left := _descendants() - before) and time.monotonic() < deadline:
+    while (left := _descendants(before) - before) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
 
@@ -47,7 +47,8 @@ def processes():
     return {int(name) for name in os.listdir("/proc") if name.isdigit()}
 
 
-def _descendants():
+def _descendants(before):
+    """This process's own, and orphans that it or they have left."""
     known = {}
     for pid in processes():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -55,13 +56,24 @@ def _descendants():
             known[pid] = (int(parent), int(group))
 
     def is_mine(pid):
+        asked = pid
         while pid in known and pid != os.getpid():
+            top = pid
             pid, group = known[pid]
             if pid == 1:  # whoever loses its parent becomes a child of the first process, but stays in our group
-                return group == os.getpgrp()
+                return top not in before and group == os.getpgrp() and not _is_of_another_worker(asked)
         return pid == os.getpid()
 
     return {pid for pid in known if is_mine(pid)}
+
+
+def _is_of_another_worker(pid):
+    """Pytest's workers beside this one have orphans of their own."""
+    mine = f"PYTEST_XDIST_WORKER={os.environ.get('PYTEST_XDIST_WORKER')}".encode()
+    with contextlib.suppress(OSError):
+        told = [entry for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if entry.startswith(mine[:20])]
+        return bool(told) and told != [mine]
+    return False
 
 
 class Killer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,9 +72,10 @@ def reproduce_it(what: str, assignments: Sequence[str], seed: int, seeds: int | 
     if how.rebuild:
         require_nothing_to_run(what, assignments, seeds, overwrite=how.overwrite)
     known = RECIPES[what]()
-    chosen = {name: override(config, assignments) for name, config in known.items() if matches(only, name)}
+    chosen = {name: override(config, assignments) for name, config in known.items() if matches(only, name, families_of(known))}
     if not chosen:
-        raise RecipeError(f"no recipe of {what} has {only!r} in its name; they are {', '.join(known)}")
+        some = ", ".join([*known][:4]) + (f" and {len(known) - 4} others" if len(known) > 4 else "")
+        raise RecipeError(f"no recipe of {what} has {only!r} in its name; they are {some}")
     path = how.out / (f"{what}-{only.replace('/', '-')}" if only else what)  # a part does not replace the whole
     each = list(range(seed, seed + (DEFAULT_SEEDS.get(what, 1) if seeds is None else seeds)))
     if what in OF_IMAGES:
@@ -87,8 +88,17 @@ def reproduce_it(what: str, assignments: Sequence[str], seed: int, seeds: int | 
     {"figure1": report_figure1, "digits": report_digits}[what](chosen, folders, each, path, stdout)
 
 
-def matches(only: str, name: str) -> bool:
-    """Does every part of `only`, split at "/", occur in the name? Numbers are whole: cifar10 does not occur in cifar100."""
+def families_of(names: Iterable[str]) -> set[str]:
+    return {name.split("/")[0] for name in names}
+
+
+def matches(only: str, name: str, families: Collection[str] = ()) -> bool:
+    """Does every part of `only`, split at "/", occur in the name? Numbers are whole: cifar10 does not occur in cifar100, and
+    so is a family at the beginning: gan/cifar10 means no recipe of gan-tuned.
+    """
+    family, _, rest = only.partition("/")
+    if family in families:
+        return name.startswith(f"{family}/") and matches(rest, name)
 
     def occurs(part: str) -> bool:
         before, after = (r"(?<!\d)" if part[0].isdigit() else ""), (r"(?!\d)" if part[-1].isdigit() else "")

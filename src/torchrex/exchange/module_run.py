@@ -26,10 +26,12 @@ from torchrex.exchange.forward_rng import ForwardRandomness
 from torchrex.exchange.module_ensemble import ModuleEnsemble
 from torchrex.exchange.module_work import evaluating
 from torchrex.exchange.noise import PerExample, RepeatedDraws
+from torchrex.exchange.pairing import NoSwaps
 from torchrex.exchange.records import Records
 from torchrex.exchange.run import ReplicaExchange
 from torchrex.exchange.side_by_side import BLOCK, SideBySide
 from torchrex.rng import Streams
+from torchrex.samplers import AdamStart
 from torchrex.targets import Batch
 
 BLOCK_STREAMS = ("pairing", "swap")
@@ -66,6 +68,12 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
             raise InvalidArgumentError(
                 f"{rules.pairing!r} needs fresh minibatch energies for every pair, which a step on one batch cannot give; use "
                 f"EvenOdd() or RandomPair()"
+            )
+        warm = ensemble.sampler.steps if isinstance(ensemble.sampler, AdamStart) else 0
+        if rules.swap_start < warm and rules.ladder.n_pairs and not isinstance(rules.pairing, NoSwaps):
+            raise InvalidArgumentError(
+                f"swaps would be tested from step {rules.swap_start} on, while Adam descends for {warm} steps without "
+                f"temperatures; say swap_start={warm}"
             )
         self.streams = Streams(seed)
         ensemble.start(rules.ladder.n_rungs, self.streams, gpu_only=bool(compiled))

@@ -34,6 +34,8 @@ def _assign(config: C, path: list[str], text: str, key: str) -> C:
     hints = typing.get_type_hints(type(config))
     names = [f.name for f in dataclasses.fields(config) if f.metadata.get("settable", True)]  # type: ignore[arg-type]
     name, *rest = path
+    if name not in names and any(f.name == name for f in dataclasses.fields(config)):  # type: ignore[arg-type]
+        raise ConfigError(f"setting {key!r} belongs to the recipe and is fixed; choose another recipe from `torchrex list`")
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"

@@ -35,16 +35,17 @@ class Kind:
     """What the networks must know of a data set."""
 
     n_train: int
+    n_test: int
     n_classes: int
     size: int = 32  # pixels along a side
     channels: int = 3
 
 
 KINDS: dict[str, Kind] = {
-    "cifar10": Kind(50_000, 10),
-    "cifar100": Kind(50_000, 100),
-    "svhn": Kind(73_257, 10),
-    "digits": Kind(1_297, 10, size=8, channels=1),
+    "cifar10": Kind(50_000, 10_000, 10),
+    "cifar100": Kind(50_000, 10_000, 100),
+    "svhn": Kind(73_257, 26_032, 10),
+    "digits": Kind(1_297, 500, 10, size=8, channels=1),
 }
 
 
@@ -86,7 +87,7 @@ class GanConfig:
         kind = self.kind
         most, classes = kind.n_train - self.validation, kind.n_classes
         nearest = min(max(1, round(self.n_labelled / classes)), (most - 1) // classes) * classes
-        images = self.n_generators * self.latents
+        images, held_out = self.n_generators * self.latents, self.validation or kind.n_test
         for name, fine, wanted in (
             ("validation", 0 <= self.validation < kind.n_train, f"at least 0 and less than {kind.n_train}"),
             ("n_labelled", 1 <= self.n_labelled < most, f"at least {classes} and less than the {most} training images"),
@@ -98,7 +99,7 @@ class GanConfig:
             ("latents", self.latents >= 2, "at least 2, for the BatchNorm of a generator"),
             (
                 "latents",
-                images % max(1, self.batch_size) == 0,
+                self.method == "supervised" or images % max(1, self.batch_size) == 0,
                 f"so many that n_generators x latents, {images}, is a multiple of batch_size",
             ),
             ("width", self.width >= 1, "at least 1"),
@@ -114,7 +115,7 @@ class GanConfig:
             ("correction_factor", self.correction_factor > 0, "positive"),
             ("smoothing", 0 < self.smoothing <= 1, "in (0, 1]"),
             ("average_every", 1 <= self.average_every <= self.steps - self.warm_start, "between 1 and steps - warm_start"),
-            ("test_subset", self.test_subset is None or self.test_subset >= 1, "at least 1, or none"),
+            ("test_subset", self.test_subset is None or 1 <= self.test_subset <= held_out, f"between 1 and {held_out}, or none"),
             ("checkpoint_every", self.checkpoint_every >= 1, "at least 1"),
         ):
             if not fine:

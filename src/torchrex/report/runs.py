@@ -156,9 +156,9 @@ def _status(path: Path, result: dict[str, Any] | None, damaged: bool, problems: 
     if result is not None:
         return str(result["status"])
     saved = path / "checkpoints"
-    newest: list[int] = [max(Checkpoints(each).steps(), default=0) for each in shard_folders(saved) or [saved] if each.is_dir()]
-    step = min(newest, default=0)  # shards are resumed each from its own; this is how far all have come
-    where = f"the newest checkpoint is that of step {step:,}" if step else "it left no checkpoint"
+    newest: list[int] = [max(Checkpoints(each).steps(), default=-1) for each in shard_folders(saved) or [saved] if each.is_dir()]
+    step = min(newest, default=-1)  # shards are resumed each from its own; this is how far all have come
+    where = f"the newest checkpoint is that of step {step:,}" if step >= 0 else "it left no checkpoint"
     problems.append(f"there is no result.json: the run has not ended, or was killed; {where}")
     return "unfinished"
 

@@ -104,7 +104,11 @@ class PosteriorEnergy:
             if isinstance(losses, tuple) and len(losses) == 2:
                 losses, descended = losses
                 if not isinstance(descended, Tensor) or descended.ndim != 0:
-                    raise TargetError(f"{self._name} must return (terms of the energy, one number to descend), got {descended!r}")
+                    given = f"shape {tuple(descended.shape)}" if isinstance(descended, Tensor) else type(descended).__name__
+                    raise TargetError(
+                        f"{self._name} must return (terms of the energy, one number to descend), in this order, but the second "
+                        f"has {given}"
+                    )
         else:
             target = self._target(batch)
             output = self.output(module, batch)
@@ -116,7 +120,8 @@ class PosteriorEnergy:
                     + ": one was spread over the other; give both the same shape"
                 )
         if not isinstance(losses, Tensor):
-            raise TargetError(f"{self._name} must return a tensor with one value per example, got {type(losses).__name__}")
+            pair = ", or that and one number to descend as a pair (terms, number)" if self._per_example is not None else ""
+            raise TargetError(f"{self._name} must return a tensor with one value per example{pair}; got {type(losses).__name__}")
         if losses.ndim == 0:
             raise TargetError(
                 f"{self._name} returned one number for the whole batch; the noise of the swap test needs one value per example, "

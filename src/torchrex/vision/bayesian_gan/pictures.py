@@ -9,6 +9,7 @@ from torchrex.exchange.module_work import evaluating
 from torchrex.vision.bayesian_gan.nets import Generators
 
 MARGIN = 2  # pixels between images
+SMALLEST_SHOWN = 32  # pixels along a side; smaller images are enlarged
 
 
 def sample_grid(generators: Generators, n_each: int, seed: int, *, most_rows: int = 10) -> Tensor:
@@ -22,6 +23,8 @@ def sample_grid(generators: Generators, n_each: int, seed: int, *, most_rows: in
 
 def grid_of(images: Tensor) -> Tensor:
     """Images (rows, columns, channels, height, width) in [-1, 1] on a white ground, as bytes (height, width, channels)."""
+    times = max(1, SMALLEST_SHOWN // images.shape[-1])
+    images = images.repeat_interleave(times, -1).repeat_interleave(times, -2)
     bytes_ = ((images.float().cpu() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 1, 3, 4, 2)
     rows, columns, height, width, channels = bytes_.shape
     canvas = torch.full(
