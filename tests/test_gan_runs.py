@@ -245,8 +245,8 @@ def test_others_read_it_as_well(channels, tmp_path):
 
 def test_the_samples_are_a_row_for_each_generator(whole):
     grid = decoded(whole["samples.png"])
-    assert grid.shape == (2 * 10 + 2, 10 * 10 + 2, 1)
-    assert grid[2:10, 2:10].float().std() > 0.1, "nothing is drawn"
+    assert grid.shape == (2 * 34 + 2, 10 * 34 + 2, 1)
+    assert grid[2:34, 2:34].float().std() > 0.1, "nothing is drawn"
 
 
 # Data
@@ -377,7 +377,7 @@ def test_a_class_without_images_to_label(cli, tmp_path, monkeypatch, without):
     y[y == without] = 0
     save_images(ImageSet("cifar10", 10, x, y, *test), tmp_path / "data")
     monkeypatch.setenv("TORCHREX_DATA", str(tmp_path / "data"))
-    monkeypatch.setitem(gan.KINDS, "cifar10", Kind(800, 10))
+    monkeypatch.setitem(gan.KINDS, "cifar10", Kind(800, 100, 10))
     settings = ["n_labelled=100", "steps=2", "warm_start=1", "average_every=1", "width=2"]
     code, _, err = cli("run", "gan/cifar10-4000", "--device", "cpu", "--out", tmp_path / "runs", settings=settings)
     assert code == 2
