@@ -64,7 +64,7 @@ def of(run, replica, part="parameters"):
     return {name: tensor.clone() for name, tensor in {**first, **own}.items()}
 
 
-def require_alike(run):
+def assert_alike(run):
     """What is shared is the same in all replicas to the last bit, statistics included; what is not differs."""
     first, *others = [dict(module.state_dict()) for module in run.ensemble.modules]
     for other in others:
@@ -81,13 +81,13 @@ def test_they_stay_alike_whatever_happens(sampler, momentum):
     """50 steps with swaps at nearly every one, from the end of the warm start on."""
     warm = sampler.steps if isinstance(sampler, tr.AdamStart) else 0
     run = make(sampler=sampler, momentum=momentum, swap_start=warm)
-    require_alike(run)
+    assert_alike(run)
     accepted, cold, start = 0, set(), of(run, 0)
     for batch in batches(50 + warm, dtype=torch.float64):
         info = run.step(batch)
         accepted += int(info.accepted.sum())
         cold.add(run.replica_at(0))
-        require_alike(run)
+        assert_alike(run)
     assert accepted > 30
     assert cold == {0, 1, 2}
     assert float((of(run, 0)["common.0.weight"] - start["common.0.weight"]).norm()) > 0.1, "nothing moved"
@@ -95,9 +95,13 @@ def test_they_stay_alike_whatever_happens(sampler, momentum):
 
 def test_in_single_precision_too():
     run = make(model=lambda: Parts(torch.float32))
+    start = of(run, 0)["common.0.weight"]
     for batch in batches(50):
         run.step(batch)
-        require_alike(run)
+        assert_alike(run)
+    moved = of(run, 0)["common.0.weight"]
+    assert moved.dtype == torch.float32
+    assert float((moved - start).norm()) > 0.1
 
 
 class Frozen(Parts):
@@ -110,10 +114,14 @@ class Frozen(Parts):
 
 def test_frozen_weights_among_them_are_alike():
     run = make(model=Frozen)
-    require_alike(run)
+    assert_alike(run)
+    frozen, bias = (run.ensemble.modules[1].state_dict()[f"common.0.{name}"].clone() for name in ("weight", "bias"))
     for batch in batches(3, dtype=torch.float64):
         run.step(batch)
-    require_alike(run)
+    assert_alike(run)
+    after = run.ensemble.modules[1].state_dict()
+    assert torch.equal(after["common.0.weight"], frozen)
+    assert not torch.equal(after["common.0.bias"], bias)
 
 
 def forces(run, batch):

@@ -20,6 +20,7 @@ from torchrex.exchange.module_replicas import Model, ModuleReplicas
 from torchrex.exchange.module_work import assemble_energy, prior_terms, require_one_size, size_of, untouched_buffers, update_rows
 from torchrex.exchange.momentum import after_swap
 from torchrex.exchange.philox import MASK, keys_of, normals
+from torchrex.exchange.rows import Rows
 from torchrex.rng import Streams, derive_seed
 from torchrex.samplers import SGLD, AdamStart, Sampler
 from torchrex.targets import Batch, Energy, GaussianPrior, Noise, PosteriorEnergy
@@ -258,41 +259,43 @@ class ModuleEnsemble(ModuleReplicas):
 
     def move(self, gradient: Tensor, noise: Noise, *, lr: Tensor, temperature: Tensor) -> ModuleEnsemble:
         """Move every replica in place with the lr and temperature (replicas, 1) of its rung."""
-        now = self.sampler.numbers_at(self.clock)
-        self._update(
-            self.position,
-            self.velocity,
-            self.squares,
-            gradient,
-            None if self.counted_noise else self._normals("move"),
-            self._move_keys,
-            self.clock,
-            now,
-            self._precision,
-            self._pending,
-            self.mesh.local(lr),
-            self.mesh.local(temperature),
-            self.sampler,
-        )
+        numbers = None if self.counted_noise else self._normals("move")
+        own = self.mesh.local(lr), self.mesh.local(temperature)
+        self._move_rows(self.rows, gradient, numbers, self._move_keys, self._precision, self._pending, *own)
         self._pending = None
         if self.common is not None:
             coldest = temperature.argmin(0, keepdim=True)  # who stands there changes with the swaps
-            self._update(
-                self.common.position,
-                self.common.velocity,
-                self.common.squares,
-                self.common.gradient,
-                None if self.counted_noise else self._common_normals(),
-                self._common_keys,
-                self.clock,
-                now,
-                self._common_precision,
-                None,
-                lr.gather(0, coldest),
-                temperature.gather(0, coldest),
-                self.sampler,
-            )
+            numbers = None if self.counted_noise else self._common_normals()
+            cold = lr.gather(0, coldest), temperature.gather(0, coldest)
+            self._move_rows(self.common, self.common.gradient, numbers, self._common_keys, self._common_precision, None, *cold)
         return self
+
+    def _move_rows(
+        self,
+        rows: Rows,
+        gradient: Tensor,
+        numbers: Tensor | None,
+        keys: Tensor,
+        precision: Tensor | float | None,
+        rescaled: tuple[Tensor, Tensor, Tensor] | None,
+        lr: Tensor,
+        temperature: Tensor,
+    ) -> None:
+        self._update(
+            rows.position,
+            rows.velocity,
+            rows.squares,
+            gradient,
+            numbers,
+            keys,
+            self.clock,
+            self.sampler.numbers_at(self.clock),
+            precision,
+            rescaled,
+            lr,
+            temperature,
+            self.sampler,
+        )
 
     def draw_of(self, replica: Tensor) -> Tensor:
         """Nothing: which weights make a draw is the recorders' choice."""
