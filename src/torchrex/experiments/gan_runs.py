@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrex.checkpoint import Checkpoints
 from torchrex.errors import DataError, NonFiniteEnergyError
 from torchrex.exchange import ModuleExchange
 from torchrex.exchange.module_work import evaluating
@@ -18,9 +17,9 @@ from torchrex.experiments.curves import binned, rounded
 from torchrex.experiments.digits import digit_images
 from torchrex.experiments.gan import GanConfig
 from torchrex.experiments.jobs import Job, Trained
+from torchrex.experiments.members import member_of
 from torchrex.posterior import PosteriorAverage
 from torchrex.posterior.progress import Callback
-from torchrex.recording import Trace
 from torchrex.rng import derive_seed
 from torchrex.targets import DeviceLoader
 from torchrex.training import Member, Outcome, train_together
@@ -68,23 +67,9 @@ def train_gans(
     for job in jobs:
         supervised = job.config.method == "supervised"
         energy = energies.setdefault((supervised, job.config.prior_precision), job.config.energy())
-        average = PosteriorAverage(
-            test,
-            every=job.config.average_every,
-            burn_in=job.config.warm_start,
-            rungs=tuple(range(job.config.n_rungs)),
-            history=True,
-        )
-        members.append(
-            Member(
-                job.config.run(job.seed, on, energy),
-                [average],
-                Trace(TRACE_EVERY),
-                None if job.checkpoints is None else Checkpoints(job.checkpoints),
-                {"recipe": job.config.recipe},
-                observers=job.observers,
-            )
-        )
+        run = job.config.run(job.seed, on, energy)
+        times = {"every": job.config.average_every, "burn_in": job.config.warm_start, "traced": TRACE_EVERY}
+        members.append(member_of(job, run, test, **times))
     try:
         with few_threads(0):
             outcome = train_together(

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrex.checkpoint import Checkpoints
 from torchrex.errors import DataError, NonFiniteEnergyError
 from torchrex.experiments.curves import binned, rounded
 from torchrex.experiments.images import N_TRAINING, ImageConfig
 from torchrex.experiments.jobs import Job, Trained
+from torchrex.experiments.members import member_of
 from torchrex.posterior import PosteriorAverage
 from torchrex.posterior.progress import Callback
-from torchrex.recording import Trace
 from torchrex.rng import derive_seed
 from torchrex.targets import DeviceLoader
 from torchrex.training import Member, Outcome, train_together
@@ -49,23 +48,8 @@ def train_images(
     for job in jobs:
         energy = job.config.energy()
         energy = energies.setdefault((job.config.weight_decay, job.config.prior_in_swaps), energy)  # its repr is rounded
-        average = PosteriorAverage(
-            test,
-            every=config.steps_per_epoch,
-            burn_in=job.config.burn_in,
-            rungs=tuple(range(job.config.n_rungs)),
-            history=True,
-        )
-        members.append(
-            Member(
-                job.config.run(job.seed, on, energy),
-                [average],
-                Trace(max(1, config.steps_per_epoch // TRACES_PER_EPOCH)),
-                None if job.checkpoints is None else Checkpoints(job.checkpoints),
-                {"recipe": job.config.recipe},
-                observers=job.observers,
-            )
-        )
+        run, traced = job.config.run(job.seed, on, energy), max(1, config.steps_per_epoch // TRACES_PER_EPOCH)
+        members.append(member_of(job, run, test, every=config.steps_per_epoch, burn_in=job.config.burn_in, traced=traced))
     try:
         outcome = train_together(
             members,
