@@ -199,7 +199,7 @@ def test_noise_above_4_is_not_fine_whatever_was_accepted(figure1):
     assert f"An F of about {about(found.numbers['factor_for_10_percent'])} (10 % accepted) would swap, with bias;" in found.words
     assert finding_of(swaps(9.0), "swaps").severity == "fine"  # s = 3.8
     # The same noise of 9, with 9 or 10 swaps of each chain in 2,000 tests, 0.5 %.
-    for n, title in ((9, "hardly any swaps"), (10, "swaps")):
+    for n, title in ((9, "few swaps"), (10, "swaps")):
         some = {"accepted": torch.full((1, 16), n), "proposed": torch.full((1, 16), 2_000)}
         (told,) = (each for each in swaps(9.0, **some) if "accepted" in each.numbers)
         assert told.title == title
@@ -331,7 +331,7 @@ def test_what_a_run_has_already_is_no_advice(figure1):
     """At F = 1 with 3 % of few tests: not an F of 1, no bias, and nothing to change but the length."""
     run = figure1("case1-resgld")
     short = replace(run.history, accepted=torch.full((1, 16), 3), proposed=torch.full((1, 16), 100))
-    found = finding_of(check_ladder(replace(run, history=short)), "hardly any swaps")
+    found = finding_of(check_ladder(replace(run, history=short)), "few swaps")
     assert found.words.endswith("this run has F = 1. Run longer.")
     sentence = doctor_advice._sentence
     for factor, rate, low, high, wanted in (

@@ -18,11 +18,18 @@ FEW_SWAPS = 10  # of a chain: fewer leave the mixing between modes to chance
 LOUD = 4.0  # noise s above which an unbiased test accepts less than 4.6 % of swaps between equal energies
 NEARLY_ALL = 0.9
 BEYOND_UNBIASED = 2.0  # times the swaps of F = 1
+MISSING = ("no swaps", "hardly any swaps", "few swaps")  # titles of findings, the worst first
 
 
 def too_few(findings: Iterable[Finding]) -> bool:
     """Do they say that swaps are missing? Then what else follows from that need not be said."""
-    return any(finding.title in ("no swaps", "hardly any swaps") for finding in findings)
+    return any(finding.title in MISSING for finding in findings)
+
+
+def _missing(accepted: int, rate: float) -> str:
+    """How short it falls: six swaps in twenty tests are few because the run is, six in ten thousand because hardly any pass."""
+    none, hardly_any, few = MISSING
+    return none if accepted == 0 else hardly_any if rate <= HARDLY_ANY else few
 
 
 def swap_findings(run: LoadedRun, evidence: Evidence) -> list[Finding]:
@@ -96,7 +103,7 @@ def _few(run: LoadedRun, evidence: Evidence, pair: int, made: str, noise: str, n
     told = f"{end} {advice} {noise}." if end else f"{noise}; this run has F = {number(evidence.factor)}. {advice}"
     words = f"{made}.{seen} {told}"
     severity: Severity = "problem" if trips < 1 else "warning" if trips < FEW_SWAPS or numbers["noise_s"] > LOUD else "note"
-    title = "no swaps" if numbers["accepted"] == 0 else "hardly any swaps"
+    title = _missing(numbers["accepted"], numbers["acceptance_rate"])
     return Finding(severity, title, words, {**numbers, **more, "round_trips_per_chain": trips, "restarts_per_chain": restarts})
 
 
@@ -138,7 +145,7 @@ def count_findings(run: LoadedRun, counts: list[Counted]) -> Iterable[Finding]:
         advice, more = "", dict[str, Any]()
         if run.ladder is not None and factor is not None:
             advice, more = advise_from_counts(worst, run.ladder.temperatures, factor)
-        title = "no swaps" if worst.accepted == 0 else "hardly any swaps"
+        title = _missing(worst.accepted, numbers["acceptance_rate"])
         severity: Severity = "problem" if run.status == "finished" and worst.accepted == 0 else "warning"
         yield Finding(severity, title, f"{made}. {advice}".rstrip(), {**numbers, **more})
     else:
