@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -29,6 +30,7 @@ from torchrex.vision.bayesian_gan import (
     sample_grid,
     supervised_losses,
     to_unit_range,
+    variety,
 )
 from torchrex.vision.bayesian_gan.losses import log_fake, log_real
 from torchrex.vision.bayesian_gan.nets import Upsampling
@@ -416,6 +418,25 @@ def test_a_grid_shows_each_generator_in_a_row():
     assert set(grid[:2].flatten().tolist()) == {255}
     assert sample_grid(generators, 4, 7, most_rows=2).shape == (2 * 34 + 2, 4 * 34 + 2, 1)
     assert not torch.equal(sample_grid(generators, 4, 8), grid)
+
+
+def test_variety_is_that_within_a_generator():
+    """Real images that differ by 2 in every pixel; three generators of which two make one image each, all different."""
+    real = torch.stack([torch.full((1, 8, 8), -1.0), torch.full((1, 8, 8), 1.0)])  # standard deviation sqrt(2)
+    generators = small().generators
+    z = torch.rand((100, 3, 5), generator=torch.Generator().manual_seed(7)) * 2 - 1
+    with torch.no_grad():
+        generators.first[1:] = 0.0  # whatever the latent
+        for k in (1, 2):
+            generators.norms[0].bias[k * len(generators.norms[0].bias) // 3 :] = 0.5 * k
+    before = {name: buffer.clone() for name, buffer in generators.named_buffers()}
+    found = variety(generators, real, 7)
+    assert same(before, dict(generators.named_buffers()))
+    images = copy.deepcopy(generators).eval()(z).detach()
+    assert images[:, 1:].std(0).max() < 1e-6
+    assert images.mean(0).std(0).mean() > 1e-3  # the generators differ from each other, which is no variety
+    assert found == pytest.approx(float(images[:, 0].std(0).mean()) / 3 / 2**0.5, rel=1e-4)
+    assert found > 0
 
 
 # On the engine

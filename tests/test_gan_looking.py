@@ -102,11 +102,25 @@ def four(tmp_path_factory):
 # The doctor
 
 
+def test_collapsed_generators_are_told(four):
+    """Each makes nearly one image; older results and discriminators alone do not say, and then nothing is said."""
+    run = four["-sghmc"]
+    assert not [each for each in diagnose(run).findings if "generators" in each.title]
+
+    def with_variety(value):
+        return replace(run, result={**run.result, "metrics": {**run.result["metrics"], "variety": value}})
+
+    collapsed = finding_of(diagnose(with_variety(0.24)).findings, "the generators have collapsed")
+    assert collapsed.severity == "warning"
+    assert collapsed.words.startswith("The images of one generator vary by 0.24 of what real images do, less than 0.25")
+    assert finding_of(diagnose(with_variety(0.25)).findings, "generators").severity == "fine"
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_warm_start_is_told_and_no_fault(four, method):
     diagnosis = diagnose(four[method])
     titles = {finding.title for finding in diagnosis.findings if finding.severity in ("problem", "warning")}
-    assert titles <= {"hardly any swaps"}, diagnosis.findings
+    assert titles <= {"hardly any swaps", "few swaps"}, diagnosis.findings
     assert bool(titles) == (method == "")  # two swaps are few, whatever came before
     found = finding_of(diagnosis.findings, "warm start")
     assert found.severity == "note"

@@ -41,6 +41,7 @@ def write(tmp_path):
         numbers = {"n_draws": 2, "nll": 0.625, "ece": 0.031, "brier": 0.25, "called_fake": 0.125, "seconds_per_step": 0.03}
         below = {"accuracy": 0.0, "best_accuracy": -0.25, "single_accuracy": 2.0, "paper_accuracy": -3.0}
         numbers |= {name: (accuracy - less) / 100 for name, less in below.items()}
+        numbers |= {} if config.method == "supervised" else {"variety": 0.375}
         courses = {"step": [0], "draw_step": [9_000, 15_000], "probabilities_accuracy": [0.7, accuracy / 100]}
         if config.n_rungs > 1:
             numbers |= {"pooled_accuracy": pooled / 100, "pooled_nll": 0.5}
@@ -97,7 +98,8 @@ def test_a_row_by_hand(write, rebuild):
             "ours %": "80.00±2.00",
         },
         **{"n": "3", "off by (s.e.)": f"{row['z']:+.1f}", "both rungs %": "81.50±2.00", "one net %": "78.00"},
-        **{"their score %": "83.00", "called fake %": "12.5", "NLL": "0.625", "ECE %": "3.10", "swaps": "2, 3, 4", "min": "1.5"},
+        **{"their score %": "83.00", "called fake %": "12.5", "variety": "0.38", "NLL": "0.625", "ECE %": "3.10"},
+        **{"swaps": "2, 3, 4", "min": "1.5"},
     }
     assert "80.00±2.00" in out
     assert "as the authors' code scores" in markdown

@@ -175,7 +175,7 @@ def test_the_seed_decides(tmp_path, whole):
 def test_numbers_of_a_pair(whole):
     kinds = [f"{prefix}{kind}" for prefix in ("", "pooled_") for kind in ("", "single_")]
     names = {f"{kind}{name}" for kind in kinds for name in ("accuracy", "nll", "brier", "ece")}
-    more = {"best_accuracy", "pooled_best_accuracy", "n_draws", "mutual_information", "paper_accuracy", "called_fake"}
+    more = {"best_accuracy", "pooled_best_accuracy", "n_draws", "mutual_information", "paper_accuracy", "called_fake", "variety"}
     assert set(whole["metrics"]) == names | more
     assert whole["curves"]["draw_step"] == [8, 10, 12]
     assert whole["trace"]["probabilities"].shape == (500, 10)

@@ -21,6 +21,7 @@ WORDS = {
     "single_accuracy": "accuracy of the last network",
     "paper_accuracy": "the same, of images not called fake",  # by which a GAN's authors score it
     "called_fake": "share called fake",
+    "variety": "variety of a generator (real images: 1)",
     "pooled_accuracy": "accuracy, all rungs pooled",
     "nll": "NLL of the average",
     "ece": "ECE of the average",

@@ -24,7 +24,7 @@ from torchrex.rng import derive_seed
 from torchrex.targets import DeviceLoader
 from torchrex.training import Member, Outcome, train_together
 from torchrex.vision.augment import evaluation_batches
-from torchrex.vision.bayesian_gan import BayesianGAN, WithLabelled, sample_grid, to_unit_range
+from torchrex.vision.bayesian_gan import BayesianGAN, WithLabelled, sample_grid, to_unit_range, variety
 from torchrex.vision.data import data_folder, label_subset, load_images, stratified_split, stratified_subset
 
 logger = logging.getLogger("torchrex")
@@ -33,6 +33,7 @@ TRACE_EVERY = 10  # steps
 CURVE_POINTS = 150  # of a run, in result.json
 EVALUATION_BATCH = 2500
 SAMPLES = 10  # images of each generator in the picture
+REAL = 500  # images that what the generators make is compared with
 MANY_STEPS = 2_000  # of the networks for 32 x 32 pixels, more than a CPU takes while one waits
 
 
@@ -85,7 +86,8 @@ def train_gans(
         if any(member.failure is None for member in members):
             raise
         outcome = Outcome("failed")  # all of them, each for its own reason
-    return outcome, [_trained(job, member, outcome, test) for job, member in zip(jobs, members, strict=True)]
+    real = normalise(images.unlabelled[:REAL])
+    return outcome, [_trained(job, member, outcome, test, real) for job, member in zip(jobs, members, strict=True)]
 
 
 def images_of(config: GanConfig, seed: int) -> GanImages:
@@ -123,7 +125,7 @@ def loader_of(config: GanConfig, images: GanImages, seed: int, device: torch.dev
     return DeviceLoader(unlabelled, config.batch_size, seed=derive_seed(seed, "unlabelled"), last="wrap", augment=beside)
 
 
-def _trained(job: Job, member: Member, outcome: Outcome, test: list[tuple[Tensor, Tensor]]) -> Trained:
+def _trained(job: Job, member: Member, outcome: Outcome, test: list[tuple[Tensor, Tensor]], real: Tensor) -> Trained:
     assert member.trace is not None
     if member.failure is not None or outcome.status != "finished":
         return Trained(member.trace, failure=member.failure)
@@ -134,7 +136,10 @@ def _trained(job: Job, member: Member, outcome: Outcome, test: list[tuple[Tensor
     metrics["seconds_per_step"] = outcome.seconds / config.n_steps
     module = member.run.module_at(0)
     assert isinstance(module, BayesianGAN)
-    pictures = {} if module.generators is None else {"samples": sample_grid(module.generators, SAMPLES, job.seed)}
+    pictures = {}
+    if module.generators is not None:
+        pictures["samples"] = sample_grid(module.generators, SAMPLES, job.seed)
+        metrics["variety"] = variety(module.generators, real, job.seed)
     curves = curves_of(config, member.trace.tensors(), average)
     return Trained(member.trace, metrics, curves, {"probabilities": average.probabilities(0)}, pictures=pictures)
 

@@ -18,6 +18,7 @@ from torchrex.report.doctor_average import check_average
 from torchrex.report.doctor_checkpoints import are_large, checkpoint_findings, look_at_checkpoints
 from torchrex.report.doctor_draws import SLOW_CHECKS, check_convergence, check_tail, check_temperature
 from torchrex.report.doctor_evidence import history_from_remains
+from torchrex.report.doctor_generators import check_generators
 from torchrex.report.doctor_ladder import check_ladder
 from torchrex.report.doctor_warm_start import check_warm_start
 from torchrex.report.findings import QUICK, SEVERITIES, Check, Diagnosis, Finding
@@ -31,6 +32,7 @@ CHECKS: dict[Check, str] = {
     check_tail: "whether its noise is Gaussian",
     check_average: "how its average does",
     check_warm_start: "where its temperatures begin to hold",
+    check_generators: "whether its generators have collapsed",
 }
 
 

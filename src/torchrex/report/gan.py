@@ -118,6 +118,7 @@ def row_of(cell: GanCell, method: str) -> dict[str, Any]:
     """Everything known of a row. Accuracies, the calibration error and the share called fake are in percent."""
     runs = list(cell.methods[method].values())
     paper, rungs = paper_number(cell.data, cell.n_labelled, method), runs[0].recipe.n_rungs
+    varieties = {run.seed: run.number("variety") for run in runs if "variety" in run.result["metrics"]}
     return {
         "family": cell.family,
         "data": cell.data,
@@ -130,6 +131,7 @@ def row_of(cell: GanCell, method: str) -> dict[str, Any]:
         "settings": dict(cell.settings.others),
         **beside_the_paper(cell.values(method, "accuracy"), paper, tested=cell.as_the_paper),
         **{name: summary(cell.values(method, name)) for name in NUMBERS},
+        "variety": summary(varieties) if varieties else None,
         **{
             f"pooled_{name}": summary(cell.values(method, f"pooled_{name}")) if rungs > 1 else None
             for name in ("accuracy", "nll")

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
+from torchrex.experiments.gan_recipes import gan_cell
 from torchrex.report.gan import FAMILIES, METHODS, PAPER_STEPS, GanCell, GanTable, contributions, row_of
 from torchrex.report.image_words import (
     Columns,
@@ -53,6 +54,7 @@ WIDE: Columns = {
     "one net %": mean_of("single_accuracy"),
     "their score %": mean_of("paper_accuracy"),
     "called fake %": mean_of("called_fake", 1),
+    "variety": mean_of("variety"),
     "NLL": mean_of("nll", 3),
     "ECE %": mean_of("ece"),
     "swaps": every_seeds_swaps,
@@ -119,6 +121,7 @@ def notes(table: GanTable, heads: Iterable[str]) -> list[str]:
         ("one net", "the newest network of rung 0 alone."),
         ("their score", "as the authors' code scores: the newest network of rung 0 alone, images that it calls fake left out."),
         ("called fake", "the test images that are left out so."),
+        ("variety", "of one generator's images, in units of real images'; 0 where it makes one image only."),
         ("min", "of the group that trained together."),
     ):
         if head in shown and (head != "both rungs" or any(row["pooled_accuracy"] for row in rows)):
@@ -130,9 +133,10 @@ def notes(table: GanTable, heads: Iterable[str]) -> list[str]:
         if METHODS[method] in methods:
             said.append(f"{METHODS[method]}: {words}")
     if any(row["family"] == "gan-tuned" for row in rows):
+        tuned = gan_cell("cifar10", 4000, "resghmc", "gan-tuned")
         said.append(
-            "tuned: a steady learning rate of 2e-4 and fifty times that for SGHMC, chosen on validation images of CIFAR-10, and "
-            "a draw every 100 steps; temperatures and F are the paper's."
+            f"tuned: a steady learning rate of {tuned.lr_of_mean:g} and {tuned.sampling_lr:g} times that for SGHMC, chosen on "
+            f"validation images of CIFAR-10, and a draw every {tuned.average_every} steps; temperatures and F are the paper's."
         )
     shorter = sorted({row["steps"] for row in rows} - {PAPER_STEPS})
     if shorter:

@@ -38,6 +38,7 @@ LABELS = {
     "pooled_accuracy": "accuracy, all rungs, %",
     "paper_accuracy": "accuracy as the authors count, %",
     "called_fake": "called generated, %",
+    "variety": "variety of a generator, real images 1",
     "nll": "NLL, nats",
     "single_nll": "NLL of one net, nats",
     "ece": "ECE, %",

@@ -3,7 +3,7 @@
 from torchrex.vision.bayesian_gan.batches import WithLabelled, to_unit_range
 from torchrex.vision.bayesian_gan.losses import gan_losses, gan_terms, supervised_losses
 from torchrex.vision.bayesian_gan.nets import BayesianGAN, Discriminator, Generators
-from torchrex.vision.bayesian_gan.pictures import sample_grid
+from torchrex.vision.bayesian_gan.pictures import sample_grid, variety
 
 __all__ = [
     "BayesianGAN",
@@ -15,4 +15,5 @@ __all__ = [
     "sample_grid",
     "supervised_losses",
     "to_unit_range",
+    "variety",
 ]

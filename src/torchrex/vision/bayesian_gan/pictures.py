@@ -1,4 +1,4 @@
-"""What the generators make, as a picture: a row for each generator."""
+"""What the generators make: as a picture with a row for each of them, and how much it varies."""
 
 from __future__ import annotations
 
@@ -14,11 +14,25 @@ SMALLEST_SHOWN = 32  # pixels along a side; smaller images are enlarged
 
 def sample_grid(generators: Generators, n_each: int, seed: int, *, most_rows: int = 10) -> Tensor:
     """(height, width, channels) bytes: `n_each` images of each of the first generators, in evaluation mode, by the seed alone."""
+    return grid_of(_generated(generators, n_each, seed).transpose(0, 1)[:most_rows])
+
+
+def variety(generators: Generators, real: Tensor, seed: int, *, n_each: int = 100) -> float:
+    """How much the images of one generator differ, in units of real ones (n, channels, height, width): 0 if it makes one only.
+
+    The standard deviation over images, averaged over pixels and then over generators.
+    """
+    of_each = _generated(generators, n_each, seed).float().std(0).flatten(1).mean(1)
+    return float(of_each.mean().cpu() / real.float().std(0).mean().cpu())
+
+
+def _generated(generators: Generators, n_each: int, seed: int) -> Tensor:
+    """(n_each, generators, channels, height, width), in evaluation mode."""
     shape = (n_each, generators.n_generators, generators.latent)
     latent = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
     with evaluating(generators):
-        images = generators(latent.to(generators.first.device))
-    return grid_of(images.transpose(0, 1)[:most_rows])
+        images: Tensor = generators(latent.to(generators.first.device))
+    return images
 
 
 def grid_of(images: Tensor) -> Tensor:
