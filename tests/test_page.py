@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -204,6 +205,20 @@ def test_seeds_are_one_row_and_other_settings_another(tmp_path):
     paths = [tmp_path / "a/digits/resghmc/seed=0", tmp_path / "a/digits/resghmc/seed=1", folder]
     (family,) = families([load_run(path) for path in paths])
     assert [(len(row.runs), row.label) for row in family.rows] == [(2, "resghmc (hidden=64)"), (1, "resghmc (hidden=32)")]
+
+
+def test_a_seed_counts_once(tmp_path):
+    """A copy of a run makes no mean more certain; it is told beside the number of seeds."""
+    paths = [write_digits(tmp_path / "a", seed=seed) for seed in (0, 1)]
+    (family,) = families([load_run(path) for path in paths])
+    (two,) = family.rows
+    copied = [shutil.copytree(path, tmp_path / "b" / path.relative_to(tmp_path / "a")) for path in paths[:1]]
+    (family,) = families([load_run(path) for path in [*paths, *copied]])
+    (row,) = family.rows
+    assert (len(row.runs), len(row.finished), row.again, two.again) == (3, 2, 1, 0)
+    assert cell(row, "accuracy") == cell(two, "accuracy")
+    write_page([tmp_path], tmp_path / "page.html")
+    assert "2 of 3, 1 of the same seed" in (tmp_path / "page.html").read_text()
 
 
 def test_numbers_of_the_paper_stand_beside_image_runs(tmp_path):

@@ -51,6 +51,11 @@ def _seeds(row: Row) -> str:
     out = [run for run in row.runs if run not in row.finished]
     damaged = [run for run in out if run.status == "damaged" or "config.json" in run.damaged]
     unknown = [run for run in out if not run.config and run not in damaged]
-    counts = ((len(damaged), "damaged"), (len(unknown), "without config.json"), (len(row.empty), "empty"))
-    marks = [f"{count} {word}" for count, word in counts if count]
+    counts = {
+        "damaged": len(damaged),
+        "without config.json": len(unknown),
+        "empty": len(row.empty),
+        "of the same seed": row.again,
+    }
+    marks = [f"{count} {word}" for word, count in counts.items() if count]
     return str(n) if finished == n else ", ".join([f"{finished} of {n}", *marks])

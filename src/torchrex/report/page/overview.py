@@ -79,8 +79,17 @@ class Row:
 
     @property
     def finished(self) -> list[LoadedRun]:
-        """The runs whose numbers are shown."""
-        return [run for run in with_known_settings(self.runs) if run.status == "finished"]
+        """The runs whose numbers are shown: of a seed that was run or copied into several folders, the first."""
+        by_seed: dict[int | Path, LoadedRun] = {}
+        for run in with_known_settings(self.runs):
+            if run.status == "finished":
+                by_seed.setdefault(run.seed if run.seed >= 0 else run.path, run)
+        return list(by_seed.values())
+
+    @property
+    def again(self) -> int:
+        """How many finished runs are left out because their seed is there already."""
+        return sum(run.status == "finished" for run in with_known_settings(self.runs)) - len(self.finished)
 
 
 @dataclass
