@@ -194,14 +194,14 @@ def table3_table(record: dict[str, Any]) -> str:
         ]
         words += [spread(row["pooled_accuracy"], "-"), f"{row['single_accuracy']['mean']:.2f}"]
         words += [f"{row['paper_accuracy']['mean']:.2f}", f"{row['called_fake']['mean']:.1f}", f"{row['nll']['mean']:.3f}"]
-        others = ", ".join(f"{name}={value}" for name, value in row["settings"].items())
-        lines.append("| " + " | ".join([*words, swaps_of(row), f"{row['steps']:,}", others or "the recipe's"]) + " |")
+        settings = ", ".join([row["family"], *(f"{name}={value}" for name, value in row["settings"].items())])
+        lines.append("| " + " | ".join([*words, swaps_of(row), f"{row['steps']:,}", settings]) + " |")
     lines += ["", "± is two standard deviations over n seeds. Differences in points, paired by seed, ± standard error:", ""]
     cells: dict[str, list[str]] = {}
     for effect in record["contributions"]:
         if effect["n"] and effect["metric"].endswith("accuracy"):
             others = "".join(f", {name}={value}" for name, value in effect["settings"].items())
-            where = f"{effect['data']}, {effect['n_labelled']} labels, {effect['steps']:,} steps{others}"
+            where = f"{effect['family']}, {effect['data']}, {effect['n_labelled']} labels, {effect['steps']:,} steps{others}"
             claim = "" if effect["paper"] is None else f", the paper {effect['paper']:+.2f}"
             words = f"{effect['contribution']} ({effect['of']} minus {effect['minus']}) {difference(effect, '')}{claim}"
             cells.setdefault(where, []).append(words)

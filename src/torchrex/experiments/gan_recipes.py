@@ -2,7 +2,7 @@
 
 `gan/...` has the settings of the paper's appendix. They hardly train: the learning rate has fallen to a twentieth before SGHMC
 begins, and a twentieth of 4.5e-4, which is a rate for Adam, leaves SGHMC where the warm start ended. `gan-tuned/...` has a steady
-learning rate of 2e-4 and fifty times that for SGHMC, both chosen on 5,000 validation images of CIFAR-10 with 4,000 labels
+learning rate of 2e-4 and ten times that for SGHMC, both chosen on 5,000 validation images of CIFAR-10 with 4,000 labels
 (results/gan/tuning.json) and taken for all data sets, and a draw every 100 steps; everything else is as in `gan/...`.
 
 A name is `FAMILY/DATA-LABELS`, which means reSGHMC; `-sghmc` is the cold rung alone, `-noswaps` the same ladder without swaps (a
@@ -94,7 +94,7 @@ def gan_cell(data: str, n_labelled: int, method: GanMethod, family: str = "gan")
         hot_temperature=row.temperature[1] / row.temperature[0],
         correction_factor=row.correction_factor,
     )
-    return config if family == "gan" else replace(config, lr_of_mean=2e-4, lr_floor=1.0, sampling_lr=50.0, average_every=100)
+    return config if family == "gan" else replace(config, lr_of_mean=2e-4, lr_floor=1.0, sampling_lr=10.0, average_every=100)
 
 
 def digits_cells() -> list[GanConfig]:
