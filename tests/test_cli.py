@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import json
 import os
@@ -20,9 +21,9 @@ import torch
 from safetensors.torch import load_file
 
 import torchrex
+from command import run_command
 from torchrex import Draws
 from torchrex.cli import app, report, reproduce, reproducing
-from torchrex.cli.main import main
 from torchrex.cli.numbers import Number
 from torchrex.experiments import get_recipe, recipes, run_recipe
 from torchrex.experiments.config import dumps, override
@@ -39,15 +40,7 @@ SMALL = ["--set", "n_steps=400", "--set", "n_runs=4"]
 @pytest.fixture
 def cli(monkeypatch, capsys):
     """Runs the command in this process: (exit code, stdout, stderr)."""
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["torchrex", *map(str, words)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        printed = capsys.readouterr()
-        return end.value.code or 0, printed.out, printed.err
-
-    return call
+    return functools.partial(run_command, monkeypatch, capsys)
 
 
 # Starting

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 from chromium import chromium, find_chromium
 from torchrex.diagnostics import acceptance_from_energies
-from torchrex.experiments.config import dumps
 from torchrex.experiments.png import png
 from torchrex.experiments.recipes import get_recipe
 from torchrex.report.compare import compare_folders
@@ -29,6 +28,7 @@ from torchrex.report.page.overview import cell, columns, families, label, overla
 from torchrex.report.page.pictures import pictures_of, size_of, within_the_page
 from torchrex.report.runs import load_run
 from torchrex.report.settings_that_matter import differing_that_matter
+from written_runs import write_run
 
 STEPS, WARM_START, EVERY = 1_000, 600, 10
 METHODS = ("", "-sghmc", "-noswaps", "-supervised")
@@ -74,13 +74,8 @@ def write_gan(
         "last_accuracy": [0.58, 0.59, 0.58, 0.59],
     }
     swaps = [{"pair": [0, 1], "accepted": len(when), "proposed": proposed, "acceptance_rate": len(when) / max(1, proposed)}]
-    result = {"recipe": recipe, "seed": seed, "status": status, "metrics": metrics, "swaps": swaps * (rungs - 1)}
-    result |= {"date": "2026-01-02T03:04:05+00:00", "wall_seconds": 1.5, "device": "CPU", "versions": {"torch": "2"}}
-    result |= {"steps_done": STEPS, "curves": curves}
-    folder = out / recipe / f"seed={seed}"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(dumps(config))
-    (folder / "result.json").write_text(dumps(result))
+    given = {"status": status, "metrics": metrics, "swaps": swaps * (rungs - 1), "steps_done": STEPS, "curves": curves}
+    folder = write_run(out, config, seed, **given)
     if with_trace:
         save_file({name: tensor.contiguous() for name, tensor in trace.items()}, folder / "trace.safetensors")
     if not recipe.endswith("-supervised"):

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import torchrex as tr
+from command import run_command
 from modules import same
-from torchrex.cli.main import main
 from torchrex.distributed import ReplicaMesh
 from torchrex.distributed.crew import Crew
 from torchrex.errors import ConfigError, DataError
@@ -57,11 +57,7 @@ def cli(monkeypatch, capsys):
 
     def call(*words, settings=(*SHORT, *SMALL)):
         arguments = [word for assignment in settings for word in ("--set", assignment)]
-        monkeypatch.setattr(sys, "argv", ["torchrex", *map(str, words), *arguments])
-        with pytest.raises(SystemExit) as end:
-            main()
-        printed = capsys.readouterr()
-        return end.value.code or 0, printed.out, printed.err
+        return run_command(monkeypatch, capsys, *words, *arguments)
 
     return call
 
@@ -176,6 +172,7 @@ def test_numbers_of_a_pair(whole):
     kinds = [f"{prefix}{kind}" for prefix in ("", "pooled_") for kind in ("", "single_")]
     names = {f"{kind}{name}" for kind in kinds for name in ("accuracy", "nll", "brier", "ece")}
     more = {"best_accuracy", "pooled_best_accuracy", "n_draws", "mutual_information", "paper_accuracy", "called_fake", "variety"}
+    more |= {"training_mode_accuracy"}
     assert set(whole["metrics"]) == names | more
     assert whole["curves"]["draw_step"] == [8, 10, 12]
     assert whole["trace"]["probabilities"].shape == (500, 10)
@@ -187,8 +184,7 @@ def test_the_authors_score_leaves_out_what_is_called_fake():
 
     class Known(nn.Module):
         def forward(self, x):
-            assert not self.training
-            return logits[x.long()]
+            return logits[x.long()].roll(1, 1) if self.training else logits[x.long()]
 
     module = BayesianGAN(2, 0, size=8, channels=1, width=2)
     module.discriminator = Known()
@@ -197,9 +193,28 @@ def test_the_authors_score_leaves_out_what_is_called_fake():
     )
     labels = torch.tensor([0, 0, 0, 1])
     test = [(torch.arange(4)[part], labels[part]) for part in (slice(0, 3), slice(3, 4))]
-    assert authors_score(run, test) == {"paper_accuracy": 2 / 3, "called_fake": 0.25}
+    score = authors_score(run, test, 2)
+    assert score == {"paper_accuracy": 2 / 3, "called_fake": 0.25, "training_mode_accuracy": 0.5}  # wrong, fake, right, fake
     assert module.training
     assert float((module.eval()(torch.arange(4)).argmax(1) == labels).float().mean()) == 0.75
+
+
+def test_the_score_in_training_mode_is_that_of_batches():
+    """Each batch normalised by itself, nothing left in the running statistics: by hand, and not the same as image by image."""
+    torch.manual_seed(0)
+    module = BayesianGAN(2, 0, size=8, channels=1, width=4)
+    run = types.SimpleNamespace(
+        module_at=lambda rung: module, ensemble=types.SimpleNamespace(casting=lambda: contextlib.nullcontext())
+    )
+    x, y = torch.randn(40, 1, 8, 8) + 3, torch.arange(40) % 2
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    found = authors_score(run, [(x[:24], y[:24]), (x[24:], y[24:])], 8)
+    assert module.training
+    assert same(before, dict(module.named_buffers()))
+    votes = torch.cat([module.discriminator(part).argmax(1) for part in x.split(8)])
+    real = votes < 2
+    assert found["training_mode_accuracy"] == pytest.approx(float((votes == y)[real].double().mean()))
+    assert not torch.equal(votes, module.eval().discriminator(x).argmax(1))
 
 
 # Pictures

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
-import sys
 from dataclasses import asdict, replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from command import run_command
 from modules import same
 from torchrex.checkpoint import Checkpoints
-from torchrex.cli.main import main
 from torchrex.errors import NonFiniteEnergyError, RunFolderError
 from torchrex.exchange import ModuleExchange
 from torchrex.experiments.config import dumps, override
@@ -273,12 +272,10 @@ def test_the_others_go_on_where_one_has_failed(tmp_path, monkeypatch, capsys):
         run_recipe(tiny(), 0, tmp_path)
     run_recipe(tiny(), 1, tmp_path, budget=1e-9)
     settings = [word for setting in TINY for word in ("--set", setting)]
-    words = ["run", NAME, "--seeds", "2", "--resume", "--device", "cpu", "--out", str(tmp_path), *settings]
-    monkeypatch.setattr(sys, "argv", ["torchrex", *words])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 2
-    assert "1 of 2 runs failed" in " ".join(capsys.readouterr().err.split())
+    words = ["run", NAME, "--seeds", "2", "--resume", "--device", "cpu", "--out", tmp_path, *settings]
+    code, _, err = run_command(monkeypatch, capsys, *words)
+    assert code == 2
+    assert "1 of 2 runs failed" in " ".join(err.split())
     assert [RunFolder.of(tmp_path, NAME, seed).result["status"] for seed in (0, 1)] == ["failed", "finished"]
 
 

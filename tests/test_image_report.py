@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
+from command import run_command
 from modules import same
 from torchrex.cli import consoles, reproducing
-from torchrex.cli.main import main
 from torchrex.cli.reproducing import matches, trained_ones
-from torchrex.experiments.config import dumps
 from torchrex.experiments.image_recipes import (
     PAPER_TABLE1,
     PAPER_TABLE2,
@@ -28,6 +26,7 @@ from torchrex.experiments.run_folder import RunFolder
 from torchrex.report.image_numbers import z_score
 from torchrex.report.image_pictures import ticks
 from torchrex.report.images import NUMBERS, row_of, tabulate
+from written_runs import write_run_on_gpu
 
 HEADLINE = "logits_best_accuracy"
 R20 = "icml2020/cifar10-resnet20"
@@ -41,11 +40,7 @@ def cli(monkeypatch, capsys):
     def call(*words, columns=100):
         monkeypatch.setenv("COLUMNS", str(columns))
         monkeypatch.setattr(consoles.stdout, "_width", columns)  # it is as wide as it was when it was made
-        monkeypatch.setattr(sys, "argv", ["torchrex", *map(str, words)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        printed = capsys.readouterr()
-        return end.value.code or 0, printed.out, printed.err
+        return run_command(monkeypatch, capsys, *words)
 
     return call
 
@@ -83,17 +78,8 @@ def write(tmp_path):
         variance = [float(epoch) for epoch in range(n_epochs)] if not paired else [2.0] * n_epochs
         curves["noise_variance"] = curves["correction"] = [variance] if config.n_rungs > 1 else []
         curves["swap_epochs"] = [1.5] * swaps
-        pairs = [{"pair": [0, 1], "proposed": 100, "accepted": swaps, "acceptance_rate": swaps / 100}]
-        result = {
-            **{"recipe": recipe, "seed": seed, "status": status, "metrics": numbers | (metrics or {})},
-            **{"swaps": pairs if config.n_rungs > 1 else [], "date": f"2026-01-0{seed + 1}T00:00:00+00:00", "wall_seconds": 90.0},
-            **{"device": "a GPU", "versions": {"torchrex": "0.1.0", "torch": "2.0"}, "curves": curves},
-        }
-        folder = tmp_path / recipe / f"seed={seed}"
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(dumps(config))
-        (folder / "result.json").write_text(dumps(result))
-        return folder
+        given = {"status": status, "metrics": numbers | (metrics or {}), "swaps": swaps, "curves": curves}
+        return write_run_on_gpu(tmp_path, config, seed, **given, versions={"torchrex": "0.1.0", "torch": "2.0"})
 
     return one
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from command import run_command
 from modules import same
-from torchrex.cli.main import main
 from torchrex.experiments import image_recipes as made
 from torchrex.experiments.config import override
 from torchrex.experiments.image_runs import curves_of, data_of, metrics_of, train_images
@@ -55,11 +55,7 @@ def cli(monkeypatch, capsys, folder):
 
     def call(*words, settings=()):
         arguments = [word for assignment in settings for word in ("--set", assignment)]
-        monkeypatch.setattr(sys, "argv", ["torchrex", *map(str, words), *arguments])
-        with pytest.raises(SystemExit) as end:
-            main()
-        printed = capsys.readouterr()
-        return end.value.code or 0, printed.out, printed.err
+        return run_command(monkeypatch, capsys, *words, *arguments)
 
     return call
 

@@ -21,7 +21,7 @@ from chromium import chromium, find_chromium
 from torchrex.cli.report import in_words as command_in_words
 from torchrex.cli.report import report, size_in_words
 from torchrex.errors import RunFolderError
-from torchrex.experiments.config import dumps, override, to_json
+from torchrex.experiments.config import override, to_json
 from torchrex.experiments.recipes import get_recipe
 from torchrex.experiments.runner import run_recipe
 from torchrex.posterior import Draws
@@ -35,24 +35,12 @@ from torchrex.report.page.thin import number, rows_to_keep
 from torchrex.report.page.wall_time import groups, in_words, total_seconds
 from torchrex.report.runs import find_runs, load_run
 from torchrex.report.series import error_of_mean
+from written_runs import header, write_json, write_run
 
 HOSTILE = "<!--<script x</script ></script/><script>window.hacked=1</script><img src=x onerror='window.hacked=2'>\"'&amp;"
 needs_chromium = pytest.mark.skipif(
     find_chromium() is None, reason="there is no Chromium: apt-get install chromium, to test the page in a real browser"
 )
-
-
-def header(recipe, seed, **more):
-    about = {"date": "2026-01-02T03:04:05+00:00", "wall_seconds": 1.5, "device": "CPU", "versions": {"torch": "2"}}
-    return {"recipe": recipe, "seed": seed, "status": "finished", "metrics": {}, "swaps": [], **about, **more}
-
-
-def write_json(folder: Path, config, result) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(dumps(config))
-    if result is not None:
-        (folder / "result.json").write_text(dumps(result))
-    return folder
 
 
 def write_mixture(out: Path, recipe="figure1/case3-resgld-F4", seed=0, *, draws=200, chains=4, **more) -> Path:
@@ -64,14 +52,14 @@ def write_mixture(out: Path, recipe="figure1/case3-resgld-F4", seed=0, *, draws=
     replica_at = torch.randint(rungs, (draws, 1, chains), generator=made)
     pairs = rungs - 1
     counts = {"accepted": torch.full((pairs, chains), 70), "proposed": torch.full((pairs, chains), 1000)}
-    result = header(
-        recipe,
+    folder = write_run(
+        out,
+        config,
         seed,
         metrics={"acceptance_rate": 0.07, "acceptance_rate_se": 0.002, "w1": 1.25 + seed, "w2": 2.5, "left_weight": 0.5},
         swaps=[{"pair": [0, 1], "accepted": 70 * chains, "proposed": 1000 * chains, "acceptance_rate": 0.07}] * pairs,
         **more,
     )
-    folder = write_json(out / recipe / f"seed={seed}", config, result)
     Draws(
         values=torch.randn(chains, draws, 1, generator=made),
         steps=torch.arange(1, draws + 1) * 10,
@@ -99,14 +87,14 @@ def write_digits(out: Path, recipe="digits/resghmc", seed=0, *, rows=300, swap_e
     turned = torch.bucketize(torch.arange(rows), when, right=True) % 2
     replica_at = torch.stack([turned, 1 - turned], 1) if rungs == 2 else torch.zeros(rows, 1, dtype=torch.long)
     tested = rows if config.swaps else 0
-    result = header(
-        recipe,
+    folder = write_run(
+        out,
+        config,
         seed,
         metrics={"accuracy": 0.97 + 0.001 * seed, "nll": 0.1, "ece": 0.01},
         swaps=[{"pair": [0, 1], "accepted": len(when), "proposed": tested, "acceptance_rate": None}] * (rungs - 1),
         steps_done=rows,
     )
-    folder = write_json(out / recipe / f"seed={seed}", config, result)
     trace = {
         "steps": torch.arange(rows),
         "energy": 3000 * torch.rand(rows, rungs, generator=made) + 100,
@@ -225,8 +213,7 @@ def test_numbers_of_the_paper_stand_beside_image_runs(tmp_path):
     recipe = "icml2020/cifar10-resnet20"
     curves = {"epoch": [0, 1, 2], "energy": [[3, 2, 1], [4, 3, 2]], "noise_variance": [[1, 1, 1]], "correction": [[1, 2, 1]]}
     curves |= {"swap_epochs": [1.5], "logits_accuracy": [0.9, 0.91]}
-    result = header(recipe, 0, metrics={"logits_best_accuracy": 0.944}, curves=curves)
-    run = load_run(write_json(tmp_path / recipe / "seed=0", get_recipe(recipe), result))
+    run = load_run(write_run(tmp_path, get_recipe(recipe), metrics={"logits_best_accuracy": 0.944}, curves=curves))
     (family,) = families([run])
     assert paper_of(family.rows[0])["logits_best_accuracy"][:2] == (94.62, "94.62 ± 0.18")
     write_page([tmp_path], tmp_path / "page.html")
@@ -271,9 +258,7 @@ def damaged_runs(out: Path) -> None:
     (write_digits(out) / "result.json").unlink()
     (write_digits(out, seed=1) / "result.json").write_text("{")
     (write_digits(out, seed=2) / "trace.safetensors").unlink()
-    write_json(
-        out / "digits/resghmc/seed=3", get_recipe("digits/resghmc"), header("digits/resghmc", 3, status="failed", error="NaN!")
-    )
+    write_run(out, get_recipe("digits/resghmc"), 3, status="failed", error="NaN!")
     odd = header("digits/resghmc", 4, metrics=[1], swaps={"a": 1}, curves=[], date=7, wall_seconds="long", versions=3)
     write_json(out / "digits/resghmc/seed=4", {"recipe": "digits/resghmc", "temperatures": "hot", "paper": 3}, odd)
     (out / "digits/resghmc/seed=5").mkdir()
@@ -393,8 +378,8 @@ def test_a_lonely_run_without_config_is_told_by_its_folder(tmp_path):
 
 
 def timed(out: Path, seed: int, seconds, minute: int, recipe="clean/cifar10-resnet20", **more) -> Path:
-    result = header(recipe, seed, **{"wall_seconds": seconds, "date": f"2026-01-02T03:{minute:02d}:00+00:00", **more})
-    return write_json(out / recipe / f"seed={seed}", get_recipe(recipe), result)
+    given = {"wall_seconds": seconds, "date": f"2026-01-02T03:{minute:02d}:00+00:00", **more}
+    return write_run(out, get_recipe(recipe), seed, **given)
 
 
 def test_time_that_runs_shared_counts_once(tmp_path):
@@ -480,7 +465,7 @@ def test_numbers_of_the_page_are_written_out():
 
 def test_tall_data_have_the_numbers_that_run_prints(tmp_path):
     metrics = {"n_steps": 200_000, "largest_mean_error_in_sd": 0.0098, "smallest_sd_ratio": 1.02, "largest_sd_ratio": 1.05}
-    write_json(tmp_path / "tall/logistic/seed=0", get_recipe("tall/logistic"), header("tall/logistic", 0, metrics=metrics))
+    write_run(tmp_path, get_recipe("tall/logistic"), metrics=metrics)
     (family,) = families([load_run(path) for path in find_runs(tmp_path)])
     assert columns(family) == ["largest_mean_error_in_sd", "smallest_sd_ratio", "largest_sd_ratio"]
 
@@ -502,7 +487,7 @@ def test_accuracies_are_zoomed_to_the_averages(tmp_path):
     """The first draws and the single ones lie far below."""
     recipe = "icml2020/cifar10-resnet20"
     curves = {"logits_accuracy": [0.1] + [0.93] * 19 + [0.94] * 20, "last_accuracy": [0.1, 0.5] * 20}
-    run = load_run(write_json(tmp_path / recipe / "seed=0", get_recipe(recipe), header(recipe, 0, curves=curves)))
+    run = load_run(write_run(tmp_path, get_recipe(recipe), curves=curves))
     (made,) = [chart for chart in details_of(run, tmp_path)["charts"] if chart["kind"] == "accuracy"]
     assert made["yLow"] == 93
 

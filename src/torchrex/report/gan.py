@@ -20,6 +20,7 @@ FAMILIES = {"gan": "", "gan-tuned": "tuned"}  # the first has the paper's settin
 METHODS = {"sghmc": "SGHMC", "resghmc": "reSGHMC", "noswaps": "no swaps", "supervised": "supervised only"}
 PAPER_COLUMN = {"sghmc": 0, "resghmc": 1}
 NUMBERS = ("accuracy", "best_accuracy", "single_accuracy", "paper_accuracy", "called_fake", "nll", "ece", "brier")
+NOT_IN_ALL = ("training_mode_accuracy", "variety")  # older results have neither, discriminators alone no variety
 
 GanRun = Run[GanConfig]
 
@@ -118,7 +119,6 @@ def row_of(cell: GanCell, method: str) -> dict[str, Any]:
     """Everything known of a row. Accuracies, the calibration error and the share called fake are in percent."""
     runs = list(cell.methods[method].values())
     paper, rungs = paper_number(cell.data, cell.n_labelled, method), runs[0].recipe.n_rungs
-    varieties = {run.seed: run.number("variety") for run in runs if "variety" in run.result["metrics"]}
     return {
         "family": cell.family,
         "data": cell.data,
@@ -131,7 +131,7 @@ def row_of(cell: GanCell, method: str) -> dict[str, Any]:
         "settings": dict(cell.settings.others),
         **beside_the_paper(cell.values(method, "accuracy"), paper, tested=cell.as_the_paper),
         **{name: summary(cell.values(method, name)) for name in NUMBERS},
-        "variety": summary(varieties) if varieties else None,
+        **{name: summary(values) if (values := _told(runs, name)) else None for name in NOT_IN_ALL},
         **{
             f"pooled_{name}": summary(cell.values(method, f"pooled_{name}")) if rungs > 1 else None
             for name in ("accuracy", "nll")
@@ -139,6 +139,11 @@ def row_of(cell: GanCell, method: str) -> dict[str, Any]:
         "swaps": [run.swaps for run in runs] if rungs > 1 else None,
         **origin(runs),
     }
+
+
+def _told(runs: list[GanRun], metric: str) -> dict[int, float]:
+    """The metric by seed, as far as results have it."""
+    return {run.seed: run.number(metric) for run in runs if metric in run.result["metrics"]}
 
 
 def contributions(cell: GanCell) -> list[dict[str, Any]]:

@@ -54,6 +54,7 @@ WIDE: Columns = {
     "one net %": mean_of("single_accuracy"),
     "their score %": mean_of("paper_accuracy"),
     "called fake %": mean_of("called_fake", 1),
+    "training mode %": mean_of("training_mode_accuracy"),
     "variety": mean_of("variety"),
     "NLL": mean_of("nll", 3),
     "ECE %": mean_of("ece"),
@@ -121,6 +122,10 @@ def notes(table: GanTable, heads: Iterable[str]) -> list[str]:
         ("one net", "the newest network of rung 0 alone."),
         ("their score", "as the authors' code scores: the newest network of rung 0 alone, images that it calls fake left out."),
         ("called fake", "the test images that are left out so."),
+        (
+            "training mode",
+            "their score with BatchNorm in training mode, as in the authors' code, batch by batch.",
+        ),
         ("variety", "of one generator's images, in units of real images'; 0 where it makes one image only."),
         ("min", "of the group that trained together."),
     ):
