@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from rich.console import Console
 from rich.table import Table
@@ -61,7 +61,8 @@ WIDE: Columns = {
     "swaps": every_seeds_swaps,
     "min": minutes,
 }
-OTHER = {"not as the recipe": other_than_the_recipe}  # a column where some row has it
+OTHER = {"not as the recipe": other_than_the_recipe}
+SOMETIMES = ("training mode %", "variety", *OTHER)  # columns where some row has them
 NARROW: Columns = {
     "paper %": _paper,
     "ours %": WIDE["ours %"],
@@ -157,14 +158,18 @@ def notes(table: GanTable, heads: Iterable[str]) -> list[str]:
     return said
 
 
+def _some(words: Callable[[Row], str], rows: Iterable[Row]) -> bool:
+    return any(words(row) not in ("", "-") for row in rows)
+
+
 def as_markdown(table: GanTable) -> str:
     """The full table for a page, what swaps and unlabelled images contribute, notes, and what was not run."""
     rows = table.rows
-    columns = {**WIDE, **(OTHER if any(map(other_than_the_recipe, rows)) else {})}
+    columns = {head: words for head, words in {**WIDE, **OTHER}.items() if head not in SOMETIMES or _some(words, rows)}
     lines = ["# Table 3: semi-supervised Bayesian GANs, test accuracy in %", "", *markdown_table(columns, rows)]
     contributed = contribution_lines(table)
     lines += ["", CONTRIBUTIONS_HEAD, "", *(f"- {line}" for line in contributed)] if contributed else []
-    lines += ["", *(f"- {note}" for note in notes(table, WIDE))]
+    lines += ["", *(f"- {note}" for note in notes(table, columns))]
     for head, words in (("not run", table.not_run), ("not finished", table.unfinished)):
         lines += ["", f"{head}: {', '.join(words)}"] if words else []
     return "\n".join(lines) + "\n"
