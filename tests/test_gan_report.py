@@ -380,6 +380,20 @@ def test_families_are_rows_of_their_own(write, rebuild):
     assert "steady learning rate" in markdown
 
 
+def test_columns_that_no_run_has_are_left_out(write, rebuild):
+    folder = write(C10)
+    result = json.loads((folder / "result.json").read_text())
+    for name in ("variety", "training_mode_accuracy"):  # as in results of before they were counted
+        del result["metrics"][name]
+    (folder / "result.json").write_text(json.dumps(result))
+    _, numbers, markdown = rebuild("table3")
+    assert numbers["rows"][0]["variety"] is numbers["rows"][0]["training_mode_accuracy"] is None
+    assert not {"variety", "training mode %", "not as the recipe"} & set(cells_of(markdown, "reSGHMC"))
+    assert "variety:" not in markdown
+    write("gan/cifar10-4000-sghmc")
+    assert cells_of(rebuild("table3")[2], "reSGHMC")["variety"] == "-"
+
+
 def test_only_takes_a_family_by_its_name(write, rebuild):
     for recipe in (C10, "gan-tuned/cifar10-4000", "gan/svhn-4000"):
         write(recipe)

@@ -123,10 +123,7 @@ def notes(table: GanTable, heads: Iterable[str]) -> list[str]:
         ("one net", "the newest network of rung 0 alone."),
         ("their score", "as the authors' code scores: the newest network of rung 0 alone, images that it calls fake left out."),
         ("called fake", "the test images that are left out so."),
-        (
-            "training mode",
-            "their score with BatchNorm in training mode, as in the authors' code, batch by batch.",
-        ),
+        ("training mode", "their score with BatchNorm in training mode, as in the authors' code, batch by batch."),
         ("variety", "of one generator's images, in units of real images'; 0 where it makes one image only."),
         ("min", "of the group that trained together."),
     ):
