@@ -269,6 +269,22 @@ def test_methods_are_drawn_over_each_other_and_other_labels_apart(four, tmp_path
     assert accuracy["series"][1]["y"] == [60.9, 61, 61, 61]
 
 
+def test_a_copy_is_not_drawn_twice(four):
+    """The mean line of seeds 0 and 1 is that of two runs, with a copy of seed 0 as well and with one that is not finished."""
+    first = four[""]
+    curves = first.result["curves"]
+    higher = {**first.result, "curves": {**curves, "probabilities_accuracy": [x + 0.2 for x in curves["probabilities_accuracy"]]}}
+    second = replace(first, seed=1, result=higher)
+    empty = {"metrics": {}, "curves": {}}
+    started = replace(first, status="unfinished", result={**first.result, **empty}, trace={}, history=None)
+    for same in ([first, second], [first, second, replace(first)], [started, first, second]):
+        runs = [*same, four["-sghmc"]]
+        (family,) = families(runs)
+        made = overlays(family, {id(run): charts_of(run)[0] for run in runs})
+        (accuracy,) = [chart for chart in made if chart["kind"] == "accuracy"]
+        assert accuracy["series"][0]["y"] == [69.9, 70, 70, 70]
+
+
 def test_acceptance_is_that_of_the_tests_after_the_warm_start(four):
     """By hand: ten windows of 100 steps; swaps at 700 and 800, of 100 tests in each window from step 600 on, are 1 %."""
     run = four[""]

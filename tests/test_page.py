@@ -204,6 +204,7 @@ def test_a_seed_counts_once(tmp_path):
     (family,) = families([load_run(path) for path in [*paths, *copied]])
     (row,) = family.rows
     assert (len(row.runs), len(row.finished), row.again, two.again) == (3, 2, 1, 0)
+    assert row.drawn == row.runs[:2]
     assert cell(row, "accuracy") == cell(two, "accuracy")
     write_page([tmp_path], tmp_path / "page.html")
     assert "2 of 3, 1 of the same seed" in (tmp_path / "page.html").read_text()

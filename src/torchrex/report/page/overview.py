@@ -81,16 +81,25 @@ class Row:
     @property
     def finished(self) -> list[LoadedRun]:
         """The runs whose numbers are shown: of a seed that was run or copied into several folders, the first."""
-        by_seed: dict[int | Path, LoadedRun] = {}
-        for run in with_known_settings(self.runs):
-            if run.status == "finished":
-                by_seed.setdefault(run.seed if run.seed >= 0 else run.path, run)
-        return list(by_seed.values())
+        return _one_of_each_seed([run for run in with_known_settings(self.runs) if run.status == "finished"])
+
+    @property
+    def drawn(self) -> list[LoadedRun]:
+        """The runs whose curves are shown, one of a seed likewise; what there is of those that are not finished."""
+        return _one_of_each_seed(sorted(self.runs, key=lambda run: run.status != "finished"))
 
     @property
     def again(self) -> int:
         """How many finished runs are left out because their seed is there already."""
         return sum(run.status == "finished" for run in with_known_settings(self.runs)) - len(self.finished)
+
+
+def _one_of_each_seed(runs: Iterable[LoadedRun]) -> list[LoadedRun]:
+    """The first of each; where the seed is not known every run counts."""
+    by_seed: dict[int | Path, LoadedRun] = {}
+    for run in runs:
+        by_seed.setdefault(run.seed if run.seed >= 0 else run.path, run)
+    return list(by_seed.values())
 
 
 @dataclass
@@ -220,7 +229,7 @@ def overlays(family: Family, charts: dict[int, list[Chart]]) -> list[Chart]:
     made: dict[tuple[str, str], Chart] = {}
     members: dict[tuple[str, str], list[str]] = {}
     for row in family.rows:
-        own = [[each for each in charts[id(run)] if "key" in each] for run in row.runs]
+        own = [[each for each in charts[id(run)] if "key" in each] for run in row.drawn]
         for place, first in enumerate(next((each for each in own if each), [])):
             name = (first["kind"], first["key"])
             same = [each[place] for each in own if len(each) > place and each[place]["kind"] == first["kind"]]
