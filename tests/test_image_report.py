@@ -481,7 +481,7 @@ def test_settings_of_figure_2_are_told(cli, tmp_path, trained):
     code, out, err = cli("reproduce", "figure2", *words, "--out", tmp_path)
     assert code == 0, err
     assert "to run: 14 runs in 2 groups side by side" in out  # six F0 and the clean run; 16 replicas at a time
-    assert "§ cifar10: not the recipes' settings (hot_lr=2.0)" in out
+    assert "cifar10§, 9 epochs: not the recipes' settings (hot_lr=2.0)" in out
     assert "9/500" in out
     assert len(set(trained)) == 14
 
@@ -495,10 +495,13 @@ def test_figure_2_by_hand(write, rebuild):
             write(recipe, seed, 94.0 + factor / 1e6 + more, 95.0 + more, swaps=2 + 2 * seed)
     write("clean/cifar10-resnet20", 0)
     write(f"{R20}-independent", 0, 93.0, 94.5)
-    write(f"{R20}-independent", 1, 50.0, 50.0, epochs=150)  # not a level for these
+    write(f"{R20}-independent", 1, 50.0, 50.0, epochs=150)  # a row of its own, and no level for the others
     write(f"{R20}-F5e5", 0, 50.0, epochs=150)
     out, numbers, markdown = rebuild("figure2")
-    (data,) = numbers["data"].values()
+    longer, data = numbers["rows"]
+    assert (longer["data"], longer["epochs"], longer["course"]) == ("cifar10", 150, {})
+    assert [(one["f0"], one["accuracy"]["mean"]) for one in longer["factors"]] == [(5e5, pytest.approx(50.0))]
+    assert {title: level["mean"] for title, level in longer["levels"].items()} == {"SGHMC": 50.0, "no swaps, both rungs": 50.0}
     assert [one["f0"] for one in data["factors"]] == [1e5, 3e5]
     first = data["factors"][0]
     assert (first["accuracy"]["mean"], first["accuracy"]["two_sd"]) == (pytest.approx(94.2), pytest.approx(0.2 * math.sqrt(2)))
@@ -508,14 +511,13 @@ def test_figure_2_by_hand(write, rebuild):
     medians = {family: course["median_noise_variance"] for family, course in data["course"].items()}
     assert medians == {"icml2020": 3.0, "clean": 2.0}  # before the first estimate there is none
     assert data["course"]["icml2020"]["seed"] == 0
-    assert numbers["left_out"] == [f"{R20}-F5e5 seed 0 (150 epochs)"]
     for text in (out, markdown):
         flat = " ".join(text.split())
-        assert "unpaired 3, paired 2: 1.5 times smaller" in flat
+        assert "cifar10, 6 epochs: median noise variance over epochs unpaired 3, paired 2: 1.5 times smaller" in flat
         assert "94.20±0.28" in flat
         assert "6/500" in flat
+        assert "150/500" in flat
         assert "not run: cifar100" in flat
-        assert "left out, with other settings" in flat
 
 
 def test_swaps_that_cannot_be_told_apart_share_a_tick():
@@ -531,8 +533,10 @@ def test_figure_2_without_some_panels(write, rebuild):
     write(f"{R20}-F1e6")
     write("clean/cifar100-resnet20")
     numbers = rebuild("figure2")[1]
-    assert numbers["data"]["cifar10"]["course"] == {}
-    assert numbers["data"]["cifar100"]["factors"] == []
+    assert [(row["data"], row["course"] == {}, row["factors"] == []) for row in numbers["rows"]] == [
+        ("cifar10", True, False),
+        ("cifar100", False, True),
+    ]
 
 
 def test_the_paper_s_numbers_are_those_of_the_recipes(write, tmp_path):

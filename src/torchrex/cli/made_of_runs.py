@@ -81,7 +81,7 @@ def report_table3(what: str, chosen: Mapping[str, Any], out: Path, path: Path, c
 
 def report_figure2(what: str, chosen: Mapping[str, Any], out: Path, path: Path, console: Console) -> None:
     figure = figure2.numbers(out, chosen)
-    require_runs(what, figure["data"], figure["unfinished"], out)
+    require_runs(what, figure["rows"], figure["unfinished"], out)
     write_numbers(figure, figure2.as_markdown(figure), path)
     said = figure2.notes(figure)
     tell(figure2.as_table(figure), said, "table", path, console, lambda picture: image_pictures.draw(figure, picture))

@@ -14,7 +14,7 @@ from rich.table import Table
 from torchrex.errors import RunFolderError
 from torchrex.experiments.image_recipes import AUTHORS_F0, DATA, PAIRED, cell, figure2_recipes
 from torchrex.experiments.images import ImageConfig
-from torchrex.report.image_numbers import finished_runs, settings_of_most, summary
+from torchrex.report.image_numbers import Settings, finished_runs, summary
 from torchrex.report.image_tables import epochs_words
 from torchrex.report.image_words import markdown_lines, plus_minus
 from torchrex.report.images import FAMILIES, HEADLINE, INDEPENDENT, SGHMC, ImageRun, Line, family_of
@@ -33,31 +33,41 @@ def figure_recipes() -> dict[str, ImageConfig]:
 
 
 def numbers(out: Path, chosen: Mapping[str, ImageConfig]) -> dict[str, Any]:
-    """By data set: `factors` (accuracy against F0), `levels` without swaps, `course` over epochs of the lowest seed."""
+    """`rows`, one for every length of runs on a data set: accuracy against F0, without swaps, curves of the lowest seed."""
     levels = {line: {data: cell("icml2020", data, NET, line.method) for data in DATA} for line in (SGHMC, INDEPENDENT)}  # type: ignore[arg-type]
     beside = {config.recipe: config for each in levels.values() for config in each.values()}
     runs, unfinished = finished_runs(out, {**chosen, **beside})
-    figure: dict[str, Any] = {"data": {}, "left_out": [], "unfinished": [one for one in unfinished if one.split()[0] in chosen]}
+    rows = []
     for data in DATA:
-        own = [run for run in runs if run.recipe.data == data and run.recipe.recipe in chosen]
-        if not own:
-            continue
-        settings = settings_of_most(own)
-        left = [run for run in own if run.settings != settings]
-        figure["left_out"] += [f"{run.recipe.recipe} seed {run.seed} ({run.settings.length} epochs)" for run in left]
-        same = [run for run in runs if run.recipe.data == data and run.settings == settings]
-        exchanging = [run for run in same if run.recipe.recipe in chosen]
-        factors = sorted({f0_of(run) for run in exchanging if family_of(run) == "icml2020"})
-        alone = {line: _level(line, [run for run in same if family_of(run) == "icml2020"]) for line in (SGHMC, INDEPENDENT)}
-        course = {family: _course([run for run in exchanging if family_of(run) == family]) for family in FAMILIES}
-        figure["data"][data] = {
-            "epochs": settings.length,
-            "settings": dict(settings.others),
-            "factors": [_factor(f0, [run for run in exchanging if f0_of(run) == f0]) for f0 in factors],
-            "levels": {line.title: level for line, level in alone.items() if level},
-            "course": {family: curves for family, curves in course.items() if curves},
-        }
-    return figure
+        own = [run for run in runs if run.recipe.data == data]
+        kinds = {run.settings for run in own if run.recipe.recipe in chosen}
+        rows += [
+            _row(data, kind, [run for run in own if run.settings == kind], chosen) for kind in sorted(kinds, key=_longest_first)
+        ]
+    return {"rows": rows, "unfinished": [one for one in unfinished if one.split()[0] in chosen]}
+
+
+def _longest_first(settings: Settings) -> tuple[int, str]:
+    return -settings.length, str(settings)
+
+
+def _row(data: str, settings: Settings, runs: Sequence[ImageRun], chosen: Mapping[str, ImageConfig]) -> dict[str, Any]:
+    exchanging = [run for run in runs if run.recipe.recipe in chosen]
+    factors = sorted({f0_of(run) for run in exchanging if family_of(run) == "icml2020"})
+    alone = {line: _level(line, [run for run in runs if family_of(run) == "icml2020"]) for line in (SGHMC, INDEPENDENT)}
+    course = {family: _course([run for run in exchanging if family_of(run) == family]) for family in FAMILIES}
+    return {
+        "data": data,
+        "epochs": settings.length,
+        "settings": dict(settings.others),
+        "factors": [_factor(f0, [run for run in exchanging if f0_of(run) == f0]) for f0 in factors],
+        "levels": {line.title: level for line, level in alone.items() if level},
+        "course": {family: curves for family, curves in course.items() if curves},
+    }
+
+
+def title(row: Mapping[str, Any]) -> str:
+    return f"{row['data']}{'§' if row['settings'] else ''}, {row['epochs']} epoch{'' if row['epochs'] == 1 else 's'}"
 
 
 def f0_of(run: ImageRun) -> float:
@@ -118,17 +128,15 @@ def _positive(values: Sequence[float | None]) -> list[float]:
 
 def _rows(figure: Mapping[str, Any]) -> list[list[str]]:
     rows = []
-    for data, of in figure["data"].items():
+    for of in figure["rows"]:
+        data = of["data"] + ("§" if of["settings"] else "")
         for one in of["factors"]:
-            many = "" if not of["settings"] else "§"
             swaps = ", ".join(map(str, one["swaps"]))
             accuracies = [plus_minus(one["accuracy"]), plus_minus(one["both_rungs"])]
-            rows.append(
-                [f"{data}{many}", f"{one['f0']:.0e}".replace("e+0", "e"), *accuracies, str(one["n"]), swaps, epochs_words(of)]
-            )
-        for title, level in of["levels"].items():
-            shown = ["", plus_minus(level)] if title == INDEPENDENT.title else [plus_minus(level), ""]
-            rows.append([data, title.partition(",")[0], *shown, str(len(level["values"])), "-", epochs_words(of)])
+            rows.append([data, f"{one['f0']:.0e}".replace("e+0", "e"), *accuracies, str(one["n"]), swaps, epochs_words(of)])
+        for name, level in of["levels"].items():
+            shown = ["", plus_minus(level)] if name == INDEPENDENT.title else [plus_minus(level), ""]
+            rows.append([data, name.partition(",")[0], *shown, str(len(level["values"])), "-", epochs_words(of)])
     return rows
 
 
@@ -144,18 +152,20 @@ def as_table(figure: Mapping[str, Any]) -> Table:
 
 def notes(figure: Mapping[str, Any]) -> list[str]:
     said = ["ResNet-20; rules of icml2020: sum of logits, best epoch on the test images; ± 2 standard deviations over n seeds."]
-    for data, of in figure["data"].items():
+    for of in figure["rows"]:
         medians = {family: course["median_noise_variance"] for family, course in of["course"].items()}
         shown = ", ".join(f"{VARIANCES[family].partition(',')[0].split()[0]} {value:.3g}" for family, value in medians.items())
         ratio = f": {medians['icml2020'] / medians['clean']:.1f} times smaller" if len(medians) == 2 and medians["clean"] else ""
-        said += [f"{data}: median noise variance over epochs {shown}{ratio}"] if medians else []
-        said += [f"§ {data}: not the recipes' settings ({', '.join(f'{k}={v}' for k, v in of['settings'].items())})"] * bool(
-            of["settings"]
-        )
-    for head, words in (("left out, with other settings", figure["left_out"]), ("not finished", figure["unfinished"])):
-        said += [f"{head}: {', '.join(words)}"] if words else []
-    missing = [data for data in DATA if data not in figure["data"]]
+        said += [f"{title(of)}: median noise variance over epochs {shown}{ratio}"] if medians else []
+        others = ", ".join(f"{name}={value}" for name, value in of["settings"].items())
+        said += [f"{title(of)}: not the recipes' settings ({others})"] if others else []
+    said += [f"not finished: {', '.join(figure['unfinished'])}"] if figure["unfinished"] else []
+    missing = not_run(figure)
     return said + ([f"not run: {', '.join(missing)}"] if missing else [])
+
+
+def not_run(figure: Mapping[str, Any]) -> list[str]:
+    return [data for data in DATA if data not in {row["data"] for row in figure["rows"]}]
 
 
 def as_markdown(figure: Mapping[str, Any]) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrex.experiments.image_recipes import AUTHORS_F0, DATA
-from torchrex.report.figure2 import VARIANCES
+from torchrex.experiments.image_recipes import AUTHORS_F0
+from torchrex.report.figure2 import VARIANCES, not_run, title
 from torchrex.report.image_curves import Panel, draw_panels, mean_curve, pyplot
 from torchrex.report.images import EXCHANGING, INDEPENDENT, MSGD, RESGHMC, SGHMC, Cell, Line
 
@@ -22,26 +22,26 @@ STYLES: dict[Line, dict[str, Any]] = {
     INDEPENDENT: {"color": "#d95f02", "ls": "--", "lw": 1.6},
 }
 TICKS = 50  # swaps that can be told apart on an axis
+LABELS = 16  # numbers that an axis has room for
 FAMILY_STYLES: dict[str, dict[str, Any]] = {"icml2020": {"color": "0.45", "ls": "--"}, "clean": {"color": "#1b6ca8", "ls": "-"}}
 
 
 def draw(figure: Mapping[str, Any], path: Path) -> None:
-    """A row of panels for every data set that was run; a panel without runs says so."""
+    """A row of panels for every data set and length that was run; a panel without runs says so."""
     plt = pyplot()
     panels = ((plot_variance, "course"), (plot_correction, "course"), (plot_energies, "course"), (plot_factors, "factors"))
-    sets = figure["data"]
-    drawn, axes = plt.subplots(len(sets), 4, figsize=(18, 4.3 * len(sets)), constrained_layout=True, squeeze=False)
-    for row, (data, of) in zip(axes, sets.items(), strict=True):
+    rows = figure["rows"]
+    drawn, axes = plt.subplots(len(rows), 4, figsize=(18, 4.3 * len(rows)), constrained_layout=True, squeeze=False)
+    for row, of in zip(axes, rows, strict=True):
         for axis, (plot, needs) in zip(row, panels, strict=True):
             if of[needs]:
                 plot(of, axis)
-                axis.set_title(f"{data}: {axis.get_title()}", fontsize=10)
+                axis.set_title(f"{title(of)}: {axis.get_title()}", fontsize=10)
             else:
                 axis.axis("off")
-                axis.text(0.5, 0.5, f"{data}: no runs for this panel", ha="center", color="0.4")
-    missing = [data for data in DATA if data not in sets]
-    lengths = ", ".join(f"{data} {of['epochs']} epochs" for data, of in sets.items())
-    drawn.suptitle(f"ResNet-20, {lengths}" + (f"; not run: {', '.join(missing)}" if missing else ""), fontsize=11)
+                axis.text(0.5, 0.5, f"{title(of)}: no runs for this panel", ha="center", color="0.4")
+    missing = not_run(figure)
+    drawn.suptitle("ResNet-20" + (f"; not run: {', '.join(missing)}" if missing else ""), fontsize=11)
     drawn.savefig(path, dpi=110)
     plt.close(drawn)
 
@@ -69,7 +69,7 @@ def plot_correction(of: Mapping[str, Any], axis: Any) -> None:
 def plot_energies(of: Mapping[str, Any], axis: Any) -> None:
     """Mean training energy of each epoch on both rungs, and every swap as a tick, a row of ticks for each family.
 
-    Swaps too close to be told apart share a tick, with their number above it.
+    Swaps too close to be told apart share a tick, with their number above it where there is room for one.
     """
     for height, (family, course) in enumerate(of["course"].items()):
         colour = FAMILY_STYLES[family]["color"]
@@ -77,9 +77,10 @@ def plot_energies(of: Mapping[str, Any], axis: Any) -> None:
             name = f"{family}, {'cold' if rung == 0 else 'hot'}"
             axis.plot(course["epoch"], values, color=colour, ls="-" if rung == 0 else ":", lw=1.3, label=name)
         low = 0.02 + 0.1 * height
-        for when, n_swaps in ticks(course["swap_epochs"], len(course["epoch"])):
+        marks = ticks(course["swap_epochs"], len(course["epoch"]))
+        for when, n_swaps in marks:
             axis.axvline(when, ymin=low, ymax=low + 0.045, color=colour, lw=1.1)
-            if n_swaps > 1:
+            if n_swaps > 1 and all(abs(when - other) >= len(course["epoch"]) / LABELS for other, _ in marks if other != when):
                 above = {"transform": axis.get_xaxis_transform(), "ha": "center", "va": "bottom"}
                 axis.text(when, low + 0.047, f"{n_swaps}×", color=colour, fontsize=6.5, **above)
         axis.plot([], [], color=colour, marker="|", ls="", label=f"{family}, swaps: {course['n_swaps']:,}")
@@ -105,11 +106,11 @@ def plot_factors(of: Mapping[str, Any], axis: Any) -> None:
     """Accuracy of rung 0 and of both rungs against F0, with the mean number of swaps below each point."""
     f0 = [one["f0"] for one in of["factors"]]
     filled, hollow = {"fmt": "o-", "color": "#1b6ca8"}, {"fmt": "s--", "color": "black", "mfc": "white"}
-    for key, title, style in (("accuracy", "rung 0", filled), ("both_rungs", "both rungs", hollow)):
+    for key, rungs, style in (("accuracy", "rung 0", filled), ("both_rungs", "both rungs", hollow)):
         means = [one[key]["mean"] for one in of["factors"]]
         errors = [one[key]["two_sd"] or 0.0 for one in of["factors"]]
         beside = [value * (1.0 if key == "accuracy" else 1.02) for value in f0]  # error bars side by side
-        axis.errorbar(beside, means, errors, label=f"reSGHMC, {title}", lw=1.2, ms=5, capsize=3, **style)
+        axis.errorbar(beside, means, errors, label=f"reSGHMC, {rungs}", lw=1.2, ms=5, capsize=3, **style)
     for line in (SGHMC, INDEPENDENT):
         if line.title in of["levels"]:
             axis.axhline(of["levels"][line.title]["mean"], label=line.title, **STYLES[line])
@@ -121,8 +122,8 @@ def plot_factors(of: Mapping[str, Any], axis: Any) -> None:
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}  # it may stand on the bar of the paper's best
         axis.text(one["f0"], 0.03, swaps, transform=axis.get_xaxis_transform(), fontsize=8, ha="center", bbox=box)
     axis.set_xlim(min(f0) / 1.5, max(f0) * 1.5)
-    title = "(c, d) accuracy against F0" + (" (one was run)" if len(f0) == 1 else "")
-    axis.set(xscale="log", xlabel="F0 (above it: swaps)", ylabel="test accuracy in %", title=title)
+    one = "one was run; " if len(f0) == 1 else ""
+    axis.set(xscale="log", xlabel=f"F0 ({one}above it: swaps)", ylabel="test accuracy in %", title="(c, d) accuracy against F0")
     axis.set_xticks(f0, [f"{value:.0e}".replace("e+0", "e") for value in f0], fontsize=8)
     axis.minorticks_off()
     axis.legend(fontsize=7.5, frameon=False, ncols=2, loc="upper center")
