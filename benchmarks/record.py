@@ -151,25 +151,37 @@ def swaps_of(row: dict[str, Any]) -> str:
     return "-" if row["swaps"] is None else ", ".join(map(str, row["swaps"]))
 
 
-def difference(effect: dict[str, Any], what: str = " (standard error)") -> str:
+def difference(effect: dict[str, Any]) -> str:
     """A difference of two methods, paired by seed."""
-    error = "" if effect["se"] is None else f" ± {effect['se']:.2f}{what}"
+    error = "" if effect["se"] is None else f" ± {effect['se']:.2f}"
     return f"{effect['mean']:+.2f}{error}, n={effect['n']}"
 
 
-def table1_table(record: dict[str, Any]) -> str:
-    """Table 1 in short: the paper's number beside ours, and what the swaps did."""
+def images_table(record: dict[str, Any]) -> str:
+    """Tables 1 and 2 in short: the paper's number beside ours, and what the swaps did."""
     heads = ("data", "net", "rules", "method", "paper %", "ours %", "n", "one net %", "NLL", "swaps", "epochs")
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for row in record["rows"]:
         words = [row["data"], row["net"], row["family"], row["method"], spread(row["paper"]), spread(row["ours"]), str(row["n"])]
         words += [f"{row['single_accuracy']['mean']:.2f}", f"{row['nll']['mean']:.3f}", swaps_of(row), str(row["epochs"])]
         lines.append("| " + " | ".join(words) + " |")
-    lines += ["", "± is two standard deviations over n seeds. Differences in points, paired by seed:", ""]
+    lines += ["", "± is two standard deviations over n seeds. Differences in points, paired by seed, ± standard error:", ""]
+    cells: dict[str, list[str]] = {}
     for effect in record["swaps"]:
         if effect["n"] and effect["metric"].endswith("accuracy") and effect["metric"] == headline(record, effect):
             where = f"{effect['family']}, {effect['data']}, {effect['net']}, {effect['epochs']} epochs"
-            lines.append(f"- {where}: {effect['of']} minus {effect['minus']} {difference(effect)}")
+            cells.setdefault(where, []).append(f"{effect['of']} minus {effect['minus']} {difference(effect)}")
+    return "\n".join([*lines, *(f"- {where}: {'; '.join(words)}" for where, words in cells.items())])
+
+
+def factors_table(record: dict[str, Any]) -> str:
+    """Figure 2 (c, d) in numbers: accuracy against F0."""
+    heads = ("data", "epochs", "F0", "rung 0 %", "both rungs %", "n", "swaps")
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for row in record["rows"]:
+        for one in row["factors"]:
+            words = [row["data"], str(row["epochs"]), f"{one['f0']:,.0f}", spread(one["accuracy"]), spread(one["both_rungs"])]
+            lines.append("| " + " | ".join([*words, str(one["n"]), swaps_of(one)]) + " |")
     return "\n".join(lines)
 
 
@@ -203,7 +215,7 @@ def table3_table(record: dict[str, Any]) -> str:
             others = "".join(f", {name}={value}" for name, value in effect["settings"].items())
             where = f"{effect['family']}, {effect['data']}, {effect['n_labelled']} labels, {effect['steps']:,} steps{others}"
             claim = "" if effect["paper"] is None else f", the paper {effect['paper']:+.2f}"
-            words = f"{effect['contribution']} ({effect['of']} minus {effect['minus']}) {difference(effect, '')}{claim}"
+            words = f"{effect['contribution']} ({effect['of']} minus {effect['minus']}) {difference(effect)}{claim}"
             cells.setdefault(where, []).append(words)
     lines += [f"- {where}: {'; '.join(words)}" for where, words in cells.items()]
     lines += ["", "Every column: [results/gan/table3.md](../results/gan/table3.md)."]
@@ -239,7 +251,13 @@ def main() -> None:
                 text = between(text, name, f"{table(record)}\n\n{setting(record)}")
         page.write_text(text)
     page = HERE.parent / "docs" / "reproduction.md"
-    for name, table, source in (("table1", table1_table, "images/table1.json"), ("table3", table3_table, "gan/table3.json")):
+    of_runs = {
+        "table1": (images_table, "images/table1.json"),
+        "table2": (images_table, "images/table2.json"),
+        "figure2": (factors_table, "images/figure2.json"),
+        "table3": (table3_table, "gan/table3.json"),
+    }
+    for name, (table, source) in of_runs.items():
         path = HERE.parent / "results" / source
         if not path.exists():
             print(f"results/{source} is not there; {name} in docs/reproduction.md stays as it is")
