@@ -193,6 +193,25 @@ def test_seeds_are_one_row_and_other_settings_another(tmp_path):
     paths = [tmp_path / "a/digits/resghmc/seed=0", tmp_path / "a/digits/resghmc/seed=1", folder]
     (family,) = families([load_run(path) for path in paths])
     assert [(len(row.runs), row.label) for row in family.rows] == [(2, "resghmc (hidden=64)"), (1, "resghmc (hidden=32)")]
+    assert all("hidden=" in row.title for row in family.rows)
+
+
+def test_the_table_says_what_is_not_as_the_recipe_has_it(tmp_path):
+    """A shorter run stands beside the paper's number. How often it was saved makes no difference."""
+    whole, short = get_recipe("icml2020/cifar10-resnet20"), get_recipe("icml2020/cifar10-resnet56")
+    write_run(tmp_path, replace(whole, checkpoint_every=7))
+    write_run(tmp_path, whole, 1)
+    folder = write_run(tmp_path, replace(short, epochs=30))
+    config = json.loads((folder / "config.json").read_text())
+    del config["smoothing"]  # as of a version that had no such setting
+    (folder / "config.json").write_text(json.dumps(config))
+    (family,) = families([load_run(path) for path in find_runs(tmp_path)])
+    assert [(len(row.runs), row.label, row.title) for row in family.rows] == [
+        (2, "cifar10-resnet20", "cifar10-resnet20"),
+        (1, "cifar10-resnet56", "cifar10-resnet56 (epochs=30)"),
+    ]
+    write_page([tmp_path], tmp_path / "page.html")
+    assert "cifar10-resnet56 (epochs=30)" in (tmp_path / "page.html").read_text()
 
 
 def test_a_seed_counts_once(tmp_path):

@@ -20,7 +20,7 @@ def family_section(family: Family, k: int, has_charts: bool) -> str:
         head += [label(metric), *(["paper"] if metric in stated else [])]
     rows = []
     for row in family.rows:
-        cells: list[Cell] = [(escape(row.label), row.label), (_seeds(row), len(row.finished))]
+        cells: list[Cell] = [(escape(row.title), row.title), (_seeds(row), len(row.finished))]
         for metric in chosen:
             text, value = cell(row, metric)
             cells.append((escape(text), value))

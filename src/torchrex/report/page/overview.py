@@ -1,7 +1,8 @@
 """Runs side by side: which of them are one row, the numbers of a row beside the paper's, and the charts with a line for each row.
 
-Runs of one recipe that differ in more than the seed are different rows, and what differs is said. A run whose config.json is
-missing or damaged stays with the runs of its folder, but not in their numbers: nobody knows whether it was made as they were.
+Runs of one recipe that differ in more than the seed are different rows, and what differs is said. The table also says what is not
+as the recipe has it: a shorter run stands beside the paper's number there. A run whose config.json is missing or damaged stays
+with the runs of its folder, but not in their numbers: nobody knows whether it was made as they were.
 """
 
 from __future__ import annotations
@@ -9,20 +10,22 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchrex.experiments.config import to_json
 from torchrex.experiments.gan import GanConfig
 from torchrex.experiments.images import PAPER_EPOCHS, ImageConfig
+from torchrex.experiments.recipes import recipes
 from torchrex.report.gan import PAPER_STEPS, paper_number
 from torchrex.report.images import HEADLINE, PAPER_SEEDS, TABLES
 from torchrex.report.page.charts import Chart
 from torchrex.report.page.thin import number
 from torchrex.report.runs import LoadedRun
 from torchrex.report.series import error_of_mean
-from torchrex.report.settings_that_matter import with_known_settings
+from torchrex.report.settings_that_matter import ABSENT, NAMES, differing, with_known_settings
 from torchrex.report.summary import value_and_error
 
 LABELS = {
@@ -52,6 +55,7 @@ LABELS = {
 MANY = 10_000  # from here on a number without an error is written out
 PERCENT = ("accuracy", "ece", "acceptance_rate", "called_fake")
 MOST_COLUMNS = 8
+MOST_SETTINGS = 4  # that the name of a row has room for
 METHOD_COLUMN = {"msgd": 0, "sghmc": 1, "resghmc": 2}
 
 
@@ -71,12 +75,16 @@ class Row:
     config: dict[str, Any]
     runs: list[LoadedRun] = field(default_factory=list)
     difference: str = ""  # to the other rows of the recipe
+    title: str = ""  # in the table, with all settings that are not the recipe's
     empty: list[Path] = field(default_factory=list)  # folders of further seeds that hold nothing
 
     @property
     def label(self) -> str:
-        short = self.recipe.split("/", 1)[-1]
-        return f"{short} ({self.difference})" if self.difference else short
+        return f"{self.short} ({self.difference})" if self.difference else self.short
+
+    @property
+    def short(self) -> str:
+        return self.recipe.split("/", 1)[-1]
 
     @property
     def finished(self) -> list[LoadedRun]:
@@ -117,7 +125,8 @@ def families(runs: Sequence[LoadedRun], empty: Sequence[Path] = ()) -> list[Fami
     for run in sorted(runs, key=lambda run: not run.settings_known):  # those that join others come last
         row = None if run.settings_known else _row_of_folder(rows.values(), run)
         if row is None:
-            key = (run.recipe, json.dumps(run.config, sort_keys=True, default=str) if run.settings_known else "")
+            matter = {name: value for name, value in run.config.items() if name not in NAMES}
+            key = (run.recipe, json.dumps(matter, sort_keys=True, default=str) if run.settings_known else "")
             row = rows.setdefault(key, Row(run.recipe, run.config if run.settings_known else {}))
         row.runs.append(run)
     first = {id(run): k for k, run in enumerate(runs)}
@@ -138,11 +147,20 @@ def _row_of_folder(rows: Iterable[Row], run: LoadedRun) -> Row | None:
 
 
 def _name_differences(family: Family) -> None:
+    known = recipes()
     for row in family.rows:
-        same = [other for other in family.rows if other.recipe == row.recipe]
-        if len(same) > 1:
-            keys = sorted({key for other in same for key in other.config if other.config[key] != same[0].config.get(key)})
-            row.difference = ", ".join(f"{key}={row.config.get(key)}" for key in keys[:4]) or "no config"
+        same = [other.config for other in family.rows if other.recipe == row.recipe and other is not row]
+        told = {key: own for other in same for key, (own, _) in differing(row.config, other).items()}
+        row.difference = _in_words(told) or ("no config" if same else "")
+        if row.recipe in known and row.config:
+            usual = differing(row.config, to_json(known[row.recipe]))
+            # a setting that the run's version did not have yet is none of the run's
+            told = {key: own for key, (own, _) in usual.items() if own != ABSENT} | told
+        row.title = row.label if not told else f"{row.short} ({_in_words(told)})"
+
+
+def _in_words(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={settings[name]}" for name in sorted(settings)[:MOST_SETTINGS])
 
 
 def columns(family: Family) -> list[str]:
@@ -199,8 +217,8 @@ def paper_of(row: Row) -> dict[str, Paper]:
             found[metric] = Paper(value * scale(metric), text)
     settings = next((run.settings for run in row.runs if run.settings is not None), None)
     if isinstance(settings, ImageConfig) and settings.method in METHOD_COLUMN:
-        for recipes, table in TABLES.values():
-            if row.recipe in recipes() and (settings.data, settings.net) in table:
+        for of_table, table in TABLES.values():
+            if row.recipe in of_table() and (settings.data, settings.net) in table:
                 mean, two_sd = table[settings.data, settings.net][METHOD_COLUMN[settings.method]]
                 note = f"{PAPER_EPOCHS} epochs, {PAPER_SEEDS} seeds, ± 2 standard deviations"
                 metric = HEADLINE.get(row.recipe.split("/")[0], "accuracy")
