@@ -9,7 +9,7 @@ has s, which falls with the gap and so with the number of rungs, the corrected t
 
     a = 2 Phi(-sqrt(d^2 + s^2) / 2)
 
-Rates are round trips per attempt of all replicas together. The time of a step is that of the model in scaling.py, with
+Rates are round trips per attempt of all replicas together. The time of a step is that of the model in scaling_model.py, with
 latencies and bandwidths that are assumed, not measured.
 """
 
@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from record import HERE, setting, surroundings, write
-from scaling import PAGE, bytes_each, into_page, ring_seconds
+from record import HERE, into_page, setting, surroundings, write
+from scaling_model import bytes_each, ring_seconds
+from scaling_pages import PAGE
 from torchrex import EvenOdd, RandomPair
 from torchrex.diagnostics import even_odd_rate
 from torchrex.exchange.standing import change_places
@@ -244,7 +245,7 @@ def main() -> None:
         record = surroundings(__file__, "torch", "torchrex")
         write(arguments.out, {**record, "seconds_of_a_replica": work, "networks_assumed": NETWORKS, "results": results})
     record = json.loads(arguments.out.read_text())
-    if arguments.out == RESULT:
+    if arguments.out.resolve() == RESULT.resolve():
         into_page(PAGE, "ladder", f"{table(record)}\n\n{setting(record)}")
         into_page(PAGE, "growth", growth_table(record))
         picture(record, PAGE.with_name("scaling_ladder.png"))

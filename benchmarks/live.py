@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from record import HERE, setting, surroundings, write
+from record import HERE, into_page, setting, surroundings, write
 from torchrex.experiments import get_recipe
 from torchrex.experiments.config import override
 from torchrex.experiments.jobs import Job
@@ -128,8 +128,8 @@ def main() -> None:
     record["results"] = results
     write(arguments.out, record)
     print(table(record))
-    if arguments.out == RESULT:
-        into_page(record)
+    if arguments.out.resolve() == RESULT.resolve():
+        into_page(HERE / "README.md", "live", f"{table(record)}\n\n{setting(record)}")
 
 
 def median_of(values: list[float]) -> dict[str, float]:
@@ -147,15 +147,6 @@ def table(record: dict[str, Any]) -> str:
         inside = f"**{share['median']:.2f}** ({share['min']:.2f} to {share['max']:.2f})"
         lines.append(f"| {r['name']} | {inside} | {ratio['median']:+.2f} ± {ratio['se']:.2f} |")
     return "\n".join(lines)
-
-
-def into_page(record: dict[str, Any]) -> None:
-    """Put the table between its marks in benchmarks/README.md."""
-    page = HERE / "README.md"
-    before, mark, rest = page.read_text().partition("<!-- live -->\n")
-    if mark:
-        _, _, after = rest.partition("<!-- end -->")
-        page.write_text(f"{before}{mark}{table(record)}\n\n{setting(record)}\n<!-- end -->{after}")
 
 
 if __name__ == "__main__":

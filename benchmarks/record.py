@@ -272,5 +272,13 @@ def between(text: str, name: str, table: str) -> str:
     return f"{before}{mark}{table}\n{end}{after}" if mark and end else text
 
 
+def into_page(page: Path, name: str, text: str) -> None:
+    """Put a text between its marks in a page."""
+    now = page.read_text()
+    if "<!-- end -->" not in now.partition(f"<!-- {name} -->\n")[2]:
+        raise SystemExit(f"{page} has no mark <!-- {name} --> with an <!-- end --> after it")
+    page.write_text(between(now, name, text))
+
+
 if __name__ == "__main__":
     main()

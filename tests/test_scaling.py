@@ -18,8 +18,10 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import ladder_growth  # noqa: E402
-import scaling  # noqa: E402
 import torchrex as tr  # noqa: E402
+from scaling_measure import split  # noqa: E402
+from scaling_model import bytes_each, fit_ring, ring_seconds, step_seconds  # noqa: E402
+from scaling_pages import TABLES  # noqa: E402
 from torchrex.diagnostics.travel import count_trips, rung_of  # noqa: E402
 from torchrex.distributed import replica_mesh  # noqa: E402
 
@@ -29,7 +31,7 @@ from torchrex.distributed import replica_mesh  # noqa: E402
 def traffic(replicas, n, noise):
     """The collectives of the third step, as (name, bytes)."""
     sys.path.append(str(ROOT / "benchmarks"))
-    from scaling import Counted
+    from scaling_probes import Counted
 
     ensemble = tr.ModuleEnsemble(with_everything, cross_entropy(), tr.SGHMC(0.1), mesh=replica_mesh(replicas))
     ladder = tr.Ladder([0.5 + 0.01 * rung for rung in range(replicas)], 1e-4)
@@ -48,17 +50,17 @@ def traffic(replicas, n, noise):
 )
 def test_a_step_sends_losses_in_one_gather_and_weights_never(tmp_path, replicas, ranks, noise):
     """The model's bytes are those that torch.distributed is given; gradients travel only where ranks share minibatches."""
-    expected = [["all_gather", scaling.bytes_each(replicas, ranks, 7, losses=noise == "paired")]]
+    expected = [["all_gather", bytes_each(replicas, ranks, 7, losses=noise == "paired")]]
     for said in run_ranks(ranks, traffic, tmp_path, replicas, 7, noise):
         shared = [["all_reduce", size] for size in said["of_replica"]] if ranks > replicas else []
         assert said["seen"] == expected + shared
 
 
 def test_bytes_of_written_cases():
-    assert scaling.bytes_each(4, 4, 256) == 8 * 257
-    assert scaling.bytes_each(4, 4, 256, losses=False) == 16
-    assert scaling.bytes_each(5, 2, 10) == 8 * 3 * 11  # the second has two replicas, and a row of zeros
-    assert scaling.bytes_each(2, 6, 10) == 8 * (1 + 4)  # shares of 3, 4 and 3
+    assert bytes_each(4, 4, 256) == 8 * 257
+    assert bytes_each(4, 4, 256, losses=False) == 16
+    assert bytes_each(5, 2, 10) == 8 * 3 * 11  # the second has two replicas, and a row of zeros
+    assert bytes_each(2, 6, 10) == 8 * (1 + 4)  # shares of 3, 4 and 3
 
 
 # From stamps and times to numbers
@@ -73,32 +75,30 @@ def test_waiting_for_a_slower_rank_is_not_transport():
         ],
         dtype=torch.float64,
     )
-    waiting, transport = scaling.split(stamps)
+    waiting, transport = split(stamps)
     assert waiting[:, 0].tolist() == [5.0, 0.0, 0.0]
     assert transport[:, 0].tolist() == [1.0 + 2.0, 1.0 + 3.0, 2.0 + 0.5]
     on_time = torch.tensor([[[0.0, 1.0, 5.0, 6.0]], [[0.0, 9.0, 9.0, 9.0]]], dtype=torch.float64)
-    assert scaling.split(on_time)[0][0].tolist() == [1.0]  # a clock that differs by a little never makes it negative
+    assert split(on_time)[0][0].tolist() == [1.0]  # a clock that differs by a little never makes it negative
 
 
 @pytest.mark.parametrize("constants", [(1e-4, 5e-5, 2e8), (0.0, 2e-5, 1e9)])
 def test_the_fit_finds_the_constants(constants):
     ring = dict(zip(("base", "latency", "bandwidth"), constants, strict=True))
-    points = [(p, m, scaling.ring_seconds(p, m, cores=2, **ring)) for p in (2, 4, 8) for m in (100, 10_000, 300_000)]
-    found = scaling.fit_ring(points, cores=2)
+    points = [(p, m, ring_seconds(p, m, cores=2, **ring)) for p in (2, 4, 8) for m in (100, 10_000, 300_000)]
+    found = fit_ring(points, cores=2)
     assert found == pytest.approx(ring, rel=1e-6, abs=1e-10)
-    assert scaling.ring_seconds(1, 1e9, **ring) == 0.0
-    assert scaling.ring_seconds(3, 1_000, **ring) == pytest.approx(
-        ring["base"] + 2 * (ring["latency"] + 1_000 / ring["bandwidth"])
-    )
+    assert ring_seconds(1, 1e9, **ring) == 0.0
+    assert ring_seconds(3, 1_000, **ring) == pytest.approx(ring["base"] + 2 * (ring["latency"] + 1_000 / ring["bandwidth"]))
     work = {"fixed": 1e-3, "each": 4e-3, "ring": ring}
-    assert scaling.step_seconds(4, 1, 32, cores=2, **work) == pytest.approx(17e-3)
-    four = scaling.step_seconds(4, 4, 32, cores=2, **work) - scaling.ring_seconds(4, 8 * 33, cores=2, **ring)
+    assert step_seconds(4, 1, 32, cores=2, **work) == pytest.approx(17e-3)
+    four = step_seconds(4, 4, 32, cores=2, **work) - ring_seconds(4, 8 * 33, cores=2, **ring)
     assert four == pytest.approx(2 * 5e-3)  # four ranks of one replica take turns on two cores
-    eight = scaling.step_seconds(4, 8, 32, cores=8, **work) - scaling.ring_seconds(8, 8 * 17, cores=8, **ring)
+    eight = step_seconds(4, 8, 32, cores=8, **work) - ring_seconds(8, 8 * 17, cores=8, **ring)
     assert eight == pytest.approx(1e-3 + 2e-3)  # half of the examples each
-    summed = scaling.step_seconds(4, 8, 32, cores=8, **work, sums=(2, 6_000)) - scaling.step_seconds(4, 8, 32, cores=8, **work)
+    summed = step_seconds(4, 8, 32, cores=8, **work, sums=(2, 6_000)) - step_seconds(4, 8, 32, cores=8, **work)
     assert summed == pytest.approx(2 * (ring["base"] + 2 * ring["latency"]) + 6_000 / ring["bandwidth"])
-    assert scaling.step_seconds(4, 4, 32, cores=8, **work, sums=(2, 6_000)) == scaling.step_seconds(4, 4, 32, cores=8, **work)
+    assert step_seconds(4, 4, 32, cores=8, **work, sums=(2, 6_000)) == step_seconds(4, 4, 32, cores=8, **work)
 
 
 # Round trips
@@ -169,7 +169,7 @@ def test_communication_of_resnet20_was_at_most_three_percent():
     way = four["ways"]["overlapped"]
     for of in ("median", "mean"):
         assert way["transport"][of] < 0.03 * 1e3 * way["ms"][of]
-    assert four["sent_by_rank_0"] == {"all_gather": {"calls": 1, "bytes": scaling.bytes_each(4, 4, four["examples"])}}
+    assert four["sent_by_rank_0"] == {"all_gather": {"calls": 1, "bytes": bytes_each(4, 4, four["examples"])}}
 
 
 def test_stored_simulations_agree_with_the_formula():
@@ -182,7 +182,7 @@ def test_stored_simulations_agree_with_the_formula():
 
 def test_the_page_has_the_stored_numbers():
     page = (ROOT / "docs" / "scaling.md").read_text()
-    for table in scaling.TABLES.values():
+    for table in TABLES.values():
         assert table(stored("scaling")) in page
     assert ladder_growth.table(stored("ladder_growth")) in page
     assert ladder_growth.growth_table(stored("ladder_growth")) in page
