@@ -3,8 +3,8 @@
 `gan/...` has the settings of the paper's appendix. SGHMC adds little with them: the learning rate falls to a twentieth before it
 begins, and a twentieth of 4.5e-4, which is a rate for Adam, moves its average by a point or two in 10,000 steps.
 `gan-tuned/...` has a steady learning rate of 2e-4 and ten times that for SGHMC, both chosen on 5,000 validation images of
-CIFAR-10 with 4,000 labels (results/gan/tuning.json) and taken for all data sets, and a draw every 100 steps; everything else is as in
-`gan/...`.
+CIFAR-10 with 4,000 labels (results/gan/tuning.json) and taken for all data sets, and a draw every 100
+steps; all else is as in `gan/...`.
 
 A name is `FAMILY/DATA-LABELS`, which means reSGHMC; `-sghmc` is the cold rung alone, `-noswaps` the same ladder without swaps (a
 baseline of equal compute), `-supervised` the same discriminator on the labelled images and nothing else.

@@ -20,7 +20,8 @@ TABLE_NETS = ("resnet20", "resnet32", "resnet56", "wrn-16-8", "wrn-28-10")
 DATA = ("cifar10", "cifar100")
 FACTORS = (1e5, 2e5, 3e5, 4e5, 5e5, 1e6)  # F0 of figure 2 (c, d), as the authors count it
 AUTHORS_F0 = 3e5
-PAIRED = 1 / 3  # of the variance is left on shared minibatches at the end of training (0.37); with that of F a swap needs the same gap
+# What shared minibatches leave of the variance, late in training (0.37 at the end); with that of F a swap needs the same gap.
+PAIRED = 1 / 3
 
 # (mean, 2 standard deviations over 5 seeds) in %: M-SGD, SGHMC, reSGHMC
 PAPER_TABLE1: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {
