@@ -244,6 +244,8 @@ def test_curves_take_the_mean_of_the_steps_that_were_kept():
     assert curves["energy"] == [[1.0 + 15.0, 3.0 + 46.0]]
     assert (curves["noise_variance"], curves["swap_epochs"], curves["draw_epoch"]) == ([], [], [2])
     assert curves["last_accuracy"] == [0.12346]
+    many = curves_of(config, {**trace, "swap_steps": torch.arange(12_000)}, NoDraws())
+    assert len(many["swap_epochs"]) == 10_000  # a result.json is read by people too
 
 
 def test_one_rung_has_nothing_to_pool(trained):

@@ -229,6 +229,17 @@ def test_a_seed_counts_once(tmp_path):
     assert "2 of 3, 1 of the same seed" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.parametrize(("made", "words"), [(2, "2 swaps"), (1_374, "the first 2 of 1,374 swaps")])
+def test_swaps_that_are_not_listed_are_counted(tmp_path, made, words):
+    """A result.json lists so many; their marks must not look as if swaps had ended there."""
+    curves = {"epoch": [0, 1, 2], "energy": [[3, 2, 1], [4, 3, 2]], "swap_epochs": [1.5, 1.7]}
+    swaps = [{"pair": [0, 1], "accepted": made, "proposed": 5_000, "acceptance_rate": made / 5_000}]
+    write_run(tmp_path, get_recipe("icml2020/cifar10-resnet20"), curves=curves, swaps=swaps)
+    write_page([tmp_path], tmp_path / "page.html")
+    (energies,) = Elements(tmp_path / "page.html").data("run-0")["charts"]
+    assert energies["marks"]["name"] == words
+
+
 def test_numbers_of_the_paper_stand_beside_image_runs(tmp_path):
     recipe = "icml2020/cifar10-resnet20"
     curves = {"epoch": [0, 1, 2], "energy": [[3, 2, 1], [4, 3, 2]], "noise_variance": [[1, 1, 1]], "correction": [[1, 2, 1]]}

@@ -92,7 +92,8 @@ def report_figure3(what: str, chosen: Mapping[str, Any], out: Path, path: Path, 
     require_runs(what, figure["data"], figure["unfinished"], out)
     write_numbers(figure, gan_figure.as_markdown(figure), path)
     said = gan_figure.notes(figure)
-    tell(gan_figure.as_table(figure), said, "table", path, console, lambda picture: gan_pictures.draw(figure, picture))
+    shown = gan_figure.as_table(figure, console)
+    tell(shown, said, "table", path, console, lambda picture: gan_pictures.draw(figure, picture))
 
 
 def tell(shown: Table, said: Sequence[str], page: str, path: Path, console: Console, draw: Callable[[Path], None]) -> None:

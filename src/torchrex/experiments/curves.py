@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 SIGNIFICANT = 5  # digits
+MOST_SWAPS = 10_000  # that are listed; the counts are of all
 
 
 def binned(values: Tensor, bin_of: Tensor, n_bins: int) -> Tensor:

@@ -13,7 +13,7 @@ from torchrex.errors import DataError, NonFiniteEnergyError
 from torchrex.exchange import ModuleExchange
 from torchrex.exchange.module_work import evaluating
 from torchrex.exchange.threads import few_threads
-from torchrex.experiments.curves import binned, rounded
+from torchrex.experiments.curves import MOST_SWAPS, binned, rounded
 from torchrex.experiments.digits import digit_images
 from torchrex.experiments.gan import GanConfig
 from torchrex.experiments.jobs import Job, Trained
@@ -194,13 +194,13 @@ def _score_of(test: list[tuple[Tensor, Tensor]], votes: Callable[[Tensor], Tenso
 
 
 def curves_of(config: GanConfig, trace: dict[str, Tensor], average: PosteriorAverage) -> dict[str, Any]:
-    """Over the run: mean energies per rung, noise variance and correction; every swap; the accuracies after each draw."""
+    """Over the run: mean energies per rung, noise variance and correction; the first swaps; the accuracies after each draw."""
     n_bins = min(CURVE_POINTS, len(trace["steps"]))
     bins = trace["steps"] * n_bins // config.n_steps
     curves: dict[str, Any] = {"step": [k * config.n_steps // n_bins for k in range(n_bins)]}
     for name in ("energy", "noise_variance", "correction"):
         curves[name] = [rounded(binned(values, bins, n_bins)) for values in trace[name].unbind(1)]
-    curves["swap_steps"] = trace["swap_steps"][:1000].tolist()
+    curves["swap_steps"] = trace["swap_steps"][:MOST_SWAPS].tolist()
     for prefix, rung in (("", 0), ("pooled_", None)) if config.n_rungs > 1 else (("", 0),):
         history = average.history(rung)
         curves["draw_step"] = history["step"].tolist()

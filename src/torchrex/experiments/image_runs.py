@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrex.errors import DataError, NonFiniteEnergyError
-from torchrex.experiments.curves import binned, rounded
+from torchrex.experiments.curves import MOST_SWAPS, binned, rounded
 from torchrex.experiments.images import N_TRAINING, ImageConfig
 from torchrex.experiments.jobs import Job, Trained
 from torchrex.experiments.members import member_of
@@ -130,7 +130,7 @@ def metrics_of(config: ImageConfig, average: PosteriorAverage) -> dict[str, Any]
 
 
 def curves_of(config: ImageConfig, trace: dict[str, Tensor], average: PosteriorAverage) -> dict[str, Any]:
-    """Per epoch: mean energies per rung, noise variance and correction; every swap; the accuracies after each draw."""
+    """Per epoch: mean energies per rung, noise variance and correction; the first swaps; the accuracies after each draw."""
     epoch = trace["steps"] // config.steps_per_epoch
     curves: dict[str, Any] = {
         "epoch": list(range(config.epochs)),
@@ -138,7 +138,7 @@ def curves_of(config: ImageConfig, trace: dict[str, Tensor], average: PosteriorA
     }
     for name in ("noise_variance", "correction"):
         curves[name] = [rounded(binned(values, epoch, config.epochs)) for values in trace[name].unbind(1)]
-    curves["swap_epochs"] = rounded(trace["swap_steps"].double()[:1000] / config.steps_per_epoch)
+    curves["swap_epochs"] = rounded(trace["swap_steps"].double()[:MOST_SWAPS] / config.steps_per_epoch)
     for prefix, rung in (("", 0), ("pooled_", None)) if config.n_rungs > 1 else (("", 0),):
         history = average.history(rung)
         curves["draw_epoch"] = (history["step"] // config.steps_per_epoch).tolist()

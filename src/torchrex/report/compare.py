@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from scipy import stats
-
 from torchrex.errors import InvalidArgumentError, RunFolderError
 from torchrex.report.runs import LoadedRun, find_runs, load_run
+from torchrex.report.series import FEWEST_SEEDS, p_of_pairs
 from torchrex.report.settings_that_matter import decides_the_problem, differing_that_matter, with_known_settings
 
 LEVEL = 0.05
-FEWEST_SEEDS = 3  # two seeds can agree by chance whatever their spread
 HIGHER, LOWER = ("accuracy", "ess"), ("nll", "brier", "ece", "w1", "w2", "error", "rhat")
 # Settings, not outcomes; and the time, which is that of all replicas that ran side by side.
 NOT_COMPARED = ("n_steps", "n_runs", "n_draws", "seconds_per_epoch", "seconds_per_step")
@@ -207,8 +205,7 @@ def compare_metric(metric: str, first: Sequence[float], other: Sequence[float]) 
     error = p_value = None
     if n > 1:
         error = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1) / n)
-        # Equal differences leave no spread to test against: either the sides are the same, or rounding hides it.
-        p_value = float(2 * stats.t.sf(abs(mean) / error, n - 1)) if error > 0 else (1.0 if mean == 0 else None)
+        p_value = p_of_pairs(mean, error, n)
     better = direction(metric)
     verdict = _verdict(mean, error, p_value, n, better)
     return Row(metric, better, math.fsum(first) / n, math.fsum(other) / n, mean, error, n, p_value, verdict)

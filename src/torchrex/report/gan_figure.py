@@ -7,16 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from torchrex.experiments.gan import GanConfig
 from torchrex.experiments.gan_recipes import GAN_DATA, N_LABELLED
 from torchrex.report.gan import FAMILIES, METHODS, PAPER_COLUMN, PAPER_STEPS, GanRun, paper_number
 from torchrex.report.image_numbers import finished_runs, settings_of_most, stated, summary
-from torchrex.report.image_words import every_seeds_swaps, markdown_lines, plus_minus
-
-HEADS = ("data", "labels", "method", "paper %", "ours %", "both rungs", "n", "swaps")
+from torchrex.report.image_words import Columns, Section, every_seeds_swaps, fitted, markdown_lines, plus_minus
 
 
 def numbers(out: Path, chosen: Mapping[str, GanConfig]) -> dict[str, Any]:
@@ -34,15 +32,16 @@ def numbers(out: Path, chosen: Mapping[str, GanConfig]) -> dict[str, Any]:
             continue
         settings = settings_of_most(own)
         figure["left_out"] += [_left_out(run) for run in own if run.settings != settings]
-        points = []
+        points, missing = [], {}
         for method, method_title in METHODS.items():
             same = [run for run in own if run.settings == settings and run.recipe.method == method]
             found = [_point([run for run in same if run.recipe.n_labelled == n]) for n in N_LABELLED]
             points += [point for point in found if point]
             there = {run.recipe.n_labelled for run in same}
             here = [config for config in chosen.values() if (config.family, config.data, config.method) == (family, data, method)]
-            if missing := sorted({config.n_labelled for config in here} - there):
-                figure["not_run"].append(f"{title} {method_title} {' '.join(map(str, missing))}")
+            if here:
+                missing[method_title] = tuple(sorted({config.n_labelled for config in here} - there))
+        figure["not_run"] += _not_run(title, missing)
         paper = {method: {n: stated(paper_number(data, n, method)) for n in N_LABELLED} for method in PAPER_COLUMN}
         figure["data"][title] = {
             "steps": settings.length,
@@ -51,6 +50,16 @@ def numbers(out: Path, chosen: Mapping[str, GanConfig]) -> dict[str, Any]:
             "paper": {METHODS[method]: {str(n): known for n, known in by_n.items() if known} for method, by_n in paper.items()},
         }
     return figure
+
+
+def _not_run(title: str, missing: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Such as `svhn 2000 2500`, with the methods that lack them where others do not."""
+    lines = []
+    for labels in dict.fromkeys(each for each in missing.values() if each):
+        methods = [method for method, each in missing.items() if each == labels]
+        some = "" if len(methods) == len(missing) else f" ({', '.join(methods)})"
+        lines.append(f"{title} {' '.join(map(str, labels))}{some}")
+    return lines
 
 
 def _left_out(run: GanRun) -> str:
@@ -84,17 +93,31 @@ def _rows(figure: Mapping[str, Any]) -> list[list[str]]:
     rows = []
     for data, of in figure["data"].items():
         for point in of["points"]:
-            name = f"{data}{'§' if of['settings'] else ''}"
-            accuracies = [plus_minus(point[key]) or "-" for key in ("paper", "ours", "both_rungs")]
-            rows.append([name, str(point["n_labelled"]), point["method"], *accuracies, str(point["n"]), every_seeds_swaps(point)])
+            words = [column(point) for column in COLUMNS.values()]
+            rows.append([_name(data, of), str(point["n_labelled"]), point["method"], *words])
     return rows
 
 
-def as_table(figure: Mapping[str, Any]) -> Table:
-    table = Table(*HEADS, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for row in _rows(figure):
-        table.add_row(*row)
-    return table
+COLUMNS: Columns = {
+    "paper %": lambda point: plus_minus(point["paper"]) or "-",
+    "ours %": lambda point: plus_minus(point["ours"]),
+    "both rungs": lambda point: plus_minus(point["both_rungs"]) or "-",
+    "n": lambda point: str(point["n"]),
+    "swaps": every_seeds_swaps,
+}
+
+
+def as_table(figure: Mapping[str, Any], console: Console) -> Table:
+    """As many columns as the console has room for."""
+    sections = [
+        Section(_name(data, of), [(f"{point['n_labelled']} {point['method']}", point) for point in of["points"]])
+        for data, of in figure["data"].items()
+    ]
+    return fitted(sections, COLUMNS, ("swaps", "both rungs", "n"), console)[0]
+
+
+def _name(data: str, of: Mapping[str, Any]) -> str:
+    return f"{data}{'§' if of['settings'] else ''}"
 
 
 def notes(figure: Mapping[str, Any]) -> list[str]:
@@ -109,10 +132,11 @@ def notes(figure: Mapping[str, Any]) -> list[str]:
             said.append(f"§ {data}: not the recipes' settings ({', '.join(f'{k}={v}' for k, v in of['settings'].items())})")
     for head in ("left_out", "not_run", "unfinished"):
         words = {"left_out": "left out, with other settings", "not_run": "not run", "unfinished": "not finished"}[head]
-        said += [f"{words}: {', '.join(figure[head])}"] if figure[head] else []
+        said += [f"{words}: {'; '.join(figure[head])}"] if figure[head] else []
     return said
 
 
 def as_markdown(figure: Mapping[str, Any]) -> str:
-    lines = ["# Figure 3: accuracy against the number of labels", "", *markdown_lines(HEADS, _rows(figure)), ""]
-    return "\n".join([*lines, *(f"- {note}" for note in notes(figure))]) + "\n"
+    table = markdown_lines(["data", "labels", "method", *COLUMNS], _rows(figure))
+    said = [f"- {note}" for note in notes(figure)]
+    return "\n".join(["# Figure 3: accuracy against the number of labels", "", *table, "", *said]) + "\n"

@@ -139,7 +139,8 @@ def notes(table: GanTable, heads: Iterable[str]) -> list[str]:
         tuned = gan_cell("cifar10", 4000, "resghmc", "gan-tuned")
         said.append(
             f"tuned: a steady learning rate of {tuned.lr_of_mean:g} and {tuned.sampling_lr:g} times that for SGHMC, chosen on "
-            f"validation images of CIFAR-10, and a draw every {tuned.average_every} steps; temperatures and F are the paper's."
+            f"validation images of CIFAR-10, and a draw every {tuned.average_every} steps; temperatures and F are the "
+            "paper's. Not tested against the paper."
         )
     shorter = sorted({row["steps"] for row in rows} - {PAPER_STEPS})
     if shorter:

@@ -74,7 +74,8 @@ def plot_energies(of: Mapping[str, Any], axis: Any) -> None:
     for height, (family, course) in enumerate(of["course"].items()):
         colour = FAMILY_STYLES[family]["color"]
         for rung, values in enumerate(course["energy"]):
-            name = f"{family}, {'cold' if rung == 0 else 'hot'}"
+            prior = " with the prior" if family == "clean" else ""
+            name = f"{family}, {'cold' if rung == 0 else 'hot'}{prior}"
             axis.plot(course["epoch"], values, color=colour, ls="-" if rung == 0 else ":", lw=1.3, label=name)
         low = 0.02 + 0.1 * height
         marks = ticks(course["swap_epochs"], len(course["epoch"]))

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torchrex.report.image_numbers import PAPER_SEEDS
+from torchrex.report.series import FEWEST_SEEDS, p_of_pairs
 
 Row = Mapping[str, Any]
 Columns = Mapping[str, Callable[[Row], str]]
@@ -30,7 +31,7 @@ def plus_minus(number: Mapping[str, Any] | None) -> str:
 
 
 def z_words(row: Row) -> str:
-    return "" if row["z"] is None else f"{row['z']:+.1f}{'*' if row['z_has_the_papers_sd'] else ''}"
+    return "" if row["z"] is None else f"{row['z']:+.1f}"
 
 
 def swaps_words(row: Row) -> str:
@@ -50,23 +51,23 @@ def mean_of(name: str, digits: int = 2) -> Callable[[Row], str]:
 
 
 def in_words(effect: Mapping[str, Any]) -> str:
-    """Such as `+0.12 ± 0.05 (n=3, 2.4 s.e.)`; two seeds are too few to say how many."""
+    """Such as `+0.12 ± 0.05 (n=3, p = 0.14)`; two seeds are too few for a test."""
     if not effect["n"]:
         return "- (no seed was run with both)"
     if effect["se"] is None:
         return f"{effect['mean']:+.2f} (n=1)"
-    enough = effect["n"] >= 3 and effect["se"] > 0
-    many = f", {abs(effect['mean']) / effect['se']:.1f} s.e." if enough else ""
-    return f"{effect['mean']:+.2f} ± {effect['se']:.2f} (n={effect['n']}{many})"
+    p_value = p_of_pairs(effect["mean"], effect["se"], effect["n"]) if effect["n"] >= FEWEST_SEEDS else None
+    tested = "" if p_value is None else f", p = {p_value:.2g}"
+    return f"{effect['mean']:+.2f} ± {effect['se']:.2f} (n={effect['n']}{tested})"
 
 
-def off_note(head: str, rows: Iterable[Row]) -> list[str]:
+def off_note(head: str, rows: Sequence[Row]) -> list[str]:
     """What the column of standard errors is, where it has something in it."""
     tested = [row for row in rows if row["z"] is not None]
     if not head or not tested:
         return []
-    one = " * one seed only: our sd is taken to be the paper's." if any(row["z_has_the_papers_sd"] for row in tested) else ""
-    return [f"{head}: (ours - paper) / sqrt(sd_ours²/n + sd_paper²/{PAPER_SEEDS}), the paper's sd being half its ±.{one}"]
+    alone = " One seed is not tested." if any(row["n"] == 1 for row in rows) else ""
+    return [f"{head}: (ours - paper) / sqrt(sd_ours²/n + sd_paper²/{PAPER_SEEDS}), the paper's sd being half its ±.{alone}"]
 
 
 def fitted(

@@ -123,6 +123,16 @@ def load_run(path: Path) -> LoadedRun:
     )
 
 
+def swap_counts(run: LoadedRun) -> tuple[int, int] | None:
+    """Accepted and proposed over all pairs, or None where the run does not say."""
+    pairs = (run.result or {}).get("swaps")
+    if not isinstance(pairs, list) or not all(isinstance(pair, dict) for pair in pairs):
+        return None
+    counts = [(pair.get("accepted"), pair.get("proposed")) for pair in pairs]
+    whole = [(a, p) for a, p in counts if isinstance(a, int) and isinstance(p, int)]
+    return (sum(a for a, _ in whole), sum(p for _, p in whole)) if whole else None
+
+
 def ladder_of(config: Any) -> Ladder | None:
     """The ladder a config runs on; None for a config of a kind that is not known here."""
     return config.ladder() if isinstance(config, GanConfig) else ladder_without_warm_start(config)

@@ -8,11 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from scipy import stats
 from torch import Tensor
 
 from torchrex.diagnostics import History, over_chains
 from torchrex.errors import InvalidArgumentError
 from torchrex.exchange import acceptance_probability
+
+FEWEST_SEEDS = 3  # for a test: two seeds can agree by chance whatever their spread
 
 
 def running_mean(values: Tensor, window: int) -> Tensor:
@@ -99,6 +102,16 @@ def error_of_mean(values: Sequence[float], errors: Sequence[float | None]) -> fl
     if values and len(known) == len(values):
         return math.sqrt(sum(error * error for error in known)) / len(values)
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def p_of_pairs(mean: float, error: float, n: int) -> float | None:
+    """Two-sided p of a mean difference of n pairs: t with n - 1 degrees of freedom.
+
+    Equal differences leave no spread to test against: either the sides are the same, or rounding hides it (None).
+    """
+    if error > 0:
+        return float(2 * stats.t.sf(abs(mean) / error, n - 1))
+    return 1.0 if mean == 0 else None
 
 
 def least_of_averages(curves: Mapping[str, Any]) -> float | None:

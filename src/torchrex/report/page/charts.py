@@ -21,7 +21,7 @@ from torchrex.experiments.mixtures import MixtureConfig
 from torchrex.report.doctor_evidence import first_test
 from torchrex.report.page.thin import few_marks, number, numbers, rows_to_keep, swaps_of
 from torchrex.report.plots import rung_name
-from torchrex.report.runs import LoadedRun
+from torchrex.report.runs import LoadedRun, swap_counts
 from torchrex.report.series import (
     acceptance_over_time,
     calibration,
@@ -130,13 +130,15 @@ def _acceptance(run: LoadedRun) -> Chart:
 def _of_curves(run: LoadedRun, shared: dict[str, Any]) -> list[Chart]:
     """A run whose trace is not there may have left curves in its result, by epoch or, of a GAN, by step."""
     curves = _dict((run.result or {}).get("curves"))
-    unit, over, listed = ("epoch", "epochs", "swap_epochs") if "epoch" in curves else ("step", "steps", "swap_steps")
+    unit, over, when = ("epoch", "epochs", "swap_epochs") if "epoch" in curves else ("step", "steps", "swap_steps")
     x = numbers(_list(curves.get(unit)))
     if not x:
         return []
     shared[over] = x
-    swaps = numbers(_list(curves.get(listed)))
-    marks = {"x": swaps, "name": f"{len(swaps):,} swaps"} if swaps else None
+    swaps = numbers(_list(curves.get(when)))
+    made = (swap_counts(run) or (0, 0))[0]
+    listed = f"the first {len(swaps):,} of {made:,}" if len(swaps) < made else f"{len(swaps):,}"
+    marks = {"x": swaps, "name": f"{listed} swaps"} if swaps else None
     means = "One recorded value an epoch" if unit == "epoch" else "Means over the steps from one value to the next"
     note = f"{means}: swaps may come from steps between them."
     common = {"over": over, "note": " ".join(filter(None, (_warm_start(run), note)))}

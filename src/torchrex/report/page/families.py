@@ -5,7 +5,8 @@ from __future__ import annotations
 from html import escape
 
 from torchrex.report.page.html import Cell, table
-from torchrex.report.page.overview import Family, Row, cell, columns, label, paper_of, swaps_of
+from torchrex.report.page.overview import Family, Row, cell, columns, label, paper_of
+from torchrex.report.runs import swap_counts
 
 AUTHORS_COUNT = "The authors count the newest network alone, without the images that it calls generated."
 
@@ -27,7 +28,7 @@ def family_section(family: Family, k: int, has_charts: bool) -> str:
             if metric in stated:
                 paper = papers[id(row)].get(metric)
                 cells.append(("", None) if paper is None else (escape(paper.text), paper.value))
-        swaps = [counts for run in row.finished if (counts := swaps_of(run)) is not None]
+        swaps = [counts for run in row.finished if (counts := swap_counts(run)) is not None]
         made, tested = sum(a for a, _ in swaps), sum(p for _, p in swaps)
         words = f"{made:,} of {tested:,}" if tested else "none tested"
         cells.append((words if swaps else "", made if swaps else None))

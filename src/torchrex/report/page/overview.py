@@ -229,16 +229,6 @@ def paper_of(row: Row) -> dict[str, Paper]:
     return found
 
 
-def swaps_of(run: LoadedRun) -> tuple[int, int] | None:
-    """Accepted and proposed over all pairs, or None where the run does not say."""
-    pairs = (run.result or {}).get("swaps")
-    if not isinstance(pairs, list) or not all(isinstance(pair, dict) for pair in pairs):
-        return None
-    counts = [(pair.get("accepted"), pair.get("proposed")) for pair in pairs]
-    whole = [(a, p) for a, p in counts if isinstance(a, int) and isinstance(p, int)]
-    return (sum(a for a, _ in whole), sum(p for _, p in whole)) if whole else None
-
-
 def overlays(family: Family, charts: dict[int, list[Chart]]) -> list[Chart]:
     """Charts of one kind and key with a line for each row: the mean over seeds where their x agree, else the first seed.
 

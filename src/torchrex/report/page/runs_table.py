@@ -9,10 +9,9 @@ from typing import Any
 
 from torchrex.report.page.details import link_to
 from torchrex.report.page.html import Cell, badge, badges, table
-from torchrex.report.page.overview import swaps_of
 from torchrex.report.page.wall_time import seconds_of, sharers
 from torchrex.report.run_finding import recipe_in, seed_in
-from torchrex.report.runs import LoadedRun
+from torchrex.report.runs import LoadedRun, swap_counts
 
 FIRST_SHOWN = 2  # runs whose charts are open at the start
 HEAD = ("show", "recipe", "seed", "status", "doctor", "swaps", "accepted, %", "time, s", "date", "folder")
@@ -34,7 +33,7 @@ def runs_table(runs: Sequence[LoadedRun], details: Mapping[int, Mapping[str, Any
 
 def _row(k: int, run: LoadedRun, details: Mapping[str, Any], shown: bool, sharing: int) -> list[Cell]:
     folder, advice = details["folder"], details["doctor"]
-    counts, seconds = swaps_of(run), seconds_of(run)
+    counts, seconds = swap_counts(run), seconds_of(run)
     rate = 100 * counts[0] / counts[1] if counts and counts[1] else None
     date = str((run.result or {}).get("date") or "")
     mark = "" if seconds is None else f"{seconds:,.1f}{'*' if sharing > 1 else ''}"
@@ -78,7 +77,7 @@ def _first_shown(runs: Sequence[LoadedRun]) -> list[int]:
     """Two runs of different recipes that have swaps to look at, if there are."""
     with_swaps: dict[str, int] = {}
     for k, run in enumerate(runs):
-        counts = swaps_of(run)
+        counts = swap_counts(run)
         if run.history is not None and counts and counts[0]:
             with_swaps.setdefault(run.recipe, k)
     return list(dict.fromkeys([*with_swaps.values(), *range(len(runs))]))[:FIRST_SHOWN]
