@@ -182,7 +182,7 @@ class Chart {
 
   place() {
     this.width = Math.max(200, this.svg.clientWidth);
-    this.box = { left: 58, right: this.width - 14, top: 8, bottom: HEIGHT - 36 };
+    this.box = { left: 66, right: this.width - 14, top: 8, bottom: HEIGHT - 36 };
     const [x0, x1] = this.view.map((x) => this.forward(x));
     this.px = (x) => this.box.left + ((this.forward(x) - x0) / (x1 - x0)) * (this.box.right - this.box.left);
   }
