@@ -23,7 +23,8 @@ from safetensors.torch import load_file
 import torchrex
 from command import run_command
 from torchrex import Draws
-from torchrex.cli import app, report, reproduce, reproducing
+from torchrex.cli import app, report, reproduce, reproducing, running
+from torchrex.cli.interrupts import Interrupted
 from torchrex.cli.numbers import Number
 from torchrex.experiments import get_recipe, recipes, run_recipe
 from torchrex.experiments.config import dumps, override
@@ -67,6 +68,13 @@ def modules_after(*words):
         (["compare", "--help"], 0, "paired by seed"),
         (["rnu"], 2, "Did you mean 'run'?"),
         (["run", "digits/sghmc", "--seedz", "3"], 2, "--seedz"),
+        (
+            ["run", "digits/sghmc", "--set", "a=1", "epochs=1", "b"],
+            2,
+            "(epochs=1 b); repeat --set for each setting: --set epochs=1",
+        ),
+        (["run", "digits/sghmc", "sgld"], 2, "Got unexpected extra argument(s) (sgld)"),
+        (["run", "table1"], 2, "`torchrex reproduce table1` runs them, `torchrex list table1` shows them"),
         (["run", "digits/sghmc", "--budget", "soon"], 2, "--budget must be a time"),
         (["report", ".", "--doctor", "some"], 2, "'some' is not one of 'quick', 'all', 'none'"),
         (["doctor"], 2, "Missing argument 'DIR'"),
@@ -408,6 +416,34 @@ def test_list_shows_recipes_by_a_word(cli):
     assert (code, "did you mean" in err) == (2, True)
 
 
+def names_in(out):
+    return [line.split()[0] for line in out.splitlines()[1:] if not line.startswith(" `")]
+
+
+def test_list_takes_words_as_only_of_reproduce_does(cli):
+    """After what is in a name as it stands."""
+    known = list(recipes())
+    assert names_in(cli("list", "resnet20/cifar10")[1]) == [name for name in known if "/cifar10-resnet20" in name]
+    wanted = [name for name in known if name.startswith("icml2020/cifar10-resnet20")]
+    assert names_in(cli("list", "icml2020/resnet20/cifar10")[1]) == wanted
+    assert names_in(cli("list", "cifar10")[1]) == [name for name in known if "cifar10" in name]  # and cifar100 is
+    code, _, err = cli("run", "icml2020/resnet20/cifar10")
+    assert (code, "`torchrex list icml2020/resnet20/cifar10` shows all of them" in err) == (2, True)
+
+
+def test_list_shows_what_a_table_is_made_of(cli):
+    for thing, made_of in reproducing.RECIPES.items():
+        out = cli("list", thing)[1]
+        assert set(names_in(out)) >= set(made_of()), thing
+        assert (f"`torchrex reproduce {thing}` makes" in out) == (thing not in ("figure1", "digits"))  # which are in names
+
+
+def test_list_shows_numbers_to_six_digits(cli):
+    out = cli("list", "gan/cifar10-4000")[1]
+    assert re.search(r"^ hot_lr +1\.55556 ", out, re.MULTILINE)
+    assert re.search(r"^ correction_factor +200000 ", out, re.MULTILINE)
+
+
 def tensors_of(folder):
     """Equal means equal bit for bit; the order of the words in a safetensors file changes from one to the next."""
     files = {name: load_file(folder / f"{name}.safetensors") for name in ("draws", "trace")}
@@ -584,6 +620,46 @@ def test_numbers_have_the_digits_of_their_error():
     said |= {Number(0, of=0): "none tested", Number(0.4, exact=True): "0.4000", Number(0.399929, exact=True): "0.3999"}
     said |= {Number(3, of=4000): "3 of 4,000", Number(float("inf"), 1.0): "inf", Number(1234.5, 40.0): "1234 ± 40"}
     assert {number: str(number) for number in said} == said
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings"), [("digits/sghmc", QUICK), ("figure1/case1-sgld", [*SMALL, "--set", "checkpoint_every=100"])]
+)
+def test_the_time_of_a_run_is_that_of_all_sittings(cli, tmp_path, recipe, settings):
+    words = ["run", recipe, *settings, "--out", tmp_path]
+    assert "s in all" not in cli(*words, "--resume", "--budget", "0.001s")[1]  # there was nothing to go on with
+    assert re.search(
+        r"seed 0: paused at step [\d,]+ of [\d,]+ in [\d.]+ s in all\n", cli(*words, "--resume", "--budget", "0.001s")[1]
+    )
+    assert re.search(r"seed 0: finished in [\d.]+ s in all\n", cli(*words, "--resume")[1])
+    out = cli(*words, "--resume", "--seeds", 2)[1]
+    assert re.search(r"seed 0: finished already \(in [\d.]+ s\)\n", out)
+    assert re.search(r"seed 1: finished in [\d.]+ s\n", out)
+    assert re.search(r"seed 0: finished in [\d.]+ s\n", cli(*words, "--overwrite")[1])
+
+
+def test_reproduce_says_that_a_time_is_that_of_all_sittings(cli, tmp_path):
+    words = ["reproduce", "digits", "--only", "digits/sghmc", *QUICK, "--seeds", 2, "--out", tmp_path]
+    assert cli(*words, "--budget", "0.001s")[0] == 0
+    assert re.search(r"seed 0: [\d.]+ s in all\n.*seed 1: [\d.]+ s\n", cli(*words)[1])
+
+
+@pytest.mark.parametrize(("n", "more", "are"), [(1, "", "is"), (3, " and 2 more", "are")])
+def test_ctrl_c_says_how_many_runs_go_on(tmp_path, n, more, are):
+    """When their steps were interrupted, before or after them, and when all were done."""
+    folders = [RunFolder.of(tmp_path, "digits/sghmc", seed) for seed in range(n)]
+    for folder in folders:
+        (folder.path / "checkpoints").mkdir(parents=True)
+        folder.write_text("result.json", dumps({"status": "interrupted"}))
+    with pytest.raises(Interrupted, match=f"^interrupted; what was done is in {folders[0].path}{more}; the same goes on$"):
+        running.goes_on(folders, "the same")
+    early, words = running.told_if_early, f"in {folders[0].path}{more}, and the same goes on$"
+    with pytest.raises(Interrupted, match=words), early(folders, "the same"):
+        raise KeyboardInterrupt
+    for folder in folders:
+        folder.write_text("result.json", dumps({"status": "finished"}))
+    with pytest.raises(Interrupted, match=f"^interrupted; {folders[0].path}{more} {are} finished$"), early(folders, "the same"):
+        raise KeyboardInterrupt(signal.SIGINT)
 
 
 @pytest.mark.parametrize(("recipe", "settings"), [("digits/sghmc", QUICK), ("figure1/case1-sgld", SMALL)])

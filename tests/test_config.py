@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import FrozenInstanceError, dataclass
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
 from torchrex.errors import ConfigError, RecipeError
-from torchrex.experiments.config import dumps, override
+from torchrex.experiments.config import descriptions, dumps, override
 from torchrex.experiments.recipes import get_recipe, recipes
 
 
@@ -99,6 +99,8 @@ def test_recipes_are_complete_and_frozen():
 def test_unknown_recipe_suggests_the_nearest():
     with pytest.raises(RecipeError, match="did you mean figure1/case1-resgld"):
         get_recipe("figure1/case1-regsld")
+    with pytest.raises(RecipeError, match=r"did you mean icml2020/cifar10-resnet20[?]"):  # 32 has as many letters in common
+        get_recipe("icml2020/cifar10-resnet21")
     with pytest.raises(LookupError, match="torchrex list"):
         get_recipe("qqq")
 
@@ -110,3 +112,18 @@ def test_the_beginning_of_a_name_brings_those_that_begin_so():
             get_recipe(given)
     with pytest.raises(RecipeError, match=r"did you mean tall/logistic[?] `torchrex list logis`"):
         get_recipe("logis")
+
+
+def test_what_is_said_of_a_setting_names_its_choices():
+    for config in {type(config): config for config in recipes().values()}.values():
+        said = descriptions(config)
+        for name, kind in get_type_hints(type(config)).items():
+            if get_origin(kind) is Literal and said.get(name) != "fixed":
+                assert all(choice in said.get(name, "") for choice in get_args(kind)), name
+
+
+def test_a_comment_on_a_setting_may_have_several_lines():
+    said = descriptions(get_recipe("icml2020/cifar10-resnet20"))
+    assert "as their test has the sum of two variances (the paper's 3e5 is 150000 here)" in said["correction_factor"]
+    assert said["factor_per_swap"].startswith("F is multiplied")
+    assert "repeated: 10 energies once an epoch" in said["variance"]

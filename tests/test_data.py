@@ -288,7 +288,8 @@ def test_folders_without_the_set(tiny, tmp_path):
     with pytest.raises(DataError, match=r"there is no folder .*nowhere") as error:
         import_images("cifar10", tmp_path / "nowhere")
     one_line(error)
-    with pytest.raises(DataError, match=r"does not hold cifar10; put cifar-10-binary\.tar\.gz there"):
+    packed = r"or the packed form \(manifest\.json, labels\.npz, its model_\*\.npz and the shards cifar10_train_00\.npz"
+    with pytest.raises(DataError, match=rf"does not hold cifar10; put cifar-10-binary\.tar\.gz there, .*{packed}"):
         import_images("cifar10", put(tmp_path / "empty", {}))
     incomplete = binary_files("cifar10", arrays)
     del incomplete["cifar-10-batches-bin/data_batch_4.bin"]
@@ -307,9 +308,9 @@ def test_folders_without_the_set(tiny, tmp_path):
 def test_names(tmp_path):
     with pytest.raises(DataError, match="there is no image set 'CIFAR-10'; did you mean cifar10") as error:
         load_images("CIFAR-10", tmp_path)
-    assert "cifar10, cifar100, svhn" in one_line(error)
-    with pytest.raises(DataError, match="no image set 'mnist'"):
-        import_images("mnist", tmp_path)
+    assert "? There are cifar10, cifar100, svhn" in one_line(error)
+    with pytest.raises(DataError, match="there is no image set 'foo'; there are cifar10, cifar100, svhn"):
+        import_images("foo", tmp_path)
 
 
 def test_a_missing_set_names_both_commands(tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import re
+from collections.abc import Iterable
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -77,6 +79,25 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
 
 
+class Command(TyperCommand):
+    """A command that says what to do about a setting without a --set of its own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.allow_extra_args = True  # refused here, with advice
+        rest = super().parse_args(ctx, args)
+        if rest and not ctx.resilient_parsing:
+            settings = [each for each in rest if re.match(r"[A-Za-z][\w.]*=", each)]
+            has_set = any("--set" in parameter.opts for parameter in self.params)
+            advice = f"; repeat --set for each setting: {_plain(f'--set {each}' for each in settings)}"
+            ctx.fail(f"Got unexpected extra argument(s) ({_plain(rest)}){advice if settings and has_set else ''}")
+        return rest
+
+
+def _plain(words: Iterable[str]) -> str:
+    """In one line, without control characters."""
+    return repr(" ".join(words))[1:-1]
+
+
 def load(name: str) -> Any:
     """The command of that name as typer runs it."""
     place = COMMANDS[name]
@@ -85,7 +106,7 @@ def load(name: str) -> Any:
     if isinstance(found, typer.Typer):
         return typer.main.get_command(found)
     alone = typer.Typer(**PLAIN)
-    alone.command(name)(found)
+    alone.command(name, cls=Command)(found)
     return typer.main.get_command(alone)
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.table import Table
 
 from torchrex.cli.consoles import stdout
+from torchrex.experiments.drawing import is_begun
 from torchrex.experiments.recipes import Config
-from torchrex.experiments.run_folder import RunFolder
+from torchrex.experiments.run_folder import RunFolder, is_finished
 from torchrex.report.series import error_of_mean
 
 # In this order, those that a run has. The others are in result.json.
@@ -35,6 +37,7 @@ WORDS = {
 }
 EXACT = ("left_weight_true",)  # no estimates: all shown to four decimals
 ONLY_OF = {"logits_best_accuracy": "icml2020/"}
+BEGUN, FINISHED = "begun", "finished"
 
 
 class Number(NamedTuple):
@@ -70,8 +73,14 @@ def numbers_of(result: Mapping[str, Any]) -> dict[str, Number]:
     return shown
 
 
-def show(folders: Sequence[RunFolder], config: Config) -> None:
-    """The numbers of finished runs, and how far the others came."""
+def there_before(folders: Iterable[RunFolder]) -> dict[Path, str]:
+    """Which runs that are about to be resumed were begun, whose seconds are those of all sittings, and which finished."""
+    states = {folder.path: FINISHED if is_finished(folder) else BEGUN for folder in folders}
+    return {path: state for path, state in states.items() if state == FINISHED or is_begun(path / "checkpoints")}
+
+
+def show(folders: Sequence[RunFolder], config: Config, before: Mapping[Path, str]) -> None:
+    """The numbers of finished runs, and how far the others came. `before` says what was there before: see `there_before`."""
     for folder in folders:
         result = folder.result or {}
         status, seconds = result.get("status", "unfinished"), result.get("wall_seconds", 0.0)
@@ -79,7 +88,9 @@ def show(folders: Sequence[RunFolder], config: Config) -> None:
         where = f" at step {steps:,} of {config.n_steps:,}" if status in ("paused", "interrupted") and steps is not None else ""
         others = result.get("replicas_side_by_side", 1) - getattr(config, "n_rungs", 1)
         beside = f" beside {others} other replicas" if others > 0 else ""
-        _print(f"{config.recipe}, seed {result.get('seed')}: {status}{where} in {seconds:.1f} s{beside}")
+        took = f"in {seconds:.1f} s{' in all' if before.get(folder.path) == BEGUN else ''}{beside}"
+        told = f"finished already ({took})" if before.get(folder.path) == FINISHED else f"{status}{where} {took}"
+        _print(f"{config.recipe}, seed {result.get('seed')}: {told}")
         numbers = numbers_of(result)
         if numbers:
             table = Table(box=None, show_header=False)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torchrex.cli.made_of_runs import (
     report_table,
     report_table3,
 )
+from torchrex.cli.numbers import BEGUN, there_before
 from torchrex.cli.running import folders_of, require_logs, run_group, run_groups
 from torchrex.errors import ConfigError, NonFiniteEnergyError, RecipeError, RunFolderError
 from torchrex.experiments.config import override
@@ -28,7 +28,7 @@ from torchrex.experiments.gan_recipes import figure3_recipes, table3_recipes
 from torchrex.experiments.groups import Group, group
 from torchrex.experiments.image_recipes import table1_recipes, table2_recipes
 from torchrex.experiments.mixtures import figure1_recipes
-from torchrex.experiments.recipes import Config
+from torchrex.experiments.recipes import Config, families_of, matches
 from torchrex.experiments.run_folder import RunFolder, same_config
 from torchrex.report import figure2
 
@@ -88,25 +88,6 @@ def reproduce_it(what: str, assignments: Sequence[str], seed: int, seeds: int | 
     {"figure1": report_figure1, "digits": report_digits}[what](chosen, folders, each, path, stdout)
 
 
-def families_of(names: Iterable[str]) -> set[str]:
-    return {name.split("/")[0] for name in names}
-
-
-def matches(only: str, name: str, families: Collection[str] = ()) -> bool:
-    """Does every part of `only`, split at "/", occur in the name? Numbers are whole: cifar10 does not occur in cifar100, and
-    so is a family at the beginning: gan/cifar10 means no recipe of gan-tuned.
-    """
-    family, _, rest = only.partition("/")
-    if family in families:
-        return name.startswith(f"{family}/") and matches(rest, name)
-
-    def occurs(part: str) -> bool:
-        before, after = (r"(?<!\d)" if part[0].isdigit() else ""), (r"(?!\d)" if part[-1].isdigit() else "")
-        return re.search(before + re.escape(part) + after, name) is not None
-
-    return all(occurs(part) for part in only.split("/") if part)
-
-
 def require_nothing_to_run(what: str, assignments: Sequence[str], seeds: int | None, *, overwrite: bool) -> None:
     """`--rebuild` beside something that is meant for runs is a misunderstanding."""
     if what not in OF_IMAGES:
@@ -149,6 +130,7 @@ def run_missing(
     groups = group(todo, how.out, overwrite=how.overwrite)
     if todo and announce:
         stdout.print(f"to run: {_some(len(todo), 'run')} in {_some(len(groups), 'group')} side by side", highlight=False)
+    before = {} if how.overwrite else there_before(RunFolder.of(how.out, config.recipe, seed) for config, seed in todo)
     clock, again = Clock(how.budget), f"the same command{' without --overwrite' if how.overwrite else ''}"
 
     def run(each: Group) -> list[RunFolder]:
@@ -174,7 +156,8 @@ def run_missing(
     for each, done in run_groups(groups, how.out, run=run, overwrite=how.overwrite, how=again):
         for (config, seed), folder in zip(each.jobs, done, strict=True):
             result = folder.result or {}
-            told = f"{result['wall_seconds']:.1f} s" if folder.finished else result.get("error", result.get("status"))
+            took = f"{result.get('wall_seconds', 0.0):.1f} s{' in all' if before.get(folder.path) == BEGUN else ''}"
+            told = took if folder.finished else result.get("error", result.get("status"))
             stdout.print(f"{config.recipe}, seed {seed}: {told}", soft_wrap=True, highlight=False)
     if not todo:
         stdout.print(f"all {len(configs) * len(seeds)} runs are there already; nothing was run again", highlight=False)

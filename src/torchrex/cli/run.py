@@ -11,7 +11,8 @@ import typer
 from torchrex.cli.budget import seconds_of
 from torchrex.cli.interrupts import loading
 from torchrex.cli.options import Budget, Device, Log, Out, Overwrite, Resume, Seed, Seeds, Set
-from torchrex.errors import ConfigError
+from torchrex.cli.reproduce import THINGS
+from torchrex.errors import ConfigError, RecipeError
 
 
 def run(
@@ -32,6 +33,9 @@ def run(
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun begins again after a rank was lost
         resume, overwrite = True, False
     seconds = seconds_of(budget)
+    if recipe in THINGS:
+        how = f"`torchrex reproduce {recipe}` runs them, `torchrex list {recipe}` shows them"
+        raise RecipeError(f"{recipe} is no recipe but made of several: {how}")
     with loading():
         from torchrex.cli.running import run_seeds
         from torchrex.experiments.config import override

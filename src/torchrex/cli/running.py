@@ -12,7 +12,7 @@ import typer
 from torchrex.cli.budget import Clock
 from torchrex.cli.consoles import stderr, stdout
 from torchrex.cli.interrupts import Interrupted, terminating
-from torchrex.cli.numbers import show, show_mean
+from torchrex.cli.numbers import show, show_mean, there_before
 from torchrex.errors import ConfigError, NonFiniteEnergyError, RunFolderError
 from torchrex.experiments.groups import Group, group
 from torchrex.experiments.recipes import Config, TrainingConfig
@@ -40,6 +40,7 @@ def run_seeds(
     jobs = [(config, seed) for seed in seeds]
     require_room(jobs, out, overwrite=overwrite, resume=resume)  # of all of them, before the first begins
     clock, groups = Clock(budget), group(jobs, out, overwrite=overwrite)
+    before = there_before(RunFolder.of(out, config.recipe, seed) for seed in seeds) if resume else {}
     how = f"the same command with --resume{' instead of --overwrite' if overwrite else ''}"
 
     def run(each: Group) -> list[RunFolder]:
@@ -52,7 +53,7 @@ def run_seeds(
 
     done: list[RunFolder] = []
     for _, folders in run_groups(groups, out, run=run, overwrite=overwrite, how=how):
-        show(folders, config)
+        show(folders, config, before)
         done += folders
     show_mean(done, config)
     failed = [folder for folder in done if folder.failed]
@@ -75,11 +76,11 @@ def run_groups(
         try:
             folders = run(each)
             yield each, folders
-            going = [goes_on(folder, how) for folder in folders]
+            going = goes_on(folders, how)
         except Interrupted:
             say_not_reached(groups[k + 1 :], out, overwrite=overwrite)
             raise
-        if not all(going):
+        if not going:
             say_not_reached(groups[k + 1 :], out, overwrite=overwrite)
             raise typer.Exit
 
@@ -144,30 +145,38 @@ def told_if_early(folders: Sequence[RunFolder], how: str) -> Iterator[None]:
         except KeyboardInterrupt as interrupt:
             number = received[0] if received else signal.SIGINT
             if interrupt.args:  # the signal that came during the last save
-                raise Interrupted(f"interrupted; {folders[0].path} is finished", interrupt.args[0]) from None
-            begun = [folder.path for folder in folders if (folder.path / "checkpoints").is_dir() and not is_finished(folder)]
+                done = [folder for folder in folders if is_finished(folder)]
+                finished = f"{_named(done)} {'is' if len(done) == 1 else 'are'} finished"
+                raise Interrupted(f"interrupted; {finished}", interrupt.args[0]) from None
+            begun = [folder for folder in folders if (folder.path / "checkpoints").is_dir() and not is_finished(folder)]
             if begun:
-                raise Interrupted(f"interrupted; the checkpoints are in {begun[0]}, and {how} goes on", number) from None
+                raise Interrupted(f"interrupted; the checkpoints are in {_named(begun)}, and {how} goes on", number) from None
             raise Interrupted("interrupted before the first steps were done; nothing was written", number) from None
         if received:  # a density kept the draws of before the signal, and its result does not say which signal it was
-            raise Interrupted(f"interrupted; what was done is in {folders[0].path}{_advice(folders[0], how)}", received[0])
+            raise Interrupted(_what_was_done(folders, how), received[0])
 
 
-def goes_on(folder: RunFolder, how: str) -> bool:
+def goes_on(folders: Sequence[RunFolder], how: str) -> bool:
     """False if the budget is used up; raises if a signal came. `how` says how to go on then."""
-    result = folder.result or {}
-    if result.get("status") == "interrupted":
-        number = result.get("signal") or signal.SIGINT
-        raise Interrupted(f"interrupted; what was done is in {folder.path}{_advice(folder, how)}", number)
-    if result.get("status") == "paused":
+    results = {folder: folder.result or {} for folder in folders}
+    interrupted = [folder for folder, result in results.items() if result.get("status") == "interrupted"]
+    if interrupted:
+        raise Interrupted(_what_was_done(interrupted, how), results[interrupted[0]].get("signal") or signal.SIGINT)
+    paused = [folder for folder, result in results.items() if result.get("status") == "paused"]
+    for folder in paused:
+        result = results[folder]
         where = f" at step {result['steps_done']:,}" if "steps_done" in result else ""
         _print(f"the budget is used up{where}; {how} goes on with {folder.path}")
-        return False
-    return True
+    return not paused
 
 
-def _advice(folder: RunFolder, how: str) -> str:
-    return f"; {how} goes on" if (folder.path / "checkpoints").is_dir() else ""
+def _what_was_done(folders: Sequence[RunFolder], how: str) -> str:
+    advice = f"; {how} goes on" if (folders[0].path / "checkpoints").is_dir() else ""
+    return f"interrupted; what was done is in {_named(folders)}{advice}"
+
+
+def _named(folders: Sequence[RunFolder]) -> str:
+    return f"{folders[0].path}{f' and {len(folders) - 1} more' if len(folders) > 1 else ''}"
 
 
 def _print(words: str) -> None:

@@ -90,8 +90,11 @@ def _is_whole(text: str) -> bool:
 
 
 def descriptions(config: Any) -> dict[str, str]:
-    """What the comments beside the fields of a config say of its settings; those that --set cannot change are `fixed`."""
-    said = dict(re.findall(r"^    (\w+): [^#\n]*# (.+)$", inspect.getsource(type(config)), re.MULTILINE))
+    """What the comments beside the fields of a config, and right below them, say of its settings; those that --set cannot change
+    are `fixed`.
+    """
+    comments = re.findall(r"^    (\w+): [^#\n]*# (.+(?:\n    # .+)*)$", inspect.getsource(type(config)), re.MULTILINE)
+    said = {name: words.replace("\n    # ", " ") for name, words in comments}
     for f in dataclasses.fields(config):
         if not f.metadata.get("settable", True):
             said[f.name] = "fixed"

@@ -62,7 +62,7 @@ class GanConfig:
     batch_size: int = 64  # labelled images, and as many unlabelled ones
     n_generators: int = 20  # the paper's 10 Monte Carlo samples with 2 draws each
     latents: int = 16  # images that each generator makes in a step
-    generators: Literal["shared", "own"] = "shared"  # by all rungs, or each rung has its own
+    generators: Literal["shared", "own"] = "shared"  # shared: by all rungs; own: each rung has its own
     width: int = 64  # channels of the first layer
     lr_of_mean: float = 4.5e-4  # of the cold rung
     hot_lr: float = 1.5  # of the hot rung, in units of the cold one's
@@ -78,7 +78,7 @@ class GanConfig:
     average_every: int = 250  # steps; the first draw comes so many after the warm start
     validation: int = 0  # so many training images are held out and evaluated in place of the test images
     test_subset: int | None = None  # evaluate on so many only
-    precision: Precision = "auto"  # bfloat16 on a GPU, float32 on a CPU
+    precision: Precision = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
     deterministic: bool = True  # the same bits in every process on a GPU
     checkpoint_every: int = 2_500  # steps
 

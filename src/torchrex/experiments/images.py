@@ -30,6 +30,7 @@ from torchrex.exchange import (
     ReplicaExchange,
     Smoothing,
 )
+from torchrex.exchange.momentum import MomentumPolicy
 from torchrex.exchange.run import steps_on
 from torchrex.experiments.jobs import Job, Trained
 from torchrex.experiments.place import Place, Precision
@@ -41,6 +42,7 @@ from torchrex.training import Outcome
 from torchrex.vision.nets import NETS, build_net
 
 Method = Literal["msgd", "sghmc", "resghmc", "independent"]
+Variance = Literal["paired", "repeated"]
 PAPER_EPOCHS, PAPER_BATCH = 500, 256
 HOLD, LR_RATE, ANNEALING = (
     200,
@@ -55,7 +57,7 @@ class ImageConfig:
     """One method on one data set with one network; learning rate and weight decay are those of a mean loss."""
 
     recipe: str = field(metadata={"settable": False})
-    data: Literal["cifar10", "cifar100"]
+    data: Literal["cifar10", "cifar100"]  # cifar10 or cifar100
     net: str
     method: Method = field(metadata={"settable": False})
     epochs: int = PAPER_EPOCHS  # of N/256 steps each; all schedules are stretched to them
@@ -66,21 +68,23 @@ class ImageConfig:
     temperature: float = 0.01  # of the cold rung, on the summed energy
     hot_temperature: float = 5.0  # of the hot rung, in units of the cold one's
     hot_lr: float = 1.5  # of the hot rung, in units of the cold one's
-    correction_factor: float = 1.5e5  # F at the start; it grows as the ladder cools
+    correction_factor: float = 1.5e5  # F at the start; it grows as the ladder cools. Half of the authors' F0, as their test has
+    # the sum of two variances (the paper's 3e5 is 150000 here); in clean/ a third of that, as its variance is about a third
     factor_per_swap: float = 1.0  # F is multiplied by it at every swap
     swaps_after: float = 10.0  # epochs of the paper
     rest_after_swap: float = 0.0  # epochs of the paper
     average_after: float = 199.0  # epochs of the paper
     noise_follows_lr: bool = True  # or keeps the initial lr, as in the authors' code
     prior_in_swaps: bool = True  # or only in the gradient
-    momentum_at_swap: Literal["rescale", "keep", "refresh"] = "rescale"
-    variance: Literal["paired", "repeated"] = "paired"  # per-example differences at every step, or 10 energies once an epoch
+    momentum_at_swap: MomentumPolicy = "rescale"  # rescale: to the law of the new rung; keep: as it is, like the authors' code;
+    # refresh: drawn anew
+    variance: Variance = "paired"  # paired: per-example differences at every step; repeated: 10 energies once an epoch
     smoothing: float = 0.3  # of the variance
     validation: int = 0  # so many training images are held out and evaluated in place of the test images
     subset: int | None = None  # train on so many images only
     test_subset: int | None = None  # evaluate on so many only
     data_seed: int = 0  # of the order and the augmentation, which all seeds share
-    precision: Precision = "auto"  # bfloat16 on a GPU, float32 on a CPU
+    precision: Precision = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
     deterministic: bool = True  # the same bits in every process, about 3 % slower on a GPU
     checkpoint_every: int = 10  # epochs
 

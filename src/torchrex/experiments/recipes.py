@@ -6,7 +6,8 @@ A config for a density draws, and measures what it drew; a config for a network 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,6 +27,7 @@ from torchrex.posterior.sampling import Progress
 from torchrex.training import Outcome
 
 MOST_NAMED = 4  # recipes in a hint
+LEAST_LIKENESS = 0.5  # of a name to one that may have been meant; 1 is the same
 
 
 class Config(Protocol):
@@ -86,11 +88,44 @@ def get_recipe(name: str) -> Config:
 
 
 def nearest(name: str, known: Sequence[str]) -> tuple[list[str], str]:
-    """The names that begin with it, or have it in them, and what `list` shows these by; else the one that looks most like it."""
-    for meant in ([each for each in known if each.startswith(name)], [each for each in known if name in each]):
+    """The names that begin with it, have it in them or all of its parts, and what `list` shows these by; else the one that is
+    spelt most like it.
+    """
+    families = families_of(known)
+    for meant in (
+        [each for each in known if each.startswith(name)],
+        [each for each in known if name in each],
+        [each for each in known if matches(name, each, families)],
+    ):
         if name and meant:
             return meant, f" {name}"
-    return difflib.get_close_matches(name, known, n=1, cutoff=0.5), ""
+
+    def likeness(each: str) -> tuple[float, int]:
+        # resnet20 and resnet32 have as many letters in common with resnet21: the one with more of them in a row is nearer.
+        compared = difflib.SequenceMatcher(None, each, name)
+        return compared.ratio(), compared.find_longest_match().size
+
+    best = max(known, key=likeness)
+    return [best] if likeness(best)[0] >= LEAST_LIKENESS else [], ""
+
+
+def families_of(names: Iterable[str]) -> set[str]:
+    return {name.split("/")[0] for name in names}
+
+
+def matches(only: str, name: str, families: Collection[str] = ()) -> bool:
+    """Does every part of `only`, split at "/", occur in the name? Numbers are whole: cifar10 does not occur in cifar100, and
+    so is a family at the beginning: gan/cifar10 means no recipe of gan-tuned.
+    """
+    family, _, rest = only.partition("/")
+    if family in families:
+        return name.startswith(f"{family}/") and matches(rest, name)
+
+    def occurs(part: str) -> bool:
+        before, after = (r"(?<!\d)" if part[0].isdigit() else ""), (r"(?!\d)" if part[-1].isdigit() else "")
+        return re.search(before + re.escape(part) + after, name) is not None
+
+    return all(occurs(part) for part in only.split("/") if part)
 
 
 def _in_words(names: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from torchrex.errors import DataError
 from torchrex.posterior.progress import Callback
 from torchrex.vision.data.cache import ImageSet, save_images
 from torchrex.vision.data.formats import check_md5, npy_files, read_binary, read_mat, read_npy, read_tar
-from torchrex.vision.data.packed import MANIFEST, manifest_sha256, packed_files, read_manifest, read_packed
+from torchrex.vision.data.packed import LABELS, MANIFEST, manifest_sha256, packed_files, read_manifest, read_packed
 from torchrex.vision.data.sources import PARTS, Arrays, Source, check_arrays, check_sha256, source_of
 
 OFFICIAL = "official"  # how the provenance of official archives begins
@@ -80,7 +80,8 @@ def _find(source: Source, place: Path, progress: Callback | None, procs: int | N
     names = " and ".join(archive.file for archive in source.archives)
     raise DataError(
         f"{folder} does not hold {source.name}; put {names} there, or arrays {', '.join(npy_files(source).values())} (images "
-        f"uint8 n x 32 x 32 x 3, whole-number labels)"
+        f"uint8 n x 32 x 32 x 3, whole-number labels), or the packed form ({MANIFEST}, {LABELS}, its model_*.npz and the shards "
+        f"{source.name}_train_00.npz ...)"
     )
 
 

@@ -114,8 +114,8 @@ def source_of(name: str) -> Source:
     """The set of that name, or an error that names the nearest one."""
     if name not in SOURCES:
         near = difflib.get_close_matches(str(name).lower(), SOURCES, n=1, cutoff=0.3)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise DataError(f"there is no image set {name!r}; {hint}There are {', '.join(SOURCES)}")
+        hint = f"did you mean {near[0]}? There" if near else "there"
+        raise DataError(f"there is no image set {name!r}; {hint} are {', '.join(SOURCES)}")
     return SOURCES[name]
 
 
