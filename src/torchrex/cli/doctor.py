@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +23,8 @@ def doctor(
 ) -> None:
     """Say in plain words what is wrong with a run and what to change, with the numbers behind it.
 
-    Problems come first (do not trust the answer), then warnings, notes, and what is fine.
+    Problems come first (do not trust the answer), then warnings, notes, and what is fine. Of several runs it says last how many
+    have each finding.
 
     Exit code: 0 if runs were read, whatever was found (look at the verdicts of --json), 2 if DIR holds no run.
     """
@@ -31,20 +33,27 @@ def doctor(
         from rich.text import Text
 
         from torchrex.experiments.config import dumps
-        from torchrex.report.doctor import as_json, as_text, diagnose_folder
+        from torchrex.report.doctor import as_json, as_text, diagnose_folder, roll_up
     diagnoses = diagnose_folder(folder)
     if json_:
         typer.echo(dumps(as_json(diagnoses)), nl=False)
         return
     console = Console()
-    for k, diagnosis in enumerate(diagnoses):
-        (_, head), *findings = as_text(diagnosis)
-        if k:
-            console.print()
+
+    def show(lines: Sequence[tuple[str, str]]) -> None:
+        (_, head), *findings = lines
         console.print(Text(head, style="bold"), soft_wrap=True)
         for severity, words in findings:
             _print_hanging(console, Text.assemble((severity, STYLES[severity]), f": {words}"))
+
+    for k, diagnosis in enumerate(diagnoses):
+        if k:
+            console.print()
+        show(as_text(diagnosis))
         console.print(Text(f"  {diagnosis.path}", style="dim"), soft_wrap=True)
+    if len(diagnoses) > 1:  # last, where a terminal that has scrolled by a thousand lines still shows it
+        console.print()
+        show(roll_up(diagnoses))
 
 
 def _print_hanging(console: Console, text: Text) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -158,4 +159,21 @@ def as_text(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     return lines
 
 
-__all__ = ["Diagnosis", "Finding", "as_json", "as_text", "diagnose", "diagnose_folder", "findings_of"]
+def roll_up(diagnoses: Sequence[Diagnosis]) -> list[tuple[str, str]]:
+    """How many runs have each finding, as lines like those of `as_text`: the gravest first, then the most common.
+
+    Checks that were passed are left out: the head counts the runs in which nothing wrong was found.
+    """
+    n = len(diagnoses)
+    bad = sum(bool(each.of("problem")) for each in diagnoses)
+    well = sum(each.healthy for each in diagnoses)
+    kinds = [(bad, "with problems"), (n - bad - well, "with warnings alone"), (well, "with neither")]
+    found = Counter(kind for each in diagnoses for kind in dict.fromkeys((of.severity, of.title) for of in each.findings))
+    order = sorted(found.items(), key=lambda each: (SEVERITIES.index(each[0][0]), -each[1]))
+    told = ", ".join(f"{count:,} {words}" for count, words in kinds if count) if well < n else "nothing wrong was found"
+    lines = [("", f"{n:,} runs: {told}")]
+    lines += [(severity, f"{count:,} of {n:,} runs: {title}") for (severity, title), count in order if severity != "fine"]
+    return lines
+
+
+__all__ = ["Diagnosis", "Finding", "as_json", "as_text", "diagnose", "diagnose_folder", "findings_of", "roll_up"]

@@ -37,7 +37,9 @@ def check_average(run: LoadedRun) -> Iterable[Finding]:
         before = curve[2 * len(curve) // 3]
         gained = curve[-1] - before
         numbers |= {"accuracy_at_two_thirds": before, "gained": gained}
-        if gained > STILL_RISING and curve[-1] > curve[9 * len(curve) // 10 - 1]:
+        lately = curve[-1] - curve[9 * len(curve) // 10 - 1]
+        numbers["gained_in_the_last_tenth"] = lately
+        if gained > STILL_RISING and lately > 0:
             words = (
                 f"The accuracy of the average rose from {_points(before)} % to {_points(curve[-1])} % over the last third of its "
                 f"{several(len(curve), 'draw')} and was still rising ({RULE}): extend the run, or {_later(run)}, for the "
@@ -46,6 +48,11 @@ def check_average(run: LoadedRun) -> Iterable[Finding]:
             yield Finding("warning", "the average has not converged", words, numbers)
             return
         changed = f" Over the last third of the draws it changed by {100 * gained:+.2f} points; still rising would be {RULE}."
+        if gained > STILL_RISING:
+            changed = (
+                f" Over the last third of the draws it rose by {100 * gained:.2f} points, but not in their last tenth "
+                f"({100 * lately:+.2f} points): it has stopped rising."
+            )
     yield _against_one(run, numbers, changed)
 
 

@@ -55,7 +55,7 @@ class Evidence:
 
     @property
     def factor_now(self) -> float:
-        """F in the last quarter, counted as at the start: without what it grew by the gap."""
+        """F in the middle of the last quarter (the median), counted as at the start: without what it grew by the gap."""
         factors = self.late.correction_factor
         if not self.image or factors is None:
             return self.factor
@@ -165,7 +165,7 @@ def thinned(history: History) -> History:
 
 def history_from_curves(run: LoadedRun) -> History | None:
     """A history from the curves in result.json, where the trace is not there. Energies are means over an epoch, or over the steps
-    between two points of a GAN's, which lists its first swaps only: where there were more, who stood where is not known.
+    between two points of a GAN's. The first swaps are listed: where there were more, who stood where is not known.
     """
     result, settings = run.result or {}, run.settings
     curves, pairs = result.get("curves") or {}, result.get("swaps") or []
@@ -178,7 +178,7 @@ def history_from_curves(run: LoadedRun) -> History | None:
         steps, swapped = (torch.tensor(curves[name], dtype=torch.long) for name in ("step", "swap_steps"))
     else:
         return None
-    listed = isinstance(settings, ImageConfig) or len(swapped) == sum(int(pair["accepted"]) for pair in pairs)
+    listed = len(swapped) == sum(int(pair["accepted"]) for pair in pairs)
     turns = (swapped[None, :] <= steps[:, None]).sum(1) % 2  # both kinds have two rungs
     replica_at = torch.stack([turns, 1 - turns], dim=1)[:, :, None]
     replica_at[0] = torch.tensor([[0], [1]])  # swaps are counted from here

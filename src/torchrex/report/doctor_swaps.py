@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torchrex.diagnostics import acceptance_from_energies, allowed_acceptance, observed_acceptance
-from torchrex.report.doctor_advice import WANTED, advise, advise_from_counts, ladder_in_words
+from torchrex.report.doctor_advice import UNSEEN, WANTED, advise, advise_from_counts, ladder_in_words
 from torchrex.report.doctor_evidence import Counted, Evidence, first_test, settled_noise, thinned
 from torchrex.report.doctor_words import about, number, percent, several, times
 from torchrex.report.findings import Finding, Severity
@@ -15,19 +15,24 @@ from torchrex.report.runs import LoadedRun
 
 HARDLY_ANY = 1e-3  # accepted of the proposed
 FEW_SWAPS = 10  # of a chain: fewer leave the mixing between modes to chance
+# Rungs that swap at 2 % of their tests, the least that is advised, make no swap in 150 tests one time in twenty: before, nothing
+# is known to be missing.
+FEWEST_TESTS = round(UNSEEN / WANTED[0])  # of a pair, all chains together
 LOUD = 4.0  # noise s above which an unbiased test accepts less than 4.6 % of swaps between equal energies
 NEARLY_ALL = 0.9
 BEYOND_UNBIASED = 2.0  # times the swaps of F = 1
+SAME = 0.01  # an F from curves is rounded, and a mean where an epoch has a swap
 MISSING = ("no swaps", "hardly any swaps", "few swaps")  # titles of findings, the worst first
+NOT_TOLD = "too few swap tests to say"  # the title of a note
 
 
 def too_few(findings: Iterable[Finding]) -> bool:
-    """Do they say that swaps are missing? Then what else follows from that need not be said."""
-    return any(finding.title in MISSING for finding in findings)
+    """Do they say that swaps are missing, or cannot be judged yet? Then what else follows from that need not be said."""
+    return any(finding.title in (*MISSING, NOT_TOLD) for finding in findings)
 
 
 def _missing(accepted: int, rate: float) -> str:
-    """How short it falls: six swaps in twenty tests are few because the run is, six in ten thousand because hardly any pass."""
+    """How short it falls: six swaps in 200 tests are few because the run is short, six in 10,000 because hardly any pass."""
     none, hardly_any, few = MISSING
     return none if accepted == 0 else hardly_any if rate <= HARDLY_ANY else few
 
@@ -55,11 +60,16 @@ def swap_findings(run: LoadedRun, evidence: Evidence) -> list[Finding]:
     made = swapped_in_words(Counted(pair, accepted, proposed, ""), history.n_pairs)
     if history.n_chains > 1:
         made += f", {history.n_chains} chains together"
-    at = "there" if evidence.image else f"at temperatures {_temperatures(evidence, pair, -1)}"
+    here = f"at temperatures {_temperatures(evidence, pair, -1)}"
+    at = "there" if evidence.image else here
     allowed = numbers["allowed_acceptance"]
     leaves = f"leaves {percent(allowed) if allowed > 0 else 'none'} of the swaps between equal energies at F = 1"
     found: list[Finding] = []
-    if accepted / history.n_chains < FEW_SWAPS or rate < HARDLY_ANY:
+    short = accepted / history.n_chains < FEW_SWAPS or rate < HARDLY_ANY
+    if short and int(history.proposed.sum(1).max()) < FEWEST_TESTS:
+        loud = f"Noise s = {number(s)} {here} {leaves}." if s > LOUD else ""
+        found.append(_too_early(made, loud, numbers))
+    elif short:
         found.append(_few(run, evidence, pair, made, f"Noise s = {number(s)} {at} {leaves}", numbers))
     elif float(observed.max()) > NEARLY_ALL:
         most = int(observed.argmax())
@@ -83,6 +93,14 @@ def swap_findings(run: LoadedRun, evidence: Evidence) -> list[Finding]:
     return [Finding("fine", "swaps", f"{words}{number(factor)}).", {**numbers, "acceptance_expected": expected})]
 
 
+def _too_early(made: str, noise: str, numbers: dict[str, Any]) -> Finding:
+    words = (
+        f"{made}. It takes {FEWEST_TESTS} tests to tell whether swaps are missing: in fewer, rungs that swap at "
+        f"{percent(WANTED[0])} of them may well have made none. Run longer. {noise}"
+    )
+    return Finding("note", NOT_TOLD, words.rstrip(), {**numbers, "fewest_tests": FEWEST_TESTS})
+
+
 def _few(run: LoadedRun, evidence: Evidence, pair: int, made: str, noise: str, numbers: dict[str, Any]) -> Finding:
     trips, restarts = evidence.trips
     rate, end = numbers["acceptance_rate"], ""
@@ -91,6 +109,7 @@ def _few(run: LoadedRun, evidence: Evidence, pair: int, made: str, noise: str, n
         rate = some / max(1, tests)
         numbers = {**numbers, "factor_in_the_last_quarter": evidence.factor_now, "swaps_in_the_last_quarter": some}
         numbers["tests_in_the_last_quarter"] = tests
+        numbers["factor_at_the_end"] = _factor_at_the_end(run, evidence, pair)
         end = f"{_at_the_end(run, evidence, pair)} It {_swapped(some)} in about {about(tests)} tests there."
     advice, more = advise(evidence, pair, rate)
     seen = ""
@@ -136,12 +155,15 @@ def count_findings(run: LoadedRun, counts: list[Counted]) -> Iterable[Finding]:
     numbers = {**worst._asdict(), "acceptance_rate": worst.accepted / max(1, worst.proposed), "correction_factor": factor}
     made = f"{swapped_in_words(worst, len(counts))}, says {worst.source}"
     chains = max(1, int(getattr(run.settings, "n_runs", 1)))
+    short = worst.accepted / chains < FEW_SWAPS or worst.accepted < HARDLY_ANY * worst.proposed
     if worst.proposed == 0:
         done, first = (run.result or {}).get("steps_done"), first_test(run)
         waits = isinstance(done, int) and done <= first
         words = f"Swaps are tested from step {first:,} on, and it has come to step {done:,}" if waits else made
         yield Finding("note", "no swap was tested", f"{words}.", numbers)
-    elif worst.accepted / chains < FEW_SWAPS or worst.accepted < HARDLY_ANY * worst.proposed:
+    elif short and max(each.proposed for each in counts) < FEWEST_TESTS:
+        yield _too_early(made, "", numbers)
+    elif short:
         advice, more = "", dict[str, Any]()
         if run.ladder is not None and factor is not None:
             advice, more = advise_from_counts(worst, run.ladder.temperatures, factor)
@@ -169,13 +191,25 @@ def _swapped(count: int) -> str:
 
 def _at_the_end(run: LoadedRun, evidence: Evidence, pair: int) -> str:
     """Where annealing has brought temperatures and F by the last quarter, in which all that follows holds."""
-    per_swap = float(getattr(run.settings, "factor_per_swap", 1.0))
-    lowered = f", of which the factor {number(per_swap, 2)} a swap has left {number(evidence.factor_now)}" if per_swap < 1 else ""
+    left, middle, lowered = _factor_at_the_end(run, evidence, pair), evidence.factor_now, ""
+    if left < evidence.factor:
+        lowered = f", of which the factor {number(_per_swap(run), 2)} a swap has left {number(left)} at the end"
+        if not math.isclose(left, middle, rel_tol=SAME):  # the advice compares with this one
+            lowered += f", about {about(middle)} in the middle of that quarter"
     return (
         f"Where it ends, in its last quarter, the ladder is annealed from temperatures {_temperatures(evidence, pair, 0)} to "
         f"{_temperatures(evidence, pair, -1)}; F was {number(evidence.factor)} at the start{lowered} (it grows as the ladder "
         f"cools, and is counted as at the start here)."
     )
+
+
+def _factor_at_the_end(run: LoadedRun, evidence: Evidence, pair: int) -> float:
+    """F after the last swap, counted as at the start: from the number of swaps, for the last may come after the last row."""
+    return evidence.factor * _per_swap(run) ** int(evidence.history.accepted[pair].sum())
+
+
+def _per_swap(run: LoadedRun) -> float:
+    return float(getattr(run.settings, "factor_per_swap", 1.0))
 
 
 def _temperatures(evidence: Evidence, pair: int, row: int) -> str:

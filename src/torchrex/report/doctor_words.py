@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 
 SMALLEST = 1e-6  # a rate below it is not told apart from less
+LARGE = ((1e9, "billion"), (1e6, "million"))  # what nobody counts the digits of
 
 
 def number(value: float, digits: int = 4) -> str:
-    """Four significant digits: 0.1025, 9.957, 150,000, 1.138e9."""
+    """Four significant digits: 0.1025, 9.957, 150,000, 1.138 billion, 2.556e-6."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
-    if not 1e-4 <= abs(value) < 1e6:
+    rounded = float(f"{value:.{digits}g}")
+    if not 1e-4 <= abs(value) < 1e12:
         mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
         return f"{float(mantissa):g}e{int(exponent)}"
-    rounded = float(f"{value:.{digits}g}")
+    for unit, name in LARGE:
+        if abs(rounded) >= unit:
+            return f"{rounded / unit:g} {name}"
     return f"{rounded:,.0f}" if abs(rounded) >= 10 ** (digits - 1) else f"{rounded:g}"
 
 
