@@ -95,8 +95,9 @@ def test_the_loop_is_chosen_by_all_steps_and_not_by_those_that_are_left(tmp_path
     draw("the paper's", tmp_path, compiled=None, checkpoint_every=150, progress=stop_after(150))
     assert_same(draw("the paper's", tmp_path, compiled=None), whole)
     draw("the paper's", tmp_path / "short", compiled=None, n_steps=200)
-    with pytest.raises(CheckpointError, match=r"setting\['compiled'\] was False and is now True"):
+    with pytest.raises(CheckpointError, match=r"setting\['compiled'\] was False and is now True \(pass compiled=False\)\."):
         draw("the paper's", tmp_path / "short", compiled=None)
+    assert_same(draw("the paper's", tmp_path / "short", compiled=False), eager)
 
 
 def test_what_could_not_be_compiled_goes_on_eagerly(tmp_path, monkeypatch, caplog):

@@ -62,6 +62,18 @@ def test_the_error_names_replica_rung_and_step(replica, step, through):
     assert isinstance(error, FloatingPointError)
 
 
+@pytest.mark.parametrize("divergence", ["stop", "respawn"])
+@pytest.mark.parametrize("step", [0, 1])
+def test_before_the_first_move_no_learning_rate_is_to_blame(step, divergence):
+    run, (x, y) = run_on(divergence=divergence), classes(8)
+    for _ in range(step):
+        run.step((x, y))
+    with pytest.raises(NonFiniteEnergyError, match=f"at step {step} ") as caught:
+        run.step((torch.full_like(x, NAN), y))
+    assert ("check the loss, the data and the initial weights" in str(caught.value)) == (step == 0)
+    assert ("ower the learning rate" in str(caught.value)) == (step > 0)
+
+
 def test_replica_and_rung_are_told_apart():
     """After swaps the two differ; the parametrised test above may not have met that."""
     run = run_on()

@@ -550,6 +550,57 @@ def test_a_batch_of_one_example_does_not_end_the_swaps():
     assert bool(info.accepted[20:].any())
 
 
+@pytest.mark.parametrize("noise", [None, tr.PairedVariance(), tr.Smoothing(0.3, tr.PerExample(paired=False))], ids=str)
+def test_a_loader_of_single_examples_is_refused_before_anything_moves(noise):
+    run = make_run(noise=noise)
+    with pytest.raises(NoiseError, match="at least 2 examples in a minibatch, got batch_size=1"):
+        list(run.advance(3, tr.DeviceLoader(classes(), 1)))
+    assert run.n_steps == 0
+    list(make_run(noise=tr.RunningMean(tr.RepeatedDraws(3, every=2))).advance(3, tr.DeviceLoader(classes(), 1)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shared", "warned"),
+    [((1, 1, 1, 1), True, True), ((1, 1), False, True), ((1, 8, 1, 1), True, False), ((8, 1, 1, 1), True, False)],
+)
+def test_a_loop_over_single_examples_is_warned_once(sizes, shared, warned, caplog):
+    """One alone is the rest of an epoch, with which a resumed loop may begin."""
+    run = make_run(noise=None if shared else tr.RunningMean(tr.PerExample(paired=False)), shared_batches=shared)
+    for size in sizes:
+        batch = classes(size)
+        run.step(batch if shared else [batch, batch])
+    assert caplog.text.count("one example each") == warned
+
+
+def test_single_examples_are_enough_for_estimators_that_do_not_look_at_them(caplog):
+    run = make_run(noise=tr.KnownVariance(1.0))
+    for batch in batches(3, 1):
+        run.step(batch)
+    assert not caplog.records
+
+
+def test_batch_norm_on_one_example_says_what_to_do():
+    """In the middle of a run, at its beginning and in a measurement; the error of torch is its cause."""
+    noise = tr.RunningMean(tr.RepeatedDraws(2))
+    runs = [make_run(with_everything, noise=noise) for _ in range(3)]
+    runs[0].step(classes(8))
+    for run, act in zip(runs, [runs[0].step, runs[1].step, lambda one: runs[2].measure([one, one])], strict=True):
+        steps = run.n_steps
+        with pytest.raises(TargetError, match=r"BatchNorm.*drop_last=True") as caught:
+            act(classes(1))
+        assert type(caught.value.__cause__) is ValueError
+        assert run.n_steps == steps
+
+
+def test_other_errors_of_a_model_stay_as_they_are():
+    def fails(output, target):
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match=r"^mine$") as caught:
+        make_run(energy=tr.PosteriorEnergy(fails, n_data=N_DATA)).step(classes(8))
+    assert type(caught.value) is ValueError
+
+
 def test_independent_minibatches():
     """Every replica its own batch, whichever rung it stands on."""
     options = {"shared_batches": False, "replacement": True, "correction_factor": INF}
@@ -788,6 +839,60 @@ def test_a_measurement_needs_its_number_of_batches():
     assert (run.state.noise_updates == 0.0).all()
     with pytest.raises(InvalidArgumentError, match="measures no repeated energies"):
         make_run().measure(batches(3))
+
+
+UNMEASURED = "has measured nothing in"
+
+
+@pytest.mark.parametrize("feed", ["smoothing", "running mean"])
+def test_a_plain_loop_that_never_measures_is_warned_once(feed, caplog):
+    draws = tr.RepeatedDraws(3, every=4)
+    run = make_run(noise=tr.Smoothing(0.3, draws) if feed == "smoothing" else tr.RunningMean(draws))
+    for batch in batches(5):
+        run.step(batch)
+    assert not caplog.records  # a loop may yet measure behind this step
+    for batch in batches(10):
+        run.step(batch)
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("torchrex", "WARNING")
+    for words in (
+        UNMEASURED,
+        "sigma2 = 0, which is the naive test",
+        "extra=loader",
+        "run.measure(batches)",
+        "PairedVariance(0.3)",
+    ):
+        assert words in record.message
+
+
+def test_independent_minibatches_are_not_sent_to_the_paired_variance(caplog):
+    run = make_run(noise=tr.Smoothing(0.3, tr.RepeatedDraws(3, every=1)), shared_batches=False)
+    for pair in zip(batches(3), batches(3, seed=1), strict=True):
+        run.step(list(pair))
+    assert "noise=Smoothing(0.3, PerExample(paired=False))" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["train", "advance", "before", "behind", "behind, counted from 0", "resumed", "free", "known"])
+def test_who_measures_is_not_warned(how, caplog):
+    noise = {"free": tr.PairedVariance(), "known": tr.KnownVariance(1.0)}.get(
+        how, tr.Smoothing(0.3, tr.RepeatedDraws(3, every=4))
+    )
+    run = make_run(noise=noise)
+    if how == "train":
+        tr.train(run, batches(5), 12, extra=batches(4))
+    elif how == "advance":
+        list(run.advance(12, batches(5)))
+    elif how == "resumed":
+        first = make_run(noise=noise)
+        list(first.advance(6, batches(5)))
+        run.load_state_dict(first.state_dict())
+    for t, batch in enumerate(batches(12)):
+        if how == "before" and t % 4 == 0:
+            run.measure(batches(3))
+        run.step(batch)
+        if (how == "behind" and (t + 1) % 4 == 0) or (how == "behind, counted from 0" and t and t % 4 == 0):
+            run.measure(batches(3))
+    assert UNMEASURED not in caplog.text
 
 
 def test_a_refused_measurement_leaves_no_traces():

@@ -122,6 +122,21 @@ def test_bad_estimators(make, word):
         make()
 
 
+@pytest.mark.parametrize("noise", [None, tr.PairedVariance(), tr.Smoothing(0.3, tr.PerExample(paired=False))], ids=str)
+def test_one_example_has_no_variance(noise):
+    """Its sigma2 would be 0 for ever, and the test the naive one. Repeated draws compare minibatches, and one rung needs none."""
+    features, labels, _ = simulate_logistic(50, 2)
+    target = logistic_regression(features, labels, batch_size=1)
+    common = {"lr": 1e-4, "n_steps": 40}
+    with pytest.raises(NoiseError, match="at least 2 examples in a minibatch, got batch_size=1"):
+        tr.sample(target, temperatures=(1.0, 2.0), noise=noise, **common)
+    repeated = tr.sample(target, temperatures=(1.0, 2.0), noise=tr.RunningMean(tr.RepeatedDraws(10, every=10)), **common)
+    assert bool((repeated.noise_variance[-1] > 0).all())
+    tr.sample(target, temperatures=(1.0,), noise=noise, **common)
+    two = logistic_regression(features, labels, batch_size=2)
+    assert bool((tr.sample(two, temperatures=(1.0, 2.0), noise=noise, **common).noise_variance[-1] > 0).all())
+
+
 def test_a_feed_the_target_cannot_serve_is_refused():
     mixture = tr.GaussianMixture([1.0], [0.0], [1.0])
     with pytest.raises(NoiseError, match="per-example"):

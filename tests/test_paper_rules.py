@@ -282,7 +282,7 @@ def pulled(prior, **options):
 BATCH = (torch.ones(5, 3, dtype=torch.float64), torch.zeros(5, dtype=torch.int64))
 PRIORS = {
     "gaussian": tr.GaussianPrior(8.0),
-    "grouped": tr.GaussianPrior(8.0, groups={"nowhere": 1.0, "bias": 8.0}),
+    "grouped": tr.GaussianPrior(8.0, groups={"bias": 8.0}),
     "function": lambda parameters: sum(4.0 * p.square().sum() for p in parameters.values()),
 }
 

@@ -204,6 +204,21 @@ def test_the_first_group_that_fits_counts():
     assert repr(prior) == "GaussianPrior(25, bn: 1, bias: 0)"
 
 
+def test_a_group_that_fits_nothing_is_refused():
+    """Parts of a Sequential have numbers for names."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3), nn.Linear(3, 3))
+
+    def run_with(groups):
+        energy = tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=tr.GaussianPrior(25.0, groups=groups))
+        return tr.ReplicaExchange(tr.ModuleEnsemble(model, energy), tr.Ladder((1.0, 2.0), 1e-3))
+
+    with pytest.raises(InvalidArgumentError, match=r"group 'bn' of GaussianPrior.*0\.weight, 0\.bias, 1\.weight.*\.\.\."):
+        run_with({"bias": 0.0, "bn": 0.0})
+    run_with({"bias": 0.0, "1.": 0.0, "1.bias": 1.0})  # the last is never reached, but it fits
+    model[0].requires_grad_(False)
+    run_with({"0.": 0.0})  # frozen, but there
+
+
 def test_energies_alone_are_those_with_gradients():
     """Repeated draws ask for energies without gradients; a function prior belongs to them as well."""
     x, y = batch_of(8)
@@ -315,6 +330,46 @@ def test_a_loss_that_reduces_is_refused_before_anything_moves(name):
 def test_a_loss_must_be_a_tensor():
     with pytest.raises(TargetError, match="got float"):
         tr.PosteriorEnergy(lambda o, t: 1.0, n_data=N).per_example(linear(), classes(8))
+
+
+class TwoHeads(nn.Module):
+    """Logits and features, as a tuple or under names."""
+
+    def __init__(self, form=tuple):
+        super().__init__()
+        self.linear, self.form = linear(), form
+
+    def forward(self, x):
+        return (self.linear(x), x) if self.form is tuple else {"logits": self.linear(x)}
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, nn.CrossEntropyLoss(), lambda o, t: o.logsumexp(1)], ids=["F", "nn", "own"])
+@pytest.mark.parametrize("form", [tuple, dict])
+def test_an_output_that_is_no_tensor_is_named(loss, form):
+    run = tr.ReplicaExchange(tr.ModuleEnsemble(TwoHeads(form), tr.PosteriorEnergy(loss, n_data=N)), tr.Ladder((1.0, 2.0), 1e-3))
+    with pytest.raises(TargetError, match=rf"the model returned a {form.__name__} .*PosteriorEnergy\.of") as caught:
+        run.step(classes(8))
+    assert isinstance(caught.value.__cause__, TypeError | AttributeError)
+
+
+def test_a_loss_may_be_made_for_such_outputs_and_other_errors_are_its_own():
+    def first(output, target):
+        return F.cross_entropy(output[0], target, reduction="none")
+
+    model, batch = TwoHeads(), classes(8)
+    energy = tr.PosteriorEnergy(first, n_data=N)
+    expected = F.cross_entropy(model.linear(batch[0]), batch[1], reduction="none")
+    assert torch.equal(energy.per_example(model, batch), expected)
+    whole = torch.compile(energy.losses, backend="eager", fullgraph=True)  # as a captured step does
+    assert torch.equal(whole(model, batch)[0], expected)
+    for loss, outputs, error in (
+        (lambda o, t: o[2], model, IndexError),
+        (lambda o, t: o.nowhere, linear(), AttributeError),
+        (F.cross_entropy, lambda x: len(3), TypeError),
+    ):
+        with pytest.raises(error) as caught:
+            tr.PosteriorEnergy(loss, n_data=N).per_example(outputs, batch)
+        assert type(caught.value) is error
 
 
 def sums_pairs(output, target):

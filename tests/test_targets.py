@@ -144,6 +144,8 @@ def test_laplace_finds_the_mode():
         (lambda: tr.LogDensity(lambda x: x, dim=0), "dim"),
         (lambda: tr.Gaussian(-1.0), "positive"),
         (lambda: tr.StudentT(degrees=math.nan), "positive"),
+        (lambda: tr.Noisy(lambda x: -x.square().sum(-1), energy=tr.Gaussian(1.0)), r"wrap it in LogDensity\(f, dim\)"),
+        (lambda: tr.Noisy(3.0, energy=tr.Gaussian(1.0)), r"must be a Target such as GaussianMixture\(...\), got 3.0$"),
         (lambda: logistic_regression(torch.zeros(5, 2), torch.zeros(5), batch_size=6), "batch_size"),
         (
             lambda: tr.TallPosterior(lambda x, d: d, lambda x: x, (torch.zeros(3), torch.zeros(4)), 1, batch_size=1),

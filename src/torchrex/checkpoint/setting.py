@@ -50,7 +50,9 @@ def differences(stored: Any, given: Any, path: TreePath = ()) -> Iterator[str]:
         for position, (old, new) in enumerate(zip(stored, given, strict=True)):
             yield from differences(old, new, (*path, position))
     elif stored != given and not (stored != stored and given != given):  # a NaN is no difference to a NaN
-        yield f"{place('setting', path)} was {short(stored)} and is now {short(given)}"
+        # Of this one a user may not know: unless told, a run compiles where its steps are many enough.
+        how = f" (pass compiled={stored})" if path == ("compiled",) and isinstance(stored, bool) else ""
+        yield f"{place('setting', path)} was {short(stored)} and is now {short(given)}{how}"
 
 
 def _no_tensor(path: TreePath, dtype: str, shape: list[int]) -> Tensor:

@@ -16,7 +16,7 @@ from torchrex.distributed import Crew
 from torchrex.errors import InvalidArgumentError, TargetError
 from torchrex.exchange.forward_rng import ForwardRandomness
 from torchrex.exchange.module_ensemble import ModuleEnsemble
-from torchrex.exchange.module_work import untouched_buffers
+from torchrex.exchange.module_work import telling_of_one, untouched_buffers
 from torchrex.targets import Batch, DeviceLoader
 
 # Seconds of a forward pass on a CPU. Below, calling autograd costs more than its work, and one call for all replicas saves time
@@ -24,15 +24,18 @@ from torchrex.targets import Batch, DeviceLoader
 QUICK = 5e-4
 
 
-def try_batch(ensemble: ModuleEnsemble, batch: Batch, forward: ForwardRandomness) -> None:
-    """Evaluate the first batch without consequences, so that a wrong loss or model is told before anything moves."""
+def try_batch(ensemble: ModuleEnsemble, batch: Batch, forward: ForwardRandomness) -> int:
+    """Evaluate the first batch without consequences, so that a wrong loss or model is told before anything moves.
+
+    Returns how many examples it has.
+    """
     replicas = ensemble.mesh.n_replicas
     if not ensemble.shares_minibatch and not (isinstance(batch, list | tuple) and len(batch) == replicas):
         raise InvalidArgumentError(f"with shared_batches=False a step takes a list of {replicas} batches, one for each replica")
-    module, (mine, _) = ensemble.modules[0], ensemble.batch_of({"batch": batch}, 0)
+    module, (mine, n) = ensemble.modules[0], ensemble.batch_of({"batch": batch}, 0)
     state = forward.state_dict()
     try:
-        with torch.no_grad(), forward, forward.turn_of(0), untouched_buffers(module), ensemble.casting():
+        with torch.no_grad(), forward, forward.turn_of(0), untouched_buffers(module), ensemble.casting(), telling_of_one():
             losses = ensemble.energy.per_example(module, mine)
             if ensemble.device.type == "cpu":
                 began = time.perf_counter()
@@ -50,6 +53,7 @@ def try_batch(ensemble: ModuleEnsemble, batch: Batch, forward: ForwardRandomness
             f"the loss gave {len(losses)} values for a batch of {sizes[0]} examples; it must give one per example, shape "
             f"({sizes[0]},)"
         )
+    return len(losses) if n is None else n
 
 
 def require_same_everywhere(crew: Crew, seeds: list[int], batch: Batch) -> None:

@@ -14,6 +14,7 @@ from torchrex.exchange.module_ensemble import ModuleEnsemble
 logger = logging.getLogger("torchrex")
 
 LOWER_IT = "Lower the learning rate of that rung, or check model, loss and data."
+NOT_MOVED = "Nothing has moved yet, so that no learning rate can help: check the loss, the data and the initial weights."
 NONE_LEFT = "No replica is left to copy it from: lower the learning rates."
 Divergence = Literal["stop", "respawn"]
 
@@ -24,13 +25,14 @@ def first_failure(infos: StepInfo, steps_done: int) -> NonFiniteEnergyError | No
     if not bool(bad.any()):
         return None
     k, rung, run = (int(i) for i in bad.nonzero()[0])
+    step = steps_done - len(infos.energy) + k
     return NonFiniteEnergyError(
         replica=int(infos.replica_at[k, rung, run]),  # such a replica has not swapped at this step
         rung=rung,
         run=run,
-        step=steps_done - len(infos.energy) + k,
+        step=step,
         value=float(infos.energy[k, rung, run]),
-        advice=LOWER_IT,
+        advice=LOWER_IT if step else NOT_MOVED,
     )
 
 
@@ -50,7 +52,12 @@ def respawn(ensemble: ModuleEnsemble, replica_at: Tensor, energy: Tensor, step: 
         near = sorted((other for other in rungs if finite[other]), key=lambda other: (abs(other - rung), other))
         if not near:
             raise NonFiniteEnergyError(
-                replica=standing[rung], rung=rung, run=0, step=step - 1, value=float(energy[rung, 0]), advice=NONE_LEFT
+                replica=standing[rung],
+                rung=rung,
+                run=0,
+                step=step - 1,
+                value=float(energy[rung, 0]),
+                advice=NONE_LEFT if step > 1 else NOT_MOVED,
             )
         source = standing[near[0]]
         ensemble.copy_replica(source, standing[rung])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ from torchrex.exchange.cuda_modes import convolutions
 from torchrex.exchange.divergence import Divergence, first_failure, respawn
 from torchrex.exchange.forward_rng import ForwardRandomness
 from torchrex.exchange.module_ensemble import ModuleEnsemble
-from torchrex.exchange.module_work import evaluating
+from torchrex.exchange.module_work import evaluating, telling_of_one
 from torchrex.exchange.noise import PerExample, RepeatedDraws
 from torchrex.exchange.pairing import NoSwaps
 from torchrex.exchange.records import Records
@@ -33,6 +34,8 @@ from torchrex.exchange.side_by_side import BLOCK, SideBySide
 from torchrex.rng import Streams
 from torchrex.samplers import AdamStart
 from torchrex.targets import Batch
+
+logger = logging.getLogger("torchrex")
 
 BLOCK_STREAMS = ("pairing", "swap")
 REPLICA_STREAMS = ("move", "refresh")  # one of each for every replica, move.0, move.1, ...
@@ -97,6 +100,8 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         self._divergence = divergence
         self.respawns: list[dict[str, int]] = []
         self._standing: tuple[int, list[int]] | None = None
+        # The step of the first measurement of repeated energies, until one is made or it is said that there is none.
+        self._first_measurement = rules.noise.feed.every if isinstance(rules.noise.feed, RepeatedDraws) else None
         self.alone = SideBySide([self])
 
     # Looking at it
@@ -158,12 +163,31 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         """One step of every replica on a batch (with independent minibatches: a list of them, one for each replica)."""
         if batch is None:
             raise InvalidArgumentError("a step on a module needs a batch: run.step((x, y))")
+        # A step later than it is due: a loop may measure behind the step as well as before it.
+        if self._first_measurement is not None and self.n_steps > self._first_measurement:
+            self._warn_of_no_measurement()
         info = self.alone.step(batch)
         if self.records is None:
             self.look(StepInfo(*(values[None] for values in info)))
         elif self.n_steps % BLOCK == 0:
             self.look(self.records.info)
         return info
+
+    def _warn_of_no_measurement(self) -> None:
+        noise, self._first_measurement = self.rules.noise, None
+        free = "PairedVariance(0.3)" if self._ensemble.shares_minibatch else "Smoothing(0.3, PerExample(paired=False))"
+        if self.mesh.crew.is_first:
+            logger.warning(
+                "%r has measured nothing in %d steps, because run.step(batch) brings no extra batches: swaps are tested with "
+                "sigma2 = %g%s. Use train(run, loader, n_steps, extra=loader), call run.measure(batches) every %d steps, or take "
+                "noise=%s, which needs no extra batches",
+                noise,
+                self.n_steps,
+                noise.initial,
+                "" if noise.initial else ", which is the naive test",
+                noise.feed.every if isinstance(noise.feed, RepeatedDraws) else 1,
+                free,
+            )
 
     def advance(self, n_steps: int, data: Any = None, extra: Any = None) -> Iterator[StepInfo]:
         """`n_steps` steps on the batches of `data`, a DeviceLoader or any iterable of batches that is begun anew when it ends.
@@ -184,7 +208,7 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         batches = list(batches)
         if len(batches) != feed.n_draws:
             raise InvalidArgumentError(f"{feed!r} needs {feed.n_draws} batches, got {len(batches)}")
-        with torch.no_grad(), self.forward, self._eager_algorithms():
+        with torch.no_grad(), self.forward, self._eager_algorithms(), telling_of_one():
             energies = [self._ensemble.energies({"batch": self.to_device(batch)}).total for batch in batches]
         self.learn_variance(torch.stack(energies))
 
@@ -194,13 +218,14 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         """SA step from repeated energies (draws, replicas, 1)."""
         feed = self.rules.noise.feed
         assert isinstance(feed, RepeatedDraws)
+        self._first_measurement = None
         self._set_state(sa_step(self._state, feed.sample(energies, self._state.replica_at), self.rules))
 
     def eager_step(self, batch: Batch) -> StepInfo:
         """One step on a batch that is on the device, not captured."""
         inputs = self.prepare()
         self._ensemble.clock.fill_(self.n_steps)
-        with torch.no_grad(), self.forward, self._eager_algorithms():
+        with torch.no_grad(), self.forward, self._eager_algorithms(), telling_of_one():
             _, state, info = step(
                 self._ensemble,
                 self._state,
@@ -296,6 +321,8 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         self._ensemble.load_tensors(here)
         exchange = {name: state["exchange"][name].to(self.device, copy=True) for name in ExchangeState._fields}
         self._set_state(ExchangeState(**exchange))
+        if bool(state["exchange"]["noise_updates"].any()):
+            self._first_measurement = None
         self.n_steps = int(state["n_steps"])
         self.streams.seed = int(state["seed"])
         self._ensemble.take_seed(self.streams.seed)

@@ -105,6 +105,20 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def telling_of_one() -> Iterator[None]:
+    """What BatchNorm says of one value per channel, with what to do; every other error stays as it is."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("Expected more than 1 value per channel"):
+            raise
+        raise TargetError(
+            f"BatchNorm in training mode cannot work on one value per channel, as a batch of one example has ({error}); leave "
+            f'such a batch out: DataLoader(..., drop_last=True), or DeviceLoader with last="drop" or "wrap"'
+        ) from error
+
+
+@contextlib.contextmanager
 def untouched_buffers(module: nn.Module) -> Iterator[None]:
     """Put the buffers (BatchNorm statistics) back to what they were."""
     parts = [(part, name, b) for part in module.modules() for name, b in part.named_buffers(recurse=False)]

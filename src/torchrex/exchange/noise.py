@@ -25,6 +25,8 @@ class SourceOfNoise(Protocol):
     @property
     def n_data(self) -> int | None: ...
     @property
+    def batch_size(self) -> int | None: ...
+    @property
     def has_noise(self) -> bool: ...
     @property
     def shares_minibatch(self) -> bool: ...
@@ -106,6 +108,7 @@ class NoiseEstimator(ABC):
         if isinstance(self.feed, PerExample):
             if target.n_data is None:
                 raise NoiseError(f"{self!r} needs per-example energies, which {target!r} does not have; use RepeatedDraws")
+            require_two_examples(self, target.batch_size)
             if self.feed.paired and not target.shares_minibatch:
                 raise NoiseError(
                     f"the paired variance is that of replicas on the same minibatch, but {target!r} gives each its own; use "
@@ -161,6 +164,15 @@ class Smoothing(NoiseEstimator):
 
     def gain(self, m: Tensor) -> Tensor | float:
         return torch.where(m <= 1, 1.0, self.gamma)
+
+
+def require_two_examples(noise: NoiseEstimator, batch_size: int | None) -> None:
+    """Refuse minibatches in which nothing varies: sigma2 would stay at its initial value, and 0 is the naive test."""
+    if isinstance(noise.feed, PerExample) and batch_size == 1:
+        raise NoiseError(
+            f"{noise!r} needs at least 2 examples in a minibatch, got batch_size=1; raise batch_size, or use "
+            f"noise=RunningMean(RepeatedDraws()), which compares whole minibatches"
+        )
 
 
 def PairedVariance(smoothing: float | None = None) -> NoiseEstimator:  # noqa: N802 - reads as a class beside the others

@@ -6,6 +6,7 @@ One replica of a small network does not fill a large GPU, and neither do two.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,14 @@ from torchrex.exchange.algorithm import StepInfo
 from torchrex.exchange.batches import batches_of, require_same_everywhere, try_batch, warn_of_size
 from torchrex.exchange.capture import Captured
 from torchrex.exchange.graphs import Graphs
-from torchrex.exchange.noise import RepeatedDraws
+from torchrex.exchange.module_work import size_of
+from torchrex.exchange.noise import PerExample, RepeatedDraws, require_two_examples
 from torchrex.targets import Batch, DeviceLoader
 
 if TYPE_CHECKING:
     from torchrex.exchange.module_run import ModuleExchange
+
+logger = logging.getLogger("torchrex")
 
 BLOCK = 256  # steps whose exchange inputs are drawn at once; part of the random stream
 
@@ -54,6 +58,7 @@ class SideBySide:
         self._device = runs[0].device
         self._feeding: tuple[Any, Any, Callable[[], Batch], Callable[[], Batch]] | None = None
         self._batch_tried = False
+        self._first_of_one = False  # had the first batch one example?
         self._compared = False  # with what the other processes see
 
     def begin_data_anew(self) -> None:
@@ -91,6 +96,9 @@ class SideBySide:
         if self._feeding is None or self._feeding[0] is not data or self._feeding[1] is not extra:  # else they go on
             for n_data in {run.ensemble.n_data for run in self.runs}:
                 warn_of_size(n_data, data)
+            if isinstance(data, DeviceLoader):  # the batch_size of others may be counted before they are put together
+                for run in self.runs:
+                    require_two_examples(run.rules.noise, data.batch_size)
             n_at_once = 1 if self.runs[0].ensemble.shares_minibatch else self.runs[0].n_rungs
             following = batches_of(data, n_at_once)
             self._feeding = (data, extra, following, following if extra is None else batches_of(extra, n_at_once))
@@ -241,9 +249,18 @@ class SideBySide:
 
     def _try_batch(self, batch: Batch) -> None:
         if not self._batch_tried:
-            for run in self.runs:
-                try_batch(run.ensemble, batch, run.forward)
-            self._batch_tried = True
+            sizes = [try_batch(run.ensemble, batch, run.forward) for run in self.runs]
+            self._batch_tried, self._first_of_one = True, max(sizes) == 1
+        elif self._first_of_one:  # two in a row: a single one may be the rest of an epoch
+            self._first_of_one = False
+            blind = next((run for run in self.runs if isinstance(run.rules.noise.feed, PerExample)), None)
+            if blind is not None and size_of(batch) == 1 and blind.mesh.crew.is_first:
+                logger.warning(
+                    "the batches so far have one example each, of which %r learns nothing: swaps are tested with sigma2 = %g. "
+                    "Use batches of at least 2 examples, or noise=RunningMean(RepeatedDraws())",
+                    blind.rules.noise,
+                    blind.rules.noise.initial,
+                )
 
     def __repr__(self) -> str:
         return f"SideBySide({len(self.runs)} runs, {sum(run.n_rungs for run in self.runs)} replicas, step {self.runs[0].n_steps})"

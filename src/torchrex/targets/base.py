@@ -29,6 +29,7 @@ class Target(ABC):
 
     dim: int
     n_data: int | None = None  # how many examples stand behind a minibatch energy
+    batch_size: int | None = None  # how many are in a minibatch, where that is known beforehand
     has_noise: bool = False  # are energies only estimates?
     shares_minibatch: bool = False  # do the replicas of a run see the same minibatch?
 

@@ -74,6 +74,9 @@ class Noisy(Target):
     has_noise = True
 
     def __init__(self, target: Target, energy: NoiseModel, gradient: NoiseModel | None = None) -> None:
+        if not isinstance(target, Target):
+            advice = "; wrap it in LogDensity(f, dim)" if callable(target) else ""  # type: ignore[unreachable]
+            raise InvalidArgumentError(f"target must be a Target such as GaussianMixture(...), got {target!r}{advice}")
         for name, model in (("energy", energy), ("gradient", gradient)):
             if not isinstance(model, NoiseModel) and not (name == "gradient" and model is None):
                 raise InvalidArgumentError(f"{name} noise must be a law such as Gaussian(2.0) or StudentT(5.0), got {model!r}")

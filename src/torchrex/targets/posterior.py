@@ -112,7 +112,8 @@ class PosteriorEnergy:
         else:
             target = self._target(batch)
             output = self.output(module, batch)
-            losses = self._loss(output) if target is None else self._loss(output, target)
+            arguments = (output,) if target is None else (output, target)
+            losses = self._loss(*arguments) if isinstance(output, Tensor) else self._loss_of_parts(*arguments)
             if isinstance(losses, Tensor) and isinstance(output, Tensor) and losses.numel() > output.numel():
                 raise TargetError(
                     f"{self._name} has shape {tuple(losses.shape)} for outputs of shape {tuple(output.shape)}"
@@ -141,6 +142,17 @@ class PosteriorEnergy:
         if isinstance(batch, tuple | list):
             return module(*batch[:-1])
         return module(batch)
+
+    def _loss_of_parts(self, output: Any, *target: Any) -> Any:
+        """The loss of an output that is no tensor: a loss may be made for such, but those of torch are not."""
+        try:
+            return self._loss(output, *target)
+        except (TypeError, AttributeError) as error:
+            raise TargetError(
+                f"the model returned a {type(output).__name__} and not a tensor, and {self._name} failed on it "
+                f"({type(error).__name__}); say which part of it the loss takes: PosteriorEnergy.of(lambda module, batch: "
+                f'loss(module(batch[0])[0], batch[1], reduction="none"), n_data=...)'
+            ) from error
 
     def _target(self, batch: Batch) -> Any:
         if isinstance(batch, Mapping):

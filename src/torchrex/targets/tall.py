@@ -23,6 +23,7 @@ class TallPosterior(Target):
     """
 
     has_noise = True
+    batch_size: int
 
     def __init__(
         self,
