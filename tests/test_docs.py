@@ -50,3 +50,11 @@ def test_links_lead_somewhere():
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"]:
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert link.startswith("http") or (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_links_to_headings_find_them():
+    for page in (ROOT / "docs").glob("*.md"):
+        for name, anchor in re.findall(r"\]\((\w[^):#]*)?#([^)]+)\)", page.read_text()):
+            headings = re.findall(r"^#+ (.*)$", (page.parent / (name or page.name)).read_text(), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+            assert anchor in slugs, f"{page.name} links to {name}#{anchor}"

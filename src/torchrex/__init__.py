@@ -82,7 +82,7 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 # Rooms that are there after `import torchrex`, whether they are loaded yet or not.
-_ROOMS = (*_HOMES, "durable", "notebook", "rng", "schedules")
+_ROOMS = (*_HOMES, "diagnostics", "durable", "experiments", "notebook", "report", "rng", "schedules", "vision")
 
 __all__ = [
     "SGHMC",
