@@ -1,6 +1,7 @@
 """What a benchmark writes beside its numbers (machine, versions, date, command), and the tables made from them.
 
-`python benchmarks/record.py` puts the tables of the stored results into benchmarks/README.md and README.md.
+`python benchmarks/record.py` puts the tables of the stored results into benchmarks/README.md, README.md and
+docs/reproduction.md.
 """
 
 from __future__ import annotations
@@ -151,6 +152,11 @@ def swaps_of(row: dict[str, Any]) -> str:
     return "-" if row["swaps"] is None else ", ".join(map(str, row["swaps"]))
 
 
+def settings_of(row: dict[str, Any]) -> str:
+    """Those that are not the recipe's."""
+    return ", ".join(f"{name}={value}" for name, value in row["settings"].items())
+
+
 def difference(effect: dict[str, Any]) -> str:
     """A difference of two methods, paired by seed."""
     error = "" if effect["se"] is None else f" ± {effect['se']:.2f}"
@@ -162,14 +168,17 @@ def images_table(record: dict[str, Any]) -> str:
     heads = ("data", "net", "rules", "method", "paper %", "ours %", "n", "one net %", "NLL", "swaps", "epochs")
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for row in record["rows"]:
-        words = [row["data"], row["net"], row["family"], row["method"], spread(row["paper"]), spread(row["ours"]), str(row["n"])]
+        others = settings_of(row)
+        net = f"{row['net']} ({others})" if others else row["net"]
+        words = [row["data"], net, row["family"], row["method"], spread(row["paper"]), spread(row["ours"]), str(row["n"])]
         words += [f"{row['single_accuracy']['mean']:.2f}", f"{row['nll']['mean']:.3f}", swaps_of(row), str(row["epochs"])]
         lines.append("| " + " | ".join(words) + " |")
     lines += ["", "± is two standard deviations over n seeds. Differences in points, paired by seed, ± standard error:", ""]
     cells: dict[str, list[str]] = {}
     for effect in record["swaps"]:
         if effect["n"] and effect["metric"].endswith("accuracy") and effect["metric"] == headline(record, effect):
-            where = f"{effect['family']}, {effect['data']}, {effect['net']}, {effect['epochs']} epochs"
+            others = settings_of(effect)
+            where = f"{effect['family']}, {effect['data']}, {effect['net']}, {effect['epochs']} epochs{others and f', {others}'}"
             cells.setdefault(where, []).append(f"{effect['of']} minus {effect['minus']} {difference(effect)}")
     return "\n".join([*lines, *(f"- {where}: {'; '.join(words)}" for where, words in cells.items())])
 
@@ -180,7 +189,9 @@ def factors_table(record: dict[str, Any]) -> str:
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for row in record["rows"]:
         for one in row["factors"]:
-            words = [row["data"], str(row["epochs"]), f"{one['f0']:,.0f}", spread(one["accuracy"]), spread(one["both_rungs"])]
+            others = settings_of(row)
+            data = f"{row['data']} ({others})" if others else row["data"]
+            words = [data, str(row["epochs"]), f"{one['f0']:,.0f}", spread(one["accuracy"]), spread(one["both_rungs"])]
             lines.append("| " + " | ".join([*words, str(one["n"]), swaps_of(one)]) + " |")
     return "\n".join(lines)
 
@@ -206,14 +217,15 @@ def table3_table(record: dict[str, Any]) -> str:
         ]
         words += [spread(row["pooled_accuracy"], "-"), f"{row['single_accuracy']['mean']:.2f}"]
         words += [f"{row['paper_accuracy']['mean']:.2f}", f"{row['called_fake']['mean']:.1f}", f"{row['nll']['mean']:.3f}"]
-        settings = ", ".join([row["family"], *(f"{name}={value}" for name, value in row["settings"].items())])
+        settings = ", ".join(filter(None, [row["family"], settings_of(row)]))
         lines.append("| " + " | ".join([*words, swaps_of(row), f"{row['steps']:,}", settings]) + " |")
     lines += ["", "± is two standard deviations over n seeds. Differences in points, paired by seed, ± standard error:", ""]
     cells: dict[str, list[str]] = {}
     for effect in record["contributions"]:
         if effect["n"] and effect["metric"].endswith("accuracy"):
-            others = "".join(f", {name}={value}" for name, value in effect["settings"].items())
-            where = f"{effect['family']}, {effect['data']}, {effect['n_labelled']} labels, {effect['steps']:,} steps{others}"
+            others = settings_of(effect)
+            where = f"{effect['family']}, {effect['data']}, {effect['n_labelled']} labels, {effect['steps']:,} steps"
+            where += others and f", {others}"
             claim = "" if effect["paper"] is None else f", the paper {effect['paper']:+.2f}"
             words = f"{effect['contribution']} ({effect['of']} minus {effect['minus']}) {difference(effect)}{claim}"
             cells.setdefault(where, []).append(words)

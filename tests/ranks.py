@@ -23,7 +23,7 @@ CONTEXT.set_forkserver_preload(["torchrex", "torchrex.distributed", "torchrex.tr
 
 
 class Ranks:
-    """Processes that run `function(folder, *arguments)`, which returns plain values; each is on its own."""
+    """Processes that run `function(*arguments)`, which returns plain values; each is on its own."""
 
     def __init__(self, n, function, folder, *arguments, timeout=60.0):
         self.folder = Path(folder) / f"ranks-{time.monotonic_ns()}"

@@ -99,8 +99,9 @@ def test_recipes_are_complete_and_frozen():
 def test_unknown_recipe_suggests_the_nearest():
     with pytest.raises(RecipeError, match="did you mean figure1/case1-resgld"):
         get_recipe("figure1/case1-regsld")
-    with pytest.raises(RecipeError, match=r"did you mean icml2020/cifar10-resnet20[?]"):  # 32 has as many letters in common
-        get_recipe("icml2020/cifar10-resnet21")
+    for near, meant in (("resnet21", "resnet20"), ("resnet30", "resnet32")):  # 20 and 32 have as many letters in common
+        with pytest.raises(RecipeError, match=rf"did you mean icml2020/cifar10-{meant}[?]"):
+            get_recipe(f"icml2020/cifar10-{near}")
     with pytest.raises(LookupError, match="torchrex list"):
         get_recipe("qqq")
 

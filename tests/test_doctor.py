@@ -298,6 +298,15 @@ def test_an_average_is_worse_only_beyond_the_error_of_its_test_images(images):
     assert "0.3000 against 0.2000" in nll.words
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [{"energy": None}, {"swap_epochs": None}, {"correction": [[1.0, 2.0]]}, {"energy": [[1.0], [2.0, 3.0]]}, {"epoch": ["a"]}],
+)
+def test_damaged_curves_tell_nothing(images, damage):
+    curves = {name: values for name, values in {**images.result["curves"], **damage}.items() if values is not None}
+    assert history_from_curves(replace(images, result={**images.result, "curves": curves})) is None
+
+
 def test_committed_images_from_their_curves(images):
     """No trace is there; swaps, noise and travel are told from the curves in result.json."""
     history = history_from_curves(images)
@@ -305,7 +314,11 @@ def test_committed_images_from_their_curves(images):
     # Swaps at epochs 11.5, 99.8, 290.06, 290.07 and 422.4: who stood on rung 0 when the epochs around them began.
     assert history.replica_at[[0, 11, 12, 99, 100, 290, 291, 422, 423], 0, 0].tolist() == [0, 0, 1, 1, 0, 0, 0, 0, 1]
     more = [{**images.result["swaps"][0], "accepted": 6}]  # than are listed: who stood where is not known
-    assert history_from_curves(replace(images, result={**images.result, "swaps": more})).swaps is None
+    unlisted = replace(images, result={**images.result, "swaps": more})
+    assert history_from_curves(unlisted).swaps is None
+    words = finding_of(check_ladder(unlisted), "hardly any swaps").words
+    assert "F was 150,000 at the start" in words
+    assert "tests there" not in words  # when they came is not known either
     found = list(check_ladder(images))
     few = finding_of(found, "hardly any swaps")
     assert (few.numbers["accepted"], few.numbers["proposed"]) == (5, 95_550)
@@ -387,8 +400,8 @@ def test_numbers_look_the_same_everywhere():
     assert [number(x) for x in (0.1025, 0.102, 150_000.0, 25210.4, 9.957, 1000, 2.5556e-6, 0.0, float("inf"))] == [
         *("0.1025", "0.102", "150,000", "25,210", "9.957", "1,000", "2.556e-6", "0", "inf")
     ]
-    assert [number(x) for x in (1.1384e9, 7.842e8, -1e6, 999_999_999.0, 2.5e11, 3e12)] == [
-        *("1.138 billion", "784.2 million", "-1 million", "1 billion", "250 billion", "3e12")
+    assert [number(x) for x in (1.1384e9, 7.842e8, -1e6, 999_999_999.0, 2.5e11, 3e12, 9.9996e11)] == [
+        *("1.138 billion", "784.2 million", "-1 million", "1 billion", "250 billion", "3e12", "1e12")
     ]
     assert [about(x) for x in (2.53, 1.6e5, 11.4, 123.0)] == ["2.5", "160,000", "11", "120"]
     assert [percent(x) for x in (0.1117, 0.42, 5.23e-5, 1e-9, 0.0, 1.0)] == [

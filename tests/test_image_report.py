@@ -23,9 +23,11 @@ from torchrex.experiments.image_recipes import (
 )
 from torchrex.experiments.images import ImageConfig
 from torchrex.experiments.run_folder import RunFolder
+from torchrex.report.figure2 import other_settings
 from torchrex.report.image_numbers import z_score
 from torchrex.report.image_pictures import ticks
 from torchrex.report.images import NUMBERS, row_of, tabulate
+from torchrex.report.series import p_of_pairs
 from written_runs import write_run_on_gpu
 
 HEADLINE = "logits_best_accuracy"
@@ -138,6 +140,7 @@ def test_the_families_report_what_they_say(write, rebuild):
 def test_one_seed_has_no_error_and_no_test(write, rebuild):
     write(f"{R20}-msgd", headline=94.0, epochs=500)
     out, numbers, markdown = rebuild("table1")
+    assert "one seed is not tested" in " ".join(markdown.split())
     row = the(numbers["rows"], method="M-SGD")
     assert (row["ours"]["two_sd"], row["z"], row["swaps"]) == (None, None, None)
     assert "| 94.00 | 1 |  |" in markdown
@@ -235,6 +238,14 @@ def test_differences_are_paired_by_seed(write, rebuild):
     words = "both rungs minus no swaps +0.20 ± 0.06 (n=3, p = 0.074); rung 0 minus SGHMC +1.50 ± 0.29 (n=3, p = 0.035)"
     for text in (out, markdown):
         assert words in " ".join(text.split())
+
+
+def test_p_of_pairs_by_hand():
+    """t = 3 with two degrees of freedom has p = 1 - 3 / sqrt(11); where all differences are equal there is no test."""
+    assert p_of_pairs(3.0, 1.0, 3) == pytest.approx(1.0 - 3.0 / math.sqrt(11.0))
+    assert p_of_pairs(-3.0, 1.0, 3) == p_of_pairs(3.0, 1.0, 3)
+    assert p_of_pairs(0.1, 1e-15, 3) is None  # rounding
+    assert p_of_pairs(0.0, 0.0, 3) == 1.0
 
 
 def test_few_seeds_claim_nothing(write, rebuild):
@@ -516,6 +527,26 @@ def test_figure_2_by_hand(write, rebuild):
         assert "6/500" in flat
         assert "150/500" in flat
         assert "not run: cifar100" in flat
+
+
+def test_rows_of_figure_2_with_other_settings_have_marks(write, rebuild):
+    """Two of one length are two rows that a reader can tell apart, in the picture too."""
+    write(R20, 0)
+    write(R20, 1, hot_lr=2.0)
+    write(R20, 2, hot_lr=3.0)
+    out, numbers, markdown = rebuild("figure2")
+    assert [row["mark"] for row in numbers["rows"]] == ["", "§", "§§"]
+    assert [line.split(" |")[0] for line in markdown.splitlines() if line.startswith("| cifar10")] == [
+        "| cifar10",
+        "| cifar10§",
+        "| cifar10§§",
+    ]
+    said = [
+        "cifar10§, 6 epochs: not the recipes' settings (hot_lr=2.0)",
+        "cifar10§§, 6 epochs: not the recipes' settings (hot_lr=3.0)",
+    ]
+    assert other_settings(numbers) == said
+    assert all(words in " ".join(out.split()) for words in said)
 
 
 def test_swaps_that_cannot_be_told_apart_share_a_tick():

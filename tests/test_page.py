@@ -214,6 +214,28 @@ def test_the_table_says_what_is_not_as_the_recipe_has_it(tmp_path):
     assert "cifar10-resnet56 (epochs=30)" in (tmp_path / "page.html").read_text()
 
 
+def test_what_tells_rows_apart_comes_first(tmp_path):
+    """A name has room for four settings; how many more there are is said."""
+    usual = get_recipe("icml2020/cifar10-resnet20")
+    other = replace(usual, batch_size=128, data_seed=3, epochs=30, hot_lr=2.0)
+    write_run(tmp_path / "a", replace(other, temperature=0.02))
+    write_run(tmp_path / "b", replace(other, temperature=0.03))
+    (family,) = families([load_run(path) for path in find_runs(tmp_path)])
+    assert [row.title for row in family.rows] == [
+        f"cifar10-resnet20 (temperature={value}, batch_size=128, data_seed=3, epochs=30, and 1 more)" for value in (0.02, 0.03)
+    ]
+    assert [row.label for row in family.rows] == ["cifar10-resnet20 (temperature=0.02)", "cifar10-resnet20 (temperature=0.03)"]
+
+
+def test_a_whole_number_is_the_same_setting(tmp_path):
+    folder = write_run(tmp_path, get_recipe("icml2020/cifar10-resnet20"))
+    write_run(tmp_path, get_recipe("icml2020/cifar10-resnet20"), 1)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "correction_factor": int(config["correction_factor"])}))
+    (family,) = families([load_run(path) for path in find_runs(tmp_path)])
+    assert [len(row.runs) for row in family.rows] == [2]
+
+
 def test_a_seed_counts_once(tmp_path):
     """A copy of a run makes no mean more certain; it is told beside the number of seeds."""
     paths = [write_digits(tmp_path / "a", seed=seed) for seed in (0, 1)]

@@ -93,7 +93,7 @@ def report_figure3(what: str, chosen: Mapping[str, Any], out: Path, path: Path, 
     write_numbers(figure, gan_figure.as_markdown(figure), path)
     said = gan_figure.notes(figure)
     shown = gan_figure.as_table(figure, console)
-    tell(shown, said, "table", path, console, lambda picture: gan_pictures.draw(figure, picture))
+    tell(shown, said, "all columns", path, console, lambda picture: gan_pictures.draw(figure, picture))
 
 
 def tell(shown: Table, said: Sequence[str], page: str, path: Path, console: Console, draw: Callable[[Path], None]) -> None:

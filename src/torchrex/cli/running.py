@@ -145,7 +145,8 @@ def told_if_early(folders: Sequence[RunFolder], how: str) -> Iterator[None]:
         except KeyboardInterrupt as interrupt:
             number = received[0] if received else signal.SIGINT
             if interrupt.args:  # the signal that came during the last save
-                done = [folder for folder in folders if is_finished(folder)]
+                # On a rank that does not see the disk of rank 0 none is finished; but the last save is done.
+                done = [folder for folder in folders if is_finished(folder)] or folders
                 finished = f"{_named(done)} {'is' if len(done) == 1 else 'are'} finished"
                 raise Interrupted(f"interrupted; {finished}", interrupt.args[0]) from None
             begun = [folder for folder in folders if (folder.path / "checkpoints").is_dir() and not is_finished(folder)]

@@ -76,8 +76,8 @@ class ImageConfig:
     average_after: float = 199.0  # epochs of the paper
     noise_follows_lr: bool = True  # or keeps the initial lr, as in the authors' code
     prior_in_swaps: bool = True  # or only in the gradient
-    momentum_at_swap: MomentumPolicy = "rescale"  # rescale: to the law of the new rung; keep: as it is, like the authors' code;
-    # refresh: drawn anew
+    momentum_at_swap: MomentumPolicy = "rescale"  # rescale: to the law of the new rung; keep: not rescaled, as in the authors'
+    # code; refresh: drawn anew
     variance: Variance = "paired"  # paired: per-example differences at every step; repeated: 10 energies once an epoch
     smoothing: float = 0.3  # of the variance
     validation: int = 0  # so many training images are held out and evaluated in place of the test images

@@ -18,6 +18,7 @@ from torchrex.experiments.mixtures import MixtureConfig
 from torchrex.experiments.tall import LogisticConfig
 from torchrex.posterior import Draws
 from torchrex.report.doctor_advice import WANTED
+from torchrex.report.doctor_swaps import FEWEST_TESTS
 from torchrex.report.doctor_words import measured, number, percent
 from torchrex.report.findings import Check, Finding, Severity
 from torchrex.report.runs import LoadedRun
@@ -106,8 +107,9 @@ def _to_cross(run: LoadedRun) -> str:
         cold = temperatures[0]
         return f"Run longer, or add a hotter rung (temperatures={cold:g},{10 * cold:g}), from which it can cross."
     if run.history is not None and run.history.n_pairs and run.correction_factor is not None:
-        rates = run.history.accepted.sum(1) / run.history.proposed.sum(1)
-        if float(rates.nan_to_num(nan=0.0).min()) >= WANTED[0]:
+        tests = run.history.proposed.sum(1)
+        rates = run.history.accepted.sum(1) / tests
+        if int(tests.min()) >= FEWEST_TESTS and float(rates.min()) >= WANTED[0]:
             return "It swaps often enough: run longer, or heat the top rung."
     return "Run longer; more swaps or a hotter top rung let chains cross."
 

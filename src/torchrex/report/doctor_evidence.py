@@ -62,11 +62,15 @@ class Evidence:
         return float((factors * self._since_the_start(self.late)).nanmedian())
 
     @property
-    def swapped_late(self) -> tuple[int, int]:
-        """Swaps and tests of the last quarter, of all pairs; tests are taken to be spread evenly over the steps."""
+    def swapped_late(self) -> tuple[int, int] | None:
+        """Swaps and tests of the last quarter, of all pairs; tests are taken to be spread evenly over the steps.
+
+        None where not all swaps are listed.
+        """
         first, start = int(self.late.steps[0]), int(self.energies.steps[0])
-        swaps = self.history.swaps
-        made = 0 if swaps is None else int((swaps.step >= first).sum())
+        if self.history.swaps is None:
+            return None
+        made = int((self.history.swaps.step >= first).sum())
         n = self.history.n_steps
         return made, round(int(self.history.proposed.sum()) * (n - first) / max(1, n - start))
 
@@ -163,6 +167,9 @@ def thinned(history: History) -> History:
     return replace(history, **{name: getattr(history, name)[::every] for name in names if getattr(history, name) is not None})
 
 
+OF_CURVES = ("energy", "noise_variance", "correction")
+
+
 def history_from_curves(run: LoadedRun) -> History | None:
     """A history from the curves in result.json, where the trace is not there. Energies are means over an epoch, or over the steps
     between two points of a GAN's. The first swaps are listed: where there were more, who stood where is not known.
@@ -171,32 +178,30 @@ def history_from_curves(run: LoadedRun) -> History | None:
     curves, pairs = result.get("curves") or {}, result.get("swaps") or []
     if run.ladder is None or not pairs or not curves.get("noise_variance"):
         return None
-    if isinstance(settings, ImageConfig):
-        steps = torch.tensor(curves["epoch"]) * settings.steps_per_epoch
-        swapped = torch.tensor([round(epoch * settings.steps_per_epoch) for epoch in curves["swap_epochs"]], dtype=torch.long)
-    elif isinstance(settings, GanConfig):
-        steps, swapped = (torch.tensor(curves[name], dtype=torch.long) for name in ("step", "swap_steps"))
-    else:
+    if not isinstance(settings, ImageConfig | GanConfig):
         return None
+    unit, per_unit = ("epoch", settings.steps_per_epoch) if isinstance(settings, ImageConfig) else ("step", 1)
+    try:
+        when, turned, *columns = (torch.tensor(curves[name], dtype=torch.float64) for name in (unit, f"swap_{unit}s", *OF_CURVES))
+        of_rows = {name: column.T[:, :, None] for name, column in zip(OF_CURVES, columns, strict=True)}
+    except (KeyError, TypeError, ValueError, IndexError):  # damaged: then nothing is known
+        return None
+    if any(len(rows) != len(when) for rows in of_rows.values()):
+        return None
+    steps, swapped = ((each * per_unit).round().long() for each in (when, turned))
     listed = len(swapped) == sum(int(pair["accepted"]) for pair in pairs)
     turns = (swapped[None, :] <= steps[:, None]).sum(1) % 2  # both kinds have two rungs
     replica_at = torch.stack([turns, 1 - turns], dim=1)[:, :, None]
     replica_at[0] = torch.tensor([[0], [1]])  # swaps are counted from here
-
-    def column(name: str) -> torch.Tensor:
-        return torch.tensor(curves[name], dtype=torch.float64).T[:, :, None]
-
     return History(
         steps=steps,
-        energy=column("energy"),
         replica_at=replica_at,
-        noise_variance=column("noise_variance"),
         temperature=temperatures_at(run.ladder, steps),
         accepted=torch.tensor([[pair["accepted"]] for pair in pairs]),
         proposed=torch.tensor([[pair["proposed"]] for pair in pairs]),
         n_steps=int(result.get("steps_done") or int(steps[-1]) + 1),
-        correction=column("correction"),
         swaps=Swaps(swapped, torch.zeros_like(swapped), torch.zeros_like(swapped)) if listed else None,
+        **of_rows,
     )
 
 

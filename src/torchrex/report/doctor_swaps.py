@@ -80,7 +80,8 @@ def swap_findings(run: LoadedRun, evidence: Evidence) -> list[Finding]:
         )
         severity: Severity = "warning" if factor > 1 else "note"
         found.append(Finding(severity, "swaps at nearly every step", words, {**numbers, "largest_rate": float(observed[most])}))
-    found += _price_of_factor(evidence, made if not found else "", rate, at_one, numbers)
+    if math.isinf(factor) or not any(each.title == NOT_TOLD for each in found):  # a rate of so few tests proves no bias
+        found += _price_of_factor(evidence, made if not found else "", rate, at_one, numbers)
     if found:
         return found
     if s > LOUD:
@@ -105,12 +106,14 @@ def _few(run: LoadedRun, evidence: Evidence, pair: int, made: str, noise: str, n
     trips, restarts = evidence.trips
     rate, end = numbers["acceptance_rate"], ""
     if evidence.image:
-        some, tests = evidence.swapped_late
-        rate = some / max(1, tests)
-        numbers = {**numbers, "factor_in_the_last_quarter": evidence.factor_now, "swaps_in_the_last_quarter": some}
-        numbers["tests_in_the_last_quarter"] = tests
+        numbers = {**numbers, "factor_in_the_last_quarter": evidence.factor_now}
         numbers["factor_at_the_end"] = _factor_at_the_end(run, evidence, pair)
-        end = f"{_at_the_end(run, evidence, pair)} It {_swapped(some)} in about {about(tests)} tests there."
+        end = _at_the_end(run, evidence, pair)
+        if evidence.swapped_late is not None:
+            some, tests = evidence.swapped_late
+            rate = some / max(1, tests)
+            numbers |= {"swaps_in_the_last_quarter": some, "tests_in_the_last_quarter": tests}
+            end += f" It {_swapped(some)} in about {about(tests)} tests there."
     advice, more = advise(evidence, pair, rate)
     seen = ""
     if numbers["accepted"] > 0 and trips < FEW_SWAPS:

@@ -44,6 +44,8 @@ def numbers(out: Path, chosen: Mapping[str, ImageConfig]) -> dict[str, Any]:
         rows += [
             _row(data, kind, [run for run in own if run.settings == kind], chosen) for kind in sorted(kinds, key=_longest_first)
         ]
+    for k, row in enumerate(row for row in rows if row["settings"]):
+        row["mark"] = "§" * (k + 1)
     return {"rows": rows, "unfinished": [one for one in unfinished if one.split()[0] in chosen]}
 
 
@@ -60,6 +62,7 @@ def _row(data: str, settings: Settings, runs: Sequence[ImageRun], chosen: Mappin
         "data": data,
         "epochs": settings.length,
         "settings": dict(settings.others),
+        "mark": "",
         "factors": [_factor(f0, [run for run in exchanging if f0_of(run) == f0]) for f0 in factors],
         "levels": {line.title: level for line, level in alone.items() if level},
         "course": {family: curves for family, curves in course.items() if curves},
@@ -67,7 +70,7 @@ def _row(data: str, settings: Settings, runs: Sequence[ImageRun], chosen: Mappin
 
 
 def title(row: Mapping[str, Any]) -> str:
-    return f"{row['data']}{'§' if row['settings'] else ''}, {row['epochs']} epoch{'' if row['epochs'] == 1 else 's'}"
+    return f"{row['data']}{row['mark']}, {row['epochs']} epoch{'' if row['epochs'] == 1 else 's'}"
 
 
 def f0_of(run: ImageRun) -> float:
@@ -129,7 +132,7 @@ def _positive(values: Sequence[float | None]) -> list[float]:
 def _rows(figure: Mapping[str, Any]) -> list[list[str]]:
     rows = []
     for of in figure["rows"]:
-        data = of["data"] + ("§" if of["settings"] else "")
+        data = of["data"] + of["mark"]
         for one in of["factors"]:
             swaps = ", ".join(map(str, one["swaps"]))
             accuracies = [plus_minus(one["accuracy"]), plus_minus(one["both_rungs"])]
@@ -157,11 +160,15 @@ def notes(figure: Mapping[str, Any]) -> list[str]:
         shown = ", ".join(f"{VARIANCES[family].partition(',')[0].split()[0]} {value:.3g}" for family, value in medians.items())
         ratio = f": {medians['icml2020'] / medians['clean']:.1f} times smaller" if len(medians) == 2 and medians["clean"] else ""
         said += [f"{title(of)}: median noise variance over epochs {shown}{ratio}"] if medians else []
-        others = ", ".join(f"{name}={value}" for name, value in of["settings"].items())
-        said += [f"{title(of)}: not the recipes' settings ({others})"] if others else []
+    said += other_settings(figure)
     said += [f"not finished: {', '.join(figure['unfinished'])}"] if figure["unfinished"] else []
     missing = not_run(figure)
     return said + ([f"not run: {', '.join(missing)}"] if missing else [])
+
+
+def other_settings(figure: Mapping[str, Any]) -> list[str]:
+    told = ((of, ", ".join(f"{name}={value}" for name, value in of["settings"].items())) for of in figure["rows"])
+    return [f"{title(of)}: not the recipes' settings ({others})" for of, others in told if others]
 
 
 def not_run(figure: Mapping[str, Any]) -> list[str]:

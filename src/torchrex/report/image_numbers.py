@@ -89,6 +89,8 @@ def finished_runs(out: Path, recipes: Mapping[str, C], *, unit: str = "epochs") 
             for key, kind in NEEDED.items():
                 if not isinstance(result.get(key), kind):
                     raise RunFolderError(f"{folder.path / 'result.json'} has no {key!r}; run it again with --overwrite")
+            if not all(isinstance(pair, dict) and isinstance(pair.get("accepted"), int) for pair in result["swaps"]):
+                raise RunFolderError(f"{folder.path / 'result.json'} does not count its swaps; run it again with --overwrite")
             if config is None or not isinstance(config.get(unit), int):
                 raise RunFolderError(f"{folder.path / 'config.json'} does not say how many {unit} were run; restore it")
             runs.append(Run(recipe, seed, folder.path, config, result, unit))

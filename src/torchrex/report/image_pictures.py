@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrex.experiments.image_recipes import AUTHORS_F0
-from torchrex.report.figure2 import VARIANCES, not_run, title
+from torchrex.report.figure2 import VARIANCES, not_run, other_settings, title
 from torchrex.report.image_curves import Panel, draw_panels, mean_curve, pyplot
 from torchrex.report.images import EXCHANGING, INDEPENDENT, MSGD, RESGHMC, SGHMC, Cell, Line
 
@@ -41,7 +41,8 @@ def draw(figure: Mapping[str, Any], path: Path) -> None:
                 axis.axis("off")
                 axis.text(0.5, 0.5, f"{title(of)}: no runs for this panel", ha="center", color="0.4")
     missing = not_run(figure)
-    drawn.suptitle("ResNet-20" + (f"; not run: {', '.join(missing)}" if missing else ""), fontsize=11)
+    missed = f"; not run: {', '.join(missing)}" if missing else ""
+    drawn.suptitle("\n".join([f"ResNet-20{missed}", *other_settings(figure)]), fontsize=11)
     drawn.savefig(path, dpi=110)
     plt.close(drawn)
 

@@ -64,9 +64,12 @@ def in_words(effect: Mapping[str, Any]) -> str:
 def off_note(head: str, rows: Sequence[Row]) -> list[str]:
     """What the column of standard errors is, where it has something in it."""
     tested = [row for row in rows if row["z"] is not None]
-    if not head or not tested:
+    single = any(row["n"] == 1 and row["paper"] for row in rows)
+    if not head or not (tested or single):
         return []
-    alone = " One seed is not tested." if any(row["n"] == 1 for row in rows) else ""
+    if not tested:
+        return [f"{head}: one seed is not tested."]
+    alone = " One seed is not tested." if single else ""
     return [f"{head}: (ours - paper) / sqrt(sd_ours²/n + sd_paper²/{PAPER_SEEDS}), the paper's sd being half its ±.{alone}"]
 
 

@@ -109,7 +109,7 @@ def p_of_pairs(mean: float, error: float, n: int) -> float | None:
 
     Equal differences leave no spread to test against: either the sides are the same, or rounding hides it (None).
     """
-    if error > 0:
+    if error > 1e-9 * abs(mean):  # less is rounding
         return float(2 * stats.t.sf(abs(mean) / error, n - 1))
     return 1.0 if mean == 0 else None
 

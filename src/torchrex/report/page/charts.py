@@ -138,7 +138,8 @@ def _of_curves(run: LoadedRun, shared: dict[str, Any]) -> list[Chart]:
     swaps = numbers(_list(curves.get(when)))
     made = (swap_counts(run) or (0, 0))[0]
     listed = f"the first {len(swaps):,} of {made:,}" if len(swaps) < made else f"{len(swaps):,}"
-    marks = {"x": swaps, "name": f"{listed} swaps"} if swaps else None
+    few = [swaps[k] for k in few_marks(torch.arange(len(swaps))).tolist()]
+    marks = {"x": few, "name": f"{listed} swaps"} if swaps else None
     means = "One recorded value an epoch" if unit == "epoch" else "Means over the steps from one value to the next"
     note = f"{means}: swaps may come from steps between them."
     common = {"over": over, "note": " ".join(filter(None, (_warm_start(run), note)))}

@@ -125,7 +125,7 @@ def families(runs: Sequence[LoadedRun], empty: Sequence[Path] = ()) -> list[Fami
     for run in sorted(runs, key=lambda run: not run.settings_known):  # those that join others come last
         row = None if run.settings_known else _row_of_folder(rows.values(), run)
         if row is None:
-            matter = {name: value for name, value in run.config.items() if name not in NAMES}
+            matter = {name: _as_float(value) for name, value in run.config.items() if name not in NAMES}
             key = (run.recipe, json.dumps(matter, sort_keys=True, default=str) if run.settings_known else "")
             row = rows.setdefault(key, Row(run.recipe, run.config if run.settings_known else {}))
         row.runs.append(run)
@@ -140,6 +140,11 @@ def families(runs: Sequence[LoadedRun], empty: Sequence[Path] = ()) -> list[Fami
     return list(found.values())
 
 
+def _as_float(value: Any) -> Any:
+    """150000 and 150000.0 are one setting."""
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 def _row_of_folder(rows: Iterable[Row], run: LoadedRun) -> Row | None:
     """The row with runs beside `run`; in want of that, one of its recipe."""
     beside = [row for row in rows if any(each.path.parent == run.path.parent for each in row.runs)]
@@ -151,16 +156,19 @@ def _name_differences(family: Family) -> None:
     for row in family.rows:
         same = [other.config for other in family.rows if other.recipe == row.recipe and other is not row]
         told = {key: own for other in same for key, (own, _) in differing(row.config, other).items()}
+        told = dict(sorted(told.items()))  # they come first: by them rows are told apart
         row.difference = _in_words(told) or ("no config" if same else "")
         if row.recipe in known and row.config:
             usual = differing(row.config, to_json(known[row.recipe]))
             # a setting that the run's version did not have yet is none of the run's
-            told = {key: own for key, (own, _) in usual.items() if own != ABSENT} | told
+            told |= {key: own for key, (own, _) in sorted(usual.items()) if own != ABSENT}
         row.title = row.label if not told else f"{row.short} ({_in_words(told)})"
 
 
 def _in_words(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={settings[name]}" for name in sorted(settings)[:MOST_SETTINGS])
+    words = [f"{name}={value}" for name, value in settings.items()]
+    more = f", and {len(words) - MOST_SETTINGS} more" if len(words) > MOST_SETTINGS else ""
+    return ", ".join(words[:MOST_SETTINGS]) + more
 
 
 def columns(family: Family) -> list[str]:
