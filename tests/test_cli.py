@@ -74,6 +74,8 @@ def modules_after(*words):
             "(epochs=1 b); repeat --set for each setting: --set epochs=1",
         ),
         (["run", "digits/sghmc", "sgld"], 2, "Got unexpected extra argument(s) (sgld)"),
+        (["run", "digits/sghmc", "=1"], 2, "Got unexpected extra argument(s) (=1)"),
+        (["doctor", ".", "epochs=1"], 2, "Got unexpected extra argument(s) (epochs=1)"),  # it has no --set
         (["run", "table1"], 2, "`torchrex reproduce table1` runs them, `torchrex list table1` shows them"),
         (["run", "digits/sghmc", "--budget", "soon"], 2, "--budget must be a time"),
         (["report", ".", "--doctor", "some"], 2, "'some' is not one of 'quick', 'all', 'none'"),
@@ -86,6 +88,7 @@ def test_help_and_slips_are_answered_without_torch(words, code, expected):
     found, out, err, loaded = modules_after(*words)
     assert found == code, err
     assert expected in " ".join((out + err).split())
+    assert ("repeat --set" in out + err) == ("repeat --set" in expected)
     assert not loaded & {"torch", "scipy", "numpy", "rich"}
 
 

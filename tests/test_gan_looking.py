@@ -109,6 +109,8 @@ def test_collapsed_generators_are_told(four):
     assert collapsed.severity == "warning"
     assert collapsed.words.startswith("The images of one generator vary by 0.24 of what real images do, less than 0.25")
     assert finding_of(diagnose(with_variety(0.25)).findings, "generators").severity == "fine"
+    for variety, makes in ((0.09, "nearly one image"), (0.1, "few different images"), (0.24, "few different images")):
+        assert makes in finding_of(diagnose(with_variety(variety)).findings, "the generators have collapsed").words
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -439,6 +439,17 @@ def test_figure_3_by_hand(write, rebuild):
     assert "| svhn | 2500 | reSGHMC | - | 91.10±0.28 | 92.10±0.28 | 2 | 2, 3 |" in markdown
 
 
+def test_figure_3_fits_the_terminal(write, rebuild):
+    for seed in (0, 1):
+        write("gan/svhn-4000", seed, 93.0 + seed, 94.0 + seed, swaps=1_000)
+    wide, narrow = (rebuild("figure3", columns=columns)[0].splitlines() for columns in (80, 40))
+    assert "both rungs" in wide[0]
+    assert "swaps" not in narrow[0]
+    assert any("93.50±1.41" in line for line in narrow)  # numbers are not cut
+    only = rebuild("figure3", "--only", "svhn-4000", name="figure3-svhn-4000")[0]
+    assert "not run: svhn 4000 (SGHMC, no swaps, supervised only)" in " ".join(only.split())
+
+
 def test_figure_3_tells_steps_and_settings(write, rebuild):
     for n in N_LABELLED[:2]:
         write(f"gan/cifar10-{n}", steps=9_000, momentum=0.9)

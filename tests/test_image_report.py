@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from command import run_command
 from modules import same
@@ -25,7 +26,7 @@ from torchrex.experiments.images import ImageConfig
 from torchrex.experiments.run_folder import RunFolder
 from torchrex.report.figure2 import other_settings
 from torchrex.report.image_numbers import z_score
-from torchrex.report.image_pictures import ticks
+from torchrex.report.image_pictures import plot_energies, plot_factors, ticks
 from torchrex.report.images import NUMBERS, row_of, tabulate
 from torchrex.report.series import p_of_pairs
 from written_runs import write_run_on_gpu
@@ -527,6 +528,31 @@ def test_figure_2_by_hand(write, rebuild):
         assert "6/500" in flat
         assert "150/500" in flat
         assert "not run: cifar100" in flat
+
+
+def test_runs_without_swaps_make_no_row_of_figure_2(write, rebuild):
+    write(R20, 0)
+    write(f"{R20}-independent", 0, epochs=9)
+    assert [row["epochs"] for row in rebuild("figure2")[1]["rows"]] == [6]
+
+
+def test_energies_of_figure_2(write, rebuild):
+    """The clean energies have the prior in them; swaps in every part of the axis leave no room for their numbers."""
+    write(R20, 0)
+    write("clean/cifar10-resnet20", 0)
+    (row,) = rebuild("figure2")[1]["rows"]
+    row["course"]["icml2020"]["swap_epochs"] = [1.0, 1.01, 4.0, 4.01]
+    row["course"]["clean"]["swap_epochs"] = [k / 100 for k in range(600)]
+    axis = Figure().add_subplot()
+    plot_energies(row, axis)
+    assert [text.get_text() for text in axis.texts] == ["2×", "2×"]
+    named = [text.get_text() for text in axis.get_legend().get_texts()]
+    assert named == [
+        *("icml2020, cold", "icml2020, hot", "icml2020, swaps: 0"),
+        *("clean, cold with the prior", "clean, hot with the prior", "clean, swaps: 0"),
+    ]
+    plot_factors(row, axis := Figure().add_subplot())
+    assert axis.get_xlabel() == "F0 (one was run; above it: swaps)"
 
 
 def test_rows_of_figure_2_with_other_settings_have_marks(write, rebuild):
