@@ -123,7 +123,16 @@ def test_what_is_said_of_a_setting_names_its_choices():
                 assert all(choice in said.get(name, "") for choice in get_args(kind)), name
 
 
+@dataclass
+class Commented:
+    first: int = 1  # one,
+    # two,
+    # three
+    second: int = 2
+
+
 def test_a_comment_on_a_setting_may_have_several_lines():
+    assert descriptions(Commented()) == {"first": "one, two, three"}
     said = descriptions(get_recipe("icml2020/cifar10-resnet20"))
     assert "as their test has the sum of two variances (the paper's 3e5 is 150000 here)" in said["correction_factor"]
     assert said["factor_per_swap"].startswith("F is multiplied")

@@ -216,13 +216,14 @@ def test_a_handful_of_tests_is_no_fault(figure1):
     run = figure1("case1-resgld")
     nobody_moved = run.history.replica_at[:1].expand_as(run.history.replica_at)
 
-    def told(accepted, proposed, chains=1, sigma2=4.0):
+    def told(accepted, proposed, chains=1, sigma2=4.0, factor=1.0):
         variance = torch.full_like(run.history.noise_variance[..., :chains], sigma2)
         counts = {"accepted": torch.full((1, chains), accepted), "proposed": torch.full((1, chains), proposed)}
         rows = {"energy": run.history.energy[..., :chains], "replica_at": nobody_moved[..., :chains], "noise_variance": variance}
-        correction = run.history.inverse_gap[:, :, None] * variance.double()
+        correction = run.history.inverse_gap[:, :, None] * variance.double() / factor
         history = replace(run.history, **rows, **counts, correction=correction)
-        return list(check_ladder(replace(run, history=history)))
+        settings = replace(run.settings, correction_factor=factor)
+        return list(check_ladder(replace(run, history=history, settings=settings)))
 
     for accepted, proposed in ((1, 1), (1, 2), (5, 15), (0, 149)):
         (found,) = told(accepted, proposed)  # nor is it said that replicas did not travel
@@ -234,6 +235,7 @@ def test_a_handful_of_tests_is_no_fault(figure1):
     assert found.words.endswith(
         "Run longer. Noise s = 5.091 at temperatures 1 and 10 leaves 1.09 % of the swaps between equal energies at F = 1."
     )
+    assert [each.title for each in told(2, 2, factor=50.0)] == [TOO_FEW_TESTS]  # two of two prove no bias of F
     assert finding_of(told(0, 150), "no swaps").severity == "problem"
     assert finding_of(told(9, 150), "few swaps")
     assert finding_of(told(10, 20), "swaps").severity == "fine"  # enough swaps are enough, however few the tests
@@ -446,6 +448,9 @@ def test_one_temperature_is_told_to_add_one(figure1):
     apart = run.draws.values + 100 * torch.arange(16.0)[:, None, None]
     found = finding_of(check_convergence(replace(run, draws=replace(run.draws, values=apart))), "chains stay apart")
     assert "It swaps often enough: run longer" in found.words
+    few = replace(run.history, accepted=torch.ones_like(run.history.accepted), proposed=torch.full_like(run.history.proposed, 9))
+    few = replace(run, history=few, draws=replace(run.draws, values=apart))  # 16 swaps in 144 tests tell no rate
+    assert "often enough" not in finding_of(check_convergence(few), "chains stay apart").words
 
 
 def test_a_few_trips_of_a_run_that_swaps_often(figure1):

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from command import run_command
 from modules import same
 from torchrex.cli import consoles, reproducing
-from torchrex.cli.reproducing import matches, trained_ones
+from torchrex.cli.reproducing import trained_ones
 from torchrex.experiments.image_recipes import (
     PAPER_TABLE1,
     PAPER_TABLE2,
@@ -23,6 +23,7 @@ from torchrex.experiments.image_recipes import (
     table2_recipes,
 )
 from torchrex.experiments.images import ImageConfig
+from torchrex.experiments.recipes import matches
 from torchrex.experiments.run_folder import RunFolder
 from torchrex.report.figure2 import other_settings
 from torchrex.report.image_numbers import z_score

@@ -119,7 +119,8 @@ class ModuleEnsemble(ModuleReplicas):
         modules = self.hold(streams, momenta=self.sampler.has_momentum, squares=self.sampler.has_squares)
         if gpu_only and self.device.type != "cuda":
             raise InvalidArgumentError(f"compiled=True captures a CUDA graph, but the ensemble is on {self.device}; leave it out")
-        self._require_groups(modules[0])
+        if isinstance(self.energy.prior, GaussianPrior):
+            self.energy.prior.require_fit([name for name, _ in modules[0].named_parameters()])  # frozen ones are there too
         self._precision = self._precisions(self.layout)
         self._common_precision = None if self.common is None else self._precisions(self.common.layout)
         self._streams = streams
@@ -140,17 +141,6 @@ class ModuleEnsemble(ModuleReplicas):
     def use(self, losses_of: Callable[..., LossesOf], assemble: Callable[..., Energy], update: Callable[..., None]) -> None:
         """The functions that do the work: `PosteriorEnergy.losses` and two of `module_work.py`, or compiled forms."""
         self._losses_of, self._assemble, self._update = losses_of, assemble, update
-
-    def _require_groups(self, module: nn.Module) -> None:
-        """Refuse a group of the prior that fits no parameter: numbers as those of a Sequential are easily forgotten."""
-        names = [name for name, _ in module.named_parameters()]  # frozen ones too: they are there, though without a prior
-        prior = self.energy.prior
-        for part, _ in prior.groups if isinstance(prior, GaussianPrior) else ():
-            if not any(part in name for name in names):
-                some = ", ".join([*names[:6], *(["..."] if len(names) > 6 else [])])
-                raise InvalidArgumentError(
-                    f"the group {part!r} of {prior!r} fits no parameter; give a part of a name, of which the model has {some}"
-                )
 
     def _precisions(self, layout: FlatLayout) -> Tensor | float | None:
         """Prior precision of every number of a row: one for all, or a row of them."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -26,7 +25,7 @@ from torchrex.exchange.divergence import Divergence, first_failure, respawn
 from torchrex.exchange.forward_rng import ForwardRandomness
 from torchrex.exchange.module_ensemble import ModuleEnsemble
 from torchrex.exchange.module_work import evaluating, telling_of_one
-from torchrex.exchange.noise import PerExample, RepeatedDraws
+from torchrex.exchange.noise import PerExample, RepeatedDraws, warn_of_no_measurement
 from torchrex.exchange.pairing import NoSwaps
 from torchrex.exchange.records import Records
 from torchrex.exchange.run import ReplicaExchange
@@ -34,8 +33,6 @@ from torchrex.exchange.side_by_side import BLOCK, SideBySide
 from torchrex.rng import Streams
 from torchrex.samplers import AdamStart
 from torchrex.targets import Batch
-
-logger = logging.getLogger("torchrex")
 
 BLOCK_STREAMS = ("pairing", "swap")
 REPLICA_STREAMS = ("move", "refresh")  # one of each for every replica, move.0, move.1, ...
@@ -165,29 +162,15 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
             raise InvalidArgumentError("a step on a module needs a batch: run.step((x, y))")
         # A step later than it is due: a loop may measure behind the step as well as before it.
         if self._first_measurement is not None and self.n_steps > self._first_measurement:
-            self._warn_of_no_measurement()
+            self._first_measurement, noise = None, self.rules.noise
+            if isinstance(noise.feed, RepeatedDraws) and self.mesh.crew.is_first:
+                warn_of_no_measurement(noise, noise.feed, self.n_steps, shares_minibatch=self._ensemble.shares_minibatch)
         info = self.alone.step(batch)
         if self.records is None:
             self.look(StepInfo(*(values[None] for values in info)))
         elif self.n_steps % BLOCK == 0:
             self.look(self.records.info)
         return info
-
-    def _warn_of_no_measurement(self) -> None:
-        noise, self._first_measurement = self.rules.noise, None
-        free = "PairedVariance(0.3)" if self._ensemble.shares_minibatch else "Smoothing(0.3, PerExample(paired=False))"
-        if self.mesh.crew.is_first:
-            logger.warning(
-                "%r has measured nothing in %d steps, because run.step(batch) brings no extra batches: swaps are tested with "
-                "sigma2 = %g%s. Use train(run, loader, n_steps, extra=loader), call run.measure(batches) every %d steps, or take "
-                "noise=%s, which needs no extra batches",
-                noise,
-                self.n_steps,
-                noise.initial,
-                "" if noise.initial else ", which is the naive test",
-                noise.feed.every if isinstance(noise.feed, RepeatedDraws) else 1,
-                free,
-            )
 
     def advance(self, n_steps: int, data: Any = None, extra: Any = None) -> Iterator[StepInfo]:
         """`n_steps` steps on the batches of `data`, a DeviceLoader or any iterable of batches that is begun anew when it ends.

@@ -7,6 +7,7 @@ difference, (s_cold + s_hot) / 2 - c, because that is what the swap ratio needs.
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from torchrex.errors import NoiseError
 from torchrex.exchange.standing import take
+
+logger = logging.getLogger("torchrex")
 
 
 class SourceOfNoise(Protocol):
@@ -173,6 +176,30 @@ def require_two_examples(noise: NoiseEstimator, batch_size: int | None) -> None:
             f"{noise!r} needs at least 2 examples in a minibatch, got batch_size=1; raise batch_size, or use "
             f"noise=RunningMean(RepeatedDraws()), which compares whole minibatches"
         )
+
+
+def warn_of_one_example(noise: NoiseEstimator) -> None:
+    logger.warning(
+        "the batches so far have one example each, of which %r learns nothing: swaps are tested with sigma2 = %g. "
+        "Use batches of at least 2 examples, or noise=RunningMean(RepeatedDraws())",
+        noise,
+        noise.initial,
+    )
+
+
+def warn_of_no_measurement(noise: NoiseEstimator, feed: RepeatedDraws, n_steps: int, *, shares_minibatch: bool) -> None:
+    """Repeated energies need batches besides those of the steps; a loop over `run.step` brings none."""
+    logger.warning(
+        "%r has measured nothing in %d steps, because run.step(batch) brings no extra batches: swaps are tested with "
+        "sigma2 = %g%s. Use train(run, loader, n_steps, extra=loader), call run.measure(batches) every %d steps, or take "
+        "noise=%s, which needs no extra batches",
+        noise,
+        n_steps,
+        noise.initial,
+        "" if noise.initial else ", which is the naive test",
+        feed.every,
+        "PairedVariance(0.3)" if shares_minibatch else "Smoothing(0.3, PerExample(paired=False))",
+    )
 
 
 def PairedVariance(smoothing: float | None = None) -> NoiseEstimator:  # noqa: N802 - reads as a class beside the others

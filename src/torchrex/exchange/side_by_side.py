@@ -6,7 +6,6 @@ One replica of a small network does not fill a large GPU, and neither do two.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +17,11 @@ from torchrex.exchange.batches import batches_of, require_same_everywhere, try_b
 from torchrex.exchange.capture import Captured
 from torchrex.exchange.graphs import Graphs
 from torchrex.exchange.module_work import size_of
-from torchrex.exchange.noise import PerExample, RepeatedDraws, require_two_examples
+from torchrex.exchange.noise import PerExample, RepeatedDraws, require_two_examples, warn_of_one_example
 from torchrex.targets import Batch, DeviceLoader
 
 if TYPE_CHECKING:
     from torchrex.exchange.module_run import ModuleExchange
-
-logger = logging.getLogger("torchrex")
 
 BLOCK = 256  # steps whose exchange inputs are drawn at once; part of the random stream
 
@@ -255,12 +252,7 @@ class SideBySide:
             self._first_of_one = False
             blind = next((run for run in self.runs if isinstance(run.rules.noise.feed, PerExample)), None)
             if blind is not None and size_of(batch) == 1 and blind.mesh.crew.is_first:
-                logger.warning(
-                    "the batches so far have one example each, of which %r learns nothing: swaps are tested with sigma2 = %g. "
-                    "Use batches of at least 2 examples, or noise=RunningMean(RepeatedDraws())",
-                    blind.rules.noise,
-                    blind.rules.noise.initial,
-                )
+                warn_of_one_example(blind.rules.noise)
 
     def __repr__(self) -> str:
         return f"SideBySide({len(self.runs)} runs, {sum(run.n_rungs for run in self.runs)} replicas, step {self.runs[0].n_steps})"

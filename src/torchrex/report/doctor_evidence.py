@@ -26,6 +26,7 @@ from torchrex.report.runs import LoadedRun, salvage
 
 FEW_TRIPS = 10  # round trips of a chain
 ENOUGH_ROWS = 40_000  # recorded energies, of all chains together, for rates of a per cent and more
+OF_CURVES = ("energy", "noise_variance", "correction")  # of result.json, by rung or pair
 ENOUGH_CHAINS, MANY_SWAPS = 16, 100  # so many chains tell of the trips of all, where each makes so many swaps
 
 
@@ -165,9 +166,6 @@ def thinned(history: History) -> History:
         return history
     names = ("steps", "energy", "replica_at", "noise_variance", "temperature", "correction")
     return replace(history, **{name: getattr(history, name)[::every] for name in names if getattr(history, name) is not None})
-
-
-OF_CURVES = ("energy", "noise_variance", "correction")
 
 
 def history_from_curves(run: LoadedRun) -> History | None:

@@ -66,7 +66,8 @@ def swap_findings(run: LoadedRun, evidence: Evidence) -> list[Finding]:
     leaves = f"leaves {percent(allowed) if allowed > 0 else 'none'} of the swaps between equal energies at F = 1"
     found: list[Finding] = []
     short = accepted / history.n_chains < FEW_SWAPS or rate < HARDLY_ANY
-    if short and int(history.proposed.sum(1).max()) < FEWEST_TESTS:
+    early = short and int(history.proposed.sum(1).max()) < FEWEST_TESTS
+    if early:
         loud = f"Noise s = {number(s)} {here} {leaves}." if s > LOUD else ""
         found.append(_too_early(made, loud, numbers))
     elif short:
@@ -80,7 +81,7 @@ def swap_findings(run: LoadedRun, evidence: Evidence) -> list[Finding]:
         )
         severity: Severity = "warning" if factor > 1 else "note"
         found.append(Finding(severity, "swaps at nearly every step", words, {**numbers, "largest_rate": float(observed[most])}))
-    if math.isinf(factor) or not any(each.title == NOT_TOLD for each in found):  # a rate of so few tests proves no bias
+    if math.isinf(factor) or not early:  # a rate of so few tests proves no bias
         found += _price_of_factor(evidence, made if not found else "", rate, at_one, numbers)
     if found:
         return found

@@ -13,7 +13,7 @@ def number(value: float, digits: int = 4) -> str:
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     rounded = float(f"{value:.{digits}g}")
-    if not abs(value) >= 1e-4 or abs(rounded) >= 1e12:
+    if abs(value) < 1e-4 or abs(rounded) >= 1e12:
         mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
         return f"{float(mantissa):g}e{int(exponent)}"
     for unit, name in LARGE:

@@ -88,6 +88,14 @@ def _point(runs: list[GanRun]) -> dict[str, Any] | None:
 
 # Words
 
+COLUMNS: Columns = {
+    "paper %": lambda point: plus_minus(point["paper"]) or "-",
+    "ours %": lambda point: plus_minus(point["ours"]),
+    "both rungs": lambda point: plus_minus(point["both_rungs"]) or "-",
+    "n": lambda point: str(point["n"]),
+    "swaps": every_seeds_swaps,
+}
+
 
 def _rows(figure: Mapping[str, Any]) -> list[list[str]]:
     rows = []
@@ -96,15 +104,6 @@ def _rows(figure: Mapping[str, Any]) -> list[list[str]]:
             words = [column(point) for column in COLUMNS.values()]
             rows.append([_name(data, of), str(point["n_labelled"]), point["method"], *words])
     return rows
-
-
-COLUMNS: Columns = {
-    "paper %": lambda point: plus_minus(point["paper"]) or "-",
-    "ours %": lambda point: plus_minus(point["ours"]),
-    "both rungs": lambda point: plus_minus(point["both_rungs"]) or "-",
-    "n": lambda point: str(point["n"]),
-    "swaps": every_seeds_swaps,
-}
 
 
 def as_table(figure: Mapping[str, Any], console: Console) -> Table:

@@ -62,7 +62,7 @@ def in_words(effect: Mapping[str, Any]) -> str:
 
 
 def off_note(head: str, rows: Sequence[Row]) -> list[str]:
-    """What the column of standard errors is, where it has something in it."""
+    """What the column of standard errors is, and why there is nothing in it for some rows."""
     tested = [row for row in rows if row["z"] is not None]
     single = any(row["n"] == 1 and row["paper"] for row in rows)
     if not head or not (tested or single):

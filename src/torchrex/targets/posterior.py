@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -46,6 +46,15 @@ class GaussianPrior:
     def precision_of(self, name: str) -> float:
         """Precision for the parameter of that name."""
         return next((value for part, value in self.groups if part in name), self.precision)
+
+    def require_fit(self, names: Sequence[str]) -> None:
+        """Refuse a group that fits none of a model's parameters: the numbers of a Sequential are easily forgotten."""
+        for part, _ in self.groups:
+            if not any(part in name for name in names):
+                some = ", ".join([*names[:6], *(["..."] if len(names) > 6 else [])])
+                raise InvalidArgumentError(
+                    f"the group {part!r} of {self!r} fits no parameter; give a part of a name, of which the model has {some}"
+                )
 
     def __repr__(self) -> str:
         return f"GaussianPrior({', '.join([f'{self.precision:g}', *(f'{name}: {value:g}' for name, value in self.groups)])})"
