@@ -129,8 +129,11 @@ class Killer:
         if any(finished):
             self._took[size] = 0.8 * self._took[size] + 0.2 * (struck - began)
             self.missed += kills
-            # One that was killed on its way out has done its work: all of them saved the last step before the first could leave.
-            assert all(finished) or (was_alive and finished.count(False) == 1), said
+            # One that was killed on its way out has done its work, and so have those that saw it go: all of them saved the last
+            # step before the first could leave. Whether it is the right one is seen when the run has ended.
+            rest = [each or {} for rank, each in enumerate(said) if rank != victim and not finished[rank]]
+            saw_it = [each.get("error") == "RankError" and f"rank {victim} " in each["said"] for each in rest]
+            assert all(finished) or (was_alive and all(saw_it)), said
             return True
         self._took[size] = max(self._took[size], struck - began)
         self._judge(place, said, victim)
