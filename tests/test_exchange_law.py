@@ -78,6 +78,34 @@ def test_corrected_swaps_keep_the_joint_law(temperatures, pairing, attempt):
     assert_mean_is_not(slipped[touched], 1.0)
 
 
+def still_rung_0(n_runs=200_000, **options):
+    """Exact draws of a Gaussian ladder that only swap, 12 steps with exact energies; x^2 on rung 0, one value a run."""
+    z = torch.randn(2, n_runs, 1, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    ensemble = tr.TensorEnsemble.start(
+        gaussian(1), n_rungs=2, n_runs=n_runs, initial=z * torch.tensor(TWO).sqrt().view(2, 1, 1), dtype=torch.float64
+    )
+    run = tr.ReplicaExchange(ensemble, tr.Ladder(TWO, STILL), seed=2, **options)
+    *_, last = (block.position[-1, :, 0].square() for block in run.advance(12))
+    return last
+
+
+def test_a_rest_after_swaps_breaks_the_law(caplog):
+    """The swap test keeps the law at every step, tested at every step or at every sixth; a rest that follows swaps does not."""
+    assert_mean_is(still_rung_0(), 1.0)
+    assert_mean_is(still_rung_0(swap_interval=6), 1.0)
+    assert not caplog.records
+    assert_mean_is_not(still_rung_0(swap_rest=5), 1.0)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "swap_rest=5" in caplog.text
+
+
+def test_annealed_ladders_may_rest(caplog):
+    """The paper's recipes anneal and rest; they sample no law, and are not warned of."""
+    ladder = tr.Ladder(TWO, STILL, anneal=tr.schedules.geometric(0.99))
+    tr.ReplicaExchange(tr.TensorEnsemble.start(gaussian(1), n_rungs=2), ladder, swap_rest=5)
+    assert not caplog.records
+
+
 def test_one_noisy_energy_in_two_tests_is_not_exact():
     """Why AllInTurn draws fresh energies for every pair: using the same ones again breaks the law."""
     reused = one_swap_step(FOUR, tr.AllInTurn(), reuse_energies=True)

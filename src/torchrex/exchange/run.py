@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import logging
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -22,6 +23,8 @@ from torchrex.exchange.momentum import POLICIES, MomentumPolicy
 from torchrex.exchange.noise import KnownVariance, NoiseEstimator, default_estimator
 from torchrex.exchange.pairing import EvenOdd, Pairing
 from torchrex.rng import Streams
+
+logger = logging.getLogger("torchrex")
 
 
 class ReplicaExchange:
@@ -73,6 +76,9 @@ class ReplicaExchange:
         """`noise=None` fits the target (see `default_estimator`). `compiled=None` compiles where it pays: long runs on a density
         on a CPU, and modules on a GPU, where the whole step is captured as one graph. Runs on modules take further `options`:
         see `ModuleExchange`.
+
+        `swap_rest` is for the paper's annealed recipes only: a pair that rests after each swap samples another law. With exact
+        energies and temperatures 1 and 3 the variance of rung 0 is 1.39 times the right one at 5 steps of rest.
         """
         for name, value, kind, example in (
             ("ladder", ladder, Ladder, "Ladder((1.0, 10.0), 0.03)"),
@@ -110,6 +116,13 @@ class ReplicaExchange:
             swap_intensity=swap_intensity,
             momentum=momentum,
         )
+        if swap_rest and ladder.anneal is None:
+            logger.warning(
+                "swap_rest=%d changes the law of rung 0: a pair that rests after each swap stays too long where it has just "
+                "come to. Use swap_interval=%d for rarer tests",
+                swap_rest,
+                swap_rest + 1,
+            )
         known = list(inspect.signature(self._start).parameters)[4:]
         for name in options:
             if name not in known:
