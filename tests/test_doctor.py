@@ -21,7 +21,7 @@ from torchrex.experiments import get_recipe, run_recipe
 from torchrex.report import doctor_advice, doctor_draws
 from torchrex.report.doctor import as_json, as_text, diagnose, diagnose_folder, findings_of, roll_up
 from torchrex.report.doctor_average import check_average
-from torchrex.report.doctor_draws import check_convergence, check_tail, check_temperature
+from torchrex.report.doctor_draws import check_convergence, check_tail, check_temperature, check_truth
 from torchrex.report.doctor_evidence import Counted, count, gather, history_from_curves
 from torchrex.report.doctor_generators import check_generators
 from torchrex.report.doctor_ladder import check_ladder
@@ -73,12 +73,42 @@ def test_case_1_is_fine(figure1):
     diagnosis = diagnose(figure1("case1-resgld"))
     assert diagnosis.healthy, as_text(diagnosis)
     assert diagnosis.verdict == "nothing wrong was found"
-    assert titles(diagnosis, "fine") == {"swaps", "round trips", "convergence", "temperature", "noise"}
+    assert titles(diagnosis, "fine") == {"truth", "swaps", "round trips", "convergence", "temperature", "noise"}
     swaps = finding_of(diagnosis.findings, "swaps").numbers
     assert swaps["acceptance_rate"] == pytest.approx(0.112, abs=0.01)
     assert swaps["acceptance_expected"] == pytest.approx(swaps["acceptance_rate"], abs=0.015)
     assert swaps["noise_s"] == pytest.approx(2**0.5 * 0.9 * 2.0, rel=0.03)
     assert finding_of(diagnosis.findings, "temperature").numbers["ratio"] == pytest.approx(1.05, abs=0.12)
+
+
+def test_a_known_truth_is_used(figure1):
+    """Chains that all stay in one mode agree with each other, and R-hat is 1; the left weight is 0, and the truth 0.4."""
+    diagnosis = diagnose(figure1("case3-sgld"))
+    found = finding_of(diagnosis.findings, "the answer is wrong")
+    assert found.severity == "problem"
+    assert (found.numbers["value"], found.numbers["truth"]) == (0.0, pytest.approx(0.4))
+    assert "temperatures=1,10" in found.words  # what would cross
+    assert "convergence" in titles(diagnosis, "fine")  # which is all that was said of it
+    assert titles(diagnosis, "note") >= {"one rung"}
+    assert "one rung" not in titles(diagnose(figure1("case1-resgld")), *SEVERITIES)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "n_runs", "severity"),
+    [
+        (0.43, 0.001, 64, "fine"),  # off by 7.5 %: a learning rate does as much
+        (0.45, 0.010, 64, "problem"),  # five standard errors
+        (0.45, 0.020, 64, "warning"),  # two and a half of them
+        (0.45, 0.010, 2, "warning"),  # five of two runs: Student's t with one degree of freedom
+        (0.0, 0.0, 64, "problem"),
+        (0.0, None, 1, "problem"),
+    ],
+)
+def test_how_far_from_the_truth(figure1, value, error, n_runs, severity):
+    run = figure1("case1-resgld")
+    metrics = {"left_weight": value, "left_weight_se": error, "left_weight_true": 0.4, "n_runs": n_runs}
+    (found,) = check_truth(replace(run, result={**run.result, "metrics": metrics}))
+    assert found.severity == severity
 
 
 def test_case_3_at_f_1_has_no_swaps_and_is_told_what_would_give_them(figure1):
@@ -113,6 +143,7 @@ def test_the_naive_test_is_biased_and_rung_0_hotter(figure1, case):
     hotter = finding_of(diagnosis.findings, "rung 0 is hotter than nominal")
     assert "lower F" in hotter.words
     assert "learning rate" not in hotter.words
+    assert "lower F" in finding_of(diagnosis.findings, "the answer is wrong").words
 
 
 def test_a_finite_factor_is_priced(figure1):
@@ -696,6 +727,7 @@ def test_the_command(figure1, tmp_path):
     told = CliRunner().invoke(app, [str(figure1("case1-naive").path), "--json"])
     (machine,) = json.loads(told.output)
     assert machine == json.loads(json.dumps(as_json([diagnose(figure1("case1-naive"))])[0]))
-    assert machine["findings"][0]["numbers"]["correction_factor"] == "inf"
+    naive = next(each for each in machine["findings"] if each["title"] == "naive swaps: biased")
+    assert naive["numbers"]["correction_factor"] == "inf"
     for bad in (tmp_path, tmp_path / "none"):
         assert isinstance(CliRunner().invoke(app, [str(bad)]).exception, RunFolderError)

@@ -3,6 +3,12 @@
 Runs of one seed share what the seed decides, so the difference is taken seed by seed and its spread over seeds is the error:
 
     d_s = other_s - first_s,    se = std(d) / sqrt(n),    t = mean(d) / se,    p two-sided with n - 1 degrees of freedom
+
+One comparison looks at many metrics. Verdicts rest on Holm's adjusted p: with k tests and p_(1) <= ... <= p_(k),
+
+    adjusted p_(i) = max over j <= i of min(1, (k - j + 1) p_(j))
+
+so that the probability of any false verdict among them is at most LEVEL.
 """
 
 from __future__ import annotations
@@ -49,8 +55,9 @@ class Row:
     difference: float  # other - first
     error: float | None  # its standard error; None for one seed, and between different problems
     n: int
-    p_value: float | None
-    verdict: str
+    p_value: float | None  # of this metric by itself
+    p_adjusted: float | None = None  # by Holm, for all metrics of the comparison: the verdict rests on it
+    verdict: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,12 +80,9 @@ class Comparison:
             return f"no test: different {', '.join(self.apart)} make them different problems"
         if not self.tested:
             return f"no test: {'one seed' if len(self.seeds) == 1 else f'{len(self.seeds)} seeds'}; {FEWEST_SEEDS} are needed"
-        n, seeds = len(self.rows), f"{len(self.seeds)} common seeds"
-        looked_at = f"{n} metric{' was' if n == 1 else 's were'} looked at"
-        return (
-            f"paired t-test over {seeds}, two-sided, level {LEVEL:g} for each metric by itself; {looked_at}, so by chance alone "
-            f"about {LEVEL * n:.2g} of them would differ (Bonferroni: p < {LEVEL / max(1, n):.2g})"
-        )
+        n = sum(row.p_adjusted is not None for row in self.rows)
+        together = "" if n == 1 else f" for all {n} tests together (Holm's adjusted p)"
+        return f"paired t-test over {len(self.seeds)} common seeds, two-sided, level {LEVEL:g}{together}"
 
     @property
     def tested(self) -> bool:
@@ -157,10 +161,9 @@ def compare(first: Side, other: Side) -> Comparison:
     settings = _settings(first, other, seeds, notes) if known else {}
     configs = [side.runs[seed].config for side in (first, other) for seed in seeds]
     apart = tuple(key for key in settings if any(decides_the_problem(key, config) for config in configs))
-    rows = []
-    for name in everywhere:
-        row = compare_metric(name, [m[name] for m in metrics[0]], [m[name] for m in metrics[1]])
-        rows.append(_without_verdict(row, apart) if apart else row)
+    ours, theirs = metrics
+    rows = compare_metrics({name: ([m[name] for m in ours], [m[name] for m in theirs]) for name in everywhere})
+    rows = [_without_verdict(row, apart) for row in rows] if apart else rows
     return Comparison(first, other, seeds, tuple(rows), settings, tuple(notes), apart, known)
 
 
@@ -179,7 +182,7 @@ def _settings(first: Side, other: Side, seeds: Sequence[int], notes: list[str]) 
 
 def _without_verdict(row: Row, apart: Sequence[str]) -> Row:
     words = f"not comparable: different {', '.join(apart)}"
-    return dataclasses.replace(row, better="", error=None, p_value=None, verdict=words)
+    return dataclasses.replace(row, better="", error=None, p_value=None, p_adjusted=None, verdict=words)
 
 
 def run_metrics(run: LoadedRun) -> dict[str, float]:
@@ -197,35 +200,44 @@ def run_metrics(run: LoadedRun) -> dict[str, float]:
     return chosen
 
 
-def compare_metric(metric: str, first: Sequence[float], other: Sequence[float]) -> Row:
-    """The paired difference of one metric; both sequences are in the order of the same seeds."""
+def compare_metrics(values: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> list[Row]:
+    """The paired differences of all metrics; both sequences of a metric are in the order of the same seeds."""
+    rows = [_difference(metric, first, other) for metric, (first, other) in values.items()]
+    tested = sorted((row.p_value, k) for k, row in enumerate(rows) if row.p_value is not None and row.error)
+    adjusted, largest = dict[int, float](), 0.0
+    for rank, (p_value, k) in enumerate(tested):
+        adjusted[k] = largest = max(largest, min(1.0, (len(tested) - rank) * p_value))
+    rows = [dataclasses.replace(row, p_adjusted=adjusted.get(k)) for k, row in enumerate(rows)]
+    return [dataclasses.replace(row, verdict=_verdict(row)) for row in rows]
+
+
+def _difference(metric: str, first: Sequence[float], other: Sequence[float]) -> Row:
     differences = [b - a for a, b in zip(first, other, strict=True)]
     n = len(differences)
     mean = math.fsum(differences) / n
     error = p_value = None
     if n > 1:
         error = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1) / n)
-        p_value = p_of_pairs(mean, error, n)
-    better = direction(metric)
-    verdict = _verdict(mean, error, p_value, n, better)
-    return Row(metric, better, math.fsum(first) / n, math.fsum(other) / n, mean, error, n, p_value, verdict)
+        p_value = p_of_pairs(mean, error, n) if n >= FEWEST_SEEDS else None
+    return Row(metric, direction(metric), math.fsum(first) / n, math.fsum(other) / n, mean, error, n, p_value)
 
 
-def _verdict(mean: float, error: float | None, p_value: float | None, n: int, better: Better) -> str:
-    if error == 0 and mean == 0:
+def _verdict(row: Row) -> str:
+    mean, n = row.difference, row.n
+    if row.error == 0 and mean == 0:
         return f"the same on all {n} seeds"
     if n == 1:
         return "the same on one seed, which tells nothing" if mean == 0 else "one seed tells nothing"
     if n < FEWEST_SEEDS:
         return f"no claim at n={n}"
-    if p_value is None:
+    if row.p_adjusted is None:
         return f"the same difference on all {n} seeds: no spread to test against"
-    if p_value >= LEVEL:
+    if row.p_adjusted >= LEVEL:
         return f"not distinguishable at n={n}"
     word = "higher" if mean > 0 else "lower"
-    if better:
-        word += ", better" if word == better else ", worse"
-    return f"{word} (p = {p_value:.2g}, n={n})"
+    if row.better:
+        word += ", better" if word == row.better else ", worse"
+    return f"{word} (adjusted p = {row.p_adjusted:.2g}, n={n})"
 
 
 def direction(metric: str) -> Better:

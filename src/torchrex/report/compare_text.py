@@ -119,6 +119,7 @@ def as_json(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
                 "kind": "paired t" if each.tested else "none",
                 "two_sided": True,
                 "level": LEVEL,
+                "adjustment": "Holm",
                 "metrics": len(each.rows),
                 "words": each.test,
             },

@@ -17,7 +17,7 @@ from torchrex.experiments.mixtures import MixtureConfig
 from torchrex.experiments.tall import LogisticConfig
 from torchrex.report.doctor_average import check_average
 from torchrex.report.doctor_checkpoints import are_large, checkpoint_findings, look_at_checkpoints
-from torchrex.report.doctor_draws import SLOW_CHECKS, check_convergence, check_tail, check_temperature
+from torchrex.report.doctor_draws import SLOW_CHECKS, check_convergence, check_tail, check_temperature, check_truth
 from torchrex.report.doctor_evidence import history_from_remains
 from torchrex.report.doctor_generators import check_generators
 from torchrex.report.doctor_ladder import check_ladder
@@ -27,6 +27,7 @@ from torchrex.report.page.command import command_to_repeat
 from torchrex.report.runs import LoadedRun, find_empty, find_runs, load_run
 
 CHECKS: dict[Check, str] = {
+    check_truth: "whether its answer is right",
     check_ladder: "how it swaps",
     check_convergence: "whether it has converged",
     check_temperature: "whether rung 0 is at its temperature",

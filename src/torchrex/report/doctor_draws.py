@@ -1,4 +1,5 @@
-"""Checks of the draws of a density: have its chains converged, is rung 0 at its temperature, is the noise Gaussian?
+"""Checks of the draws of a density: are they right where the truth is known, have its chains converged, is rung 0 at its
+temperature, is the noise Gaussian?
 
 Convergence and temperature are read from some of the draws, evenly spaced: enough of them, and no check takes a second.
 """
@@ -9,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 
 import torch
+from scipy import stats
 from torch import Tensor
 
 from torchrex.diagnostics import convergence, equipartition_temperature, hill
@@ -35,6 +37,35 @@ SWITCHES = 20  # of the replica on rung 0 of a chain, before replicas are told a
 ENOUGH, ENOUGH_FOR_GRADIENTS = 20_000, 200_000  # draws, of all chains together
 LEAST = 200  # of each chain
 WORK = 4e7  # examples looked at for exact gradients of tall data
+CHANCE = 0.0027  # two-sided: three standard errors of many runs, more of few
+
+
+def check_truth(run: LoadedRun) -> Iterable[Finding]:
+    """Metrics of which the truth is known (`name`, `name_se`, `name_true`): off by more than is tolerated, and than by chance?"""
+    metrics = run.metrics
+    for name in [each.removesuffix("_true") for each in metrics if each.endswith("_true")]:
+        if not all(isinstance(metrics.get(each), int | float) for each in (name, f"{name}_true")):
+            continue
+        value, truth, error = metrics[name], metrics[f"{name}_true"], metrics.get(f"{name}_se")
+        n = int(metrics.get("n_runs") or 1)
+        error = float(error) if n > 1 and isinstance(error, int | float) else math.nan
+        known = math.isfinite(error)
+        chance = float(stats.t.isf(CHANCE / 2, n - 1)) * error if known else math.nan
+        off, tolerated = abs(value - truth), TOLERATED * abs(truth)
+        numbers = {"metric": name, "value": value, "truth": truth, "standard_error": error, "tolerated": tolerated}
+        factor = run.correction_factor or 1.0
+        cure = f"F = {number(factor)} biases the swaps: lower F." if factor > 1 else _to_cross(run)
+        ours = measured(value, error) if known and error else number(value)
+        words = f"Its {name.replace('_', ' ')} is {ours}, and the truth is {number(truth)}"
+        if off <= tolerated:
+            yield Finding("fine", "truth", f"{words}: within the {100 * TOLERATED:g} % tolerated.", numbers)
+        elif off <= chance:
+            words += f": off by more than the {100 * TOLERATED:g} % tolerated, which may be chance. Run longer, or more runs."
+            yield Finding("warning", "far from the truth", words, numbers)
+        else:
+            unknown = "" if known else " One run does not tell how much of that is chance."
+            words += f": its answer is wrong.{unknown} {cure}"
+            yield Finding("problem", "the answer is wrong", words, numbers)
 
 
 def check_convergence(run: LoadedRun) -> Iterable[Finding]:

@@ -29,7 +29,12 @@ def check_ladder(run: LoadedRun) -> Iterable[Finding]:
             yield from correction_findings(evidence)
             yield from travel_findings(evidence) if evidence.has_paths else ()
     elif run.ladder is not None and len(run.ladder.temperatures) < 2:
-        return
+        if run.ladder.temperatures[0] > 0:  # else it descends, and samples nothing
+            words = (
+                "A run at one temperature knows only the modes that it has visited: nothing in it shows that it missed others. "
+                "Runs that start far apart, or a ladder with a hotter rung, would show it."
+            )
+            yield Finding("note", "one rung", words)
     elif run.ladder is not None and run.correction_factor is None:
         shared = isinstance(run.settings, GanConfig) and run.settings.generators == "shared"
         how = "share their generators and exchange nothing else" if shared else "are independent: nothing is exchanged"
