@@ -203,23 +203,21 @@ def test_swap_intensity_scales_the_acceptance():
 
 
 def test_target_acceptance_is_reached():
-    draws = tr.sample(
-        tr.Noisy(gaussian(1), tr.Gaussian(3.0)),
-        temperatures=(1.0, 4.0),
-        lr=0.05,
-        noise=tr.KnownVariance(9.0),
-        correction_factor=tr.TargetAcceptance(0.2, gain=0.02),
-        n_steps=4000,
-        n_runs=64,
-        compiled=True,
-    )
+    common = {"temperatures": (1.0, 4.0), "lr": 0.05, "noise": tr.KnownVariance(9.0), "n_runs": 64, "compiled": True}
+    target = tr.Noisy(gaussian(1), tr.Gaussian(3.0))
+    draws = tr.sample(target, correction_factor=tr.TargetAcceptance(0.2), n_steps=2000, **common)
     assert float(draws.acceptance_rate) == pytest.approx(0.2, abs=0.02)
-    unbiased = tr.sample(
-        tr.Noisy(gaussian(1), tr.Gaussian(3.0)),
-        temperatures=(1.0, 4.0),
-        lr=0.05,
-        noise=tr.KnownVariance(9.0),
-        n_steps=500,
-        n_runs=64,
-    )
-    assert float(unbiased.acceptance_rate) < 0.1
+    assert float(tr.sample(target, n_steps=500, **common).acceptance_rate) < 0.1
+
+
+def test_a_run_says_which_f_it_has():
+    ladder = tr.Ladder(TWO, 0.05, anneal=tr.schedules.geometric(0.99))
+    for rule in (2.5, tr.ProportionalToGap(2.0), tr.TargetAcceptance(0.2)):
+        ensemble = tr.TensorEnsemble.start(tr.Noisy(gaussian(1), tr.Gaussian(3.0)), n_rungs=2, n_runs=3)
+        run = tr.ReplicaExchange(ensemble, ladder, noise=tr.KnownVariance(9.0), correction_factor=rule, seed=1)
+        for _ in run.advance(50):
+            pass
+        now = run.correction_factor
+        info = run.step()
+        gap = (1 - 1 / 3) / 0.99**50
+        assert torch.allclose(now, gap * 9.0 / info.correction.double(), rtol=1e-4)

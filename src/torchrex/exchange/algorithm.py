@@ -47,7 +47,7 @@ class ExchangeState(NamedTuple):
     replica_at: Tensor  # (rungs, runs): who stands there; the only thing a swap changes
     noise_variance: Tensor  # (pairs, runs): sigma2, as the swaps of that pair need it
     noise_updates: Tensor  # (pairs, runs): SA steps taken so far
-    correction_factor: Tensor  # (pairs, runs): memory of the rule for F
+    correction_factor: Tensor  # (..., pairs, runs): memory of the rule for F
     resting: Tensor  # (pairs, runs): for how many steps more the pair is not tested
 
     @property
@@ -67,7 +67,7 @@ class ExchangeState(NamedTuple):
             replica_at=replica_at,
             noise_variance=per_pair * rules.noise.initial,
             noise_updates=torch.zeros_like(per_pair),
-            correction_factor=per_pair * rules.factor.initial,
+            correction_factor=rules.factor.start(per_pair),
             resting=torch.zeros_like(per_pair),
         )
 

@@ -13,9 +13,13 @@ from torchrex.errors import InvalidArgumentError
 
 
 class FactorRule(ABC):
-    """Gives F for every pair and run at every step; `learnt` (pairs, runs) is its memory, which starts at `initial`."""
+    """Gives F for every pair and run at every step. `learnt` (..., pairs, runs) is its memory, `start` says what is in it."""
 
     initial: float
+
+    def start(self, ones: Tensor) -> Tensor:
+        """The memory before the first step, from ones (pairs, runs)."""
+        return self.initial * ones
 
     @abstractmethod
     def factor(self, learnt: Tensor, inverse_gap: Tensor, first_gap: Tensor) -> Tensor:
@@ -63,13 +67,21 @@ class ProportionalToGap(FactorRule):
         return learnt if self.per_swap == 1.0 else torch.where(accepted, self.per_swap * learnt, learnt)
 
 
+FASTEST, LARGEST_STEP = 3.0, 0.5
+
+
 @dataclass(frozen=True)
 class TargetAcceptance(FactorRule):
-    """F is learnt for each pair so that the mean acceptance probability tends to `rate`.
+    """F is learnt for each pair so that the mean of its acceptance probabilities a tends to `rate` (Robbins and Monro 1951).
 
-        F <- clamp(F * exp(gain * (rate - min(1, S))), 1, largest)
+        log F <- log F + max(gain, 3 / (1 + sum of all a so far)) * (rate - a),    by at most 0.5 a test,    1 <= F <= largest
 
-    F never falls below 1, where the test is already unbiased. The price of reaching `rate` is the F it ends with: look at it.
+    The sum grows with the number of tests only once F lets swaps through: until then F rises fast, however far it has to go.
+    After 200 tests of Gaussian noise most runs are within a factor of 1.5 of the F for `rate` (98 % at a rate of 0.2, 73 % at
+    0.4, where the acceptance hardly depends on F); then F settles, and follows what drifts with `gain`.
+
+    F never falls below 1, where the test is already unbiased. The price of reaching `rate` is the F it ends with: look at it
+    in `Draws.summary()` or `run.correction_factor`.
     """
 
     rate: float
@@ -84,11 +96,18 @@ class TargetAcceptance(FactorRule):
         if not (self.gain > 0 and 1 <= self.initial <= self.largest < math.inf):
             raise InvalidArgumentError(f"TargetAcceptance needs gain > 0 and 1 <= initial <= largest < inf, got {self}")
 
+    def start(self, ones: Tensor) -> Tensor:
+        """F and the sum of the acceptance probabilities: (2, pairs, runs)."""
+        return torch.stack([self.initial * ones, torch.zeros_like(ones)])
+
     def factor(self, learnt: Tensor, inverse_gap: Tensor, first_gap: Tensor) -> Tensor:
-        return learnt
+        return learnt[0]
 
     def adapt(self, learnt: Tensor, acceptance: Tensor, proposed: Tensor, accepted: Tensor) -> Tensor:
-        better = (learnt * (self.gain * (self.rate - acceptance)).exp()).clamp(1.0, self.largest)
+        factor, total = learnt[0], learnt[1]
+        gain = (FASTEST / (1.0 + total)).clamp(min=self.gain)
+        step = (gain * (self.rate - acceptance)).clamp(-LARGEST_STEP, LARGEST_STEP)
+        better = torch.stack([(factor * step.exp()).clamp(1.0, self.largest), total + acceptance])
         return torch.where(proposed & acceptance.isfinite(), better, learnt)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from torchrex import notebook
 from torchrex.errors import InvalidArgumentError
@@ -163,6 +164,18 @@ class ReplicaExchange:
     def state(self) -> ExchangeState:
         """Who stands where, and what the estimators know, as a copy."""
         return ExchangeState(*(tensor.clone() for tensor in self._state))
+
+    @property
+    def correction_factor(self) -> Tensor:
+        """F of the next test of each pair, (pairs, runs)."""
+        temperatures = self._temperatures(0), self._temperatures(self.n_steps)
+        first_gap, gap = ((1.0 / each).neg().diff().unsqueeze(-1) for each in temperatures)
+        learnt = self._state.correction_factor.cpu().double()
+        return self.rules.factor.factor(learnt, gap, first_gap).expand(learnt.shape[-2:]).clone()
+
+    def _temperatures(self, step: int) -> Tensor:
+        temperature, _, _ = self.rules.ladder.table(step, 1, device=torch.device("cpu"), dtype=torch.float64)
+        return temperature[0]
 
     def _repr_html_(self) -> str:
         """For notebooks: the rungs with what holds at the next step, and the rules."""
