@@ -51,6 +51,13 @@ def test_expected_acceptance_does_not_overflow():
     assert torch.equal(expected_acceptance(d, torch.tensor(1.0)).round(decimals=6), torch.tensor([0.0, 1.0], dtype=torch.float64))
 
 
+def test_expected_acceptance_without_noise():
+    """min(1, exp(D)), at equal energies 1: D/s is 0/0 there."""
+    d = torch.tensor([-2.0, 0.0, 3.0], dtype=torch.float64)
+    assert torch.allclose(expected_acceptance(d, 0.0), d.clamp(max=0.0).exp())
+    assert float(expected_acceptance(0, 0)) == 1.0
+
+
 def test_detailed_balance_of_the_closed_form():
     """a(D) = exp(D) a(-D): the mean acceptance satisfies detailed balance exactly."""
     d, s = torch.linspace(-5, 5, 41, dtype=torch.float64), torch.tensor(1.3)

@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 import torchrex as tr
+from torchrex import diagnostics
 from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyError, RunFolderError, TargetError
+from torchrex.exchange.swap_report import PairReport
 from torchrex.posterior.draw_recorder import DrawRecorder
 from torchrex.posterior.draws_file import SHAPES
 
@@ -282,3 +284,70 @@ def test_mean_sd_and_standard_error():
     assert torch.allclose(draws.mean(), chains.mean((0, 1)))
     assert torch.allclose(draws.standard_error(), chains.mean(1).std(0) / 6**0.5)
     assert torch.allclose(draws.std(), chains.reshape(-1, 2).std(0))
+
+
+# How the pairs of rungs did
+
+
+def noisy_ladder(noise_std, **options):
+    """Three rungs; the noise of the tests of the first pair is s = noise_std, of the second a fifth of it."""
+    target = tr.Noisy(tr.LogDensity(gaussian, 1), tr.Gaussian(noise_std))
+    common = {"noise": tr.KnownVariance(noise_std**2), "n_steps": 400, "n_runs": 2, "lr": 0.01}
+    cold = 1 / 2**0.5  # of the inverse gaps, the first of which makes s that noise_std
+    return tr.sample(target, temperatures=(1.0, 1 / (1 - cold), 1 / (1 - 1.2 * cold)), **{**common, **options})
+
+
+def test_summary_tells_s_f_and_round_trips(caplog):
+    draws = noisy_ladder(1.5)
+    first, second = draws.pairs()
+    assert (first.accepted, first.proposed) == (int(draws.accepted[0].sum()), int(draws.proposed[0].sum()))
+    assert (first.noise_std, second.noise_std) == (pytest.approx(1.5), pytest.approx(0.3))
+    assert first.expected == pytest.approx(float(tr.expected_acceptance(0.0, 1.5)))
+    assert first.factor == 1.0
+    history = diagnostics.History.from_draws(draws, tr.Ladder(draws.settings["temperatures"], 0.01))
+    trips = float(diagnostics.round_trips(history).round_trips.sum(0).double().mean())
+    assert trips > 0
+    assert f"together: {trips:.3g}" in draws.summary()
+    assert f"together: {trips:.3g}" in draws._repr_html_()
+    assert "at least" in replace(draws, steps=2 * draws.steps, n_steps=800).summary()
+    assert "warning" not in draws.summary()
+    assert not caplog.records
+
+
+def test_a_pair_that_never_swaps_is_named(caplog):
+    draws = noisy_ladder(20.0)
+    assert [pair.is_dead for pair in draws.pairs()] == [True, False]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "rungs 0 and 1 (s = 20)" in said
+    assert "closer temperatures" in said
+    assert f"warning: {said}"[:50] in draws.summary()
+    caplog.clear()
+    noisy_ladder(20.0, pairing=tr.NoSwaps())
+    noisy_ladder(20.0, correction_factor=math.inf)
+    noisy_ladder(20.0, n_steps=8)  # too early to tell
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("accepted", "proposed", "expected", "dead"),
+    [(0, 150, 0.3, True), (0, 149, 0.3, False), (0, 20, 1e-4, True), (0, 19, 1e-4, False), (1, 10_000, 1e-4, False)],
+)
+def test_when_a_pair_is_dead(accepted, proposed, expected, dead):
+    assert PairReport(0, accepted, proposed, 1.0, 1.0, expected).is_dead == dead
+    assert not PairReport(0, accepted, proposed, math.nan, math.nan, math.nan).is_dead
+
+
+def test_a_learnt_factor_is_told():
+    draws = noisy_ladder(20.0, correction_factor=tr.TargetAcceptance(0.2), n_steps=2000)
+    wanted = float(diagnostics.factor_for_noise(20.0, 0.2))
+    assert draws.pairs()[0].factor == pytest.approx(wanted, rel=0.3)
+    assert f"{draws.pairs()[0].factor:.3g}" in draws.summary()
+    parts = noisy_ladder(20.0, correction_factor=tr.TargetAcceptance(0.2), n_steps=200, shards=2)
+    assert parts.pairs()[0].factor > 2.0
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperatures": "hot"}, {"temperatures": [1.0], "correction_factor": [[1.0]]}])
+def test_draws_that_do_not_tell_their_ladder(settings):
+    draws = replace(noisy_ladder(1.5, n_steps=50), settings=settings)
+    assert all(math.isnan(pair.noise_std) for pair in draws.pairs())
+    assert "0 - 1" in draws.summary()

@@ -15,6 +15,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table><thead>{line(head, 'th')}</thead><tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
 
 
+def paragraph(text: str) -> str:
+    return f"<p>{html.escape(text)}</p>"
+
+
 def details(summary: str, text: str) -> str:
     """Something that opens at a click."""
     return f"<details><summary>{html.escape(summary)}</summary><code>{html.escape(text)}</code></details>"

@@ -5,7 +5,6 @@ from torchrex.diagnostics.acceptance import (
     acceptance_from_energies,
     correction_against_spread,
     factor_for_acceptance,
-    gaussian_acceptance,
     observed_acceptance,
 )
 from torchrex.diagnostics.convergence import Convergence, convergence
@@ -48,7 +47,6 @@ __all__ = [
     "even_odd_rate",
     "factor_for_acceptance",
     "factor_for_noise",
-    "gaussian_acceptance",
     "hill",
     "hypervirial_temperature",
     "kinetic_temperature",

@@ -69,24 +69,6 @@ def factor_for_acceptance(history: History, wanted: float, *, iterations: int = 
     return torch.where(unbiased >= wanted, 1.0, factor)
 
 
-def gaussian_acceptance(difference: Tensor | float, noise_std: Tensor | float, correction_factor: Tensor | float = 1.0) -> Tensor:
-    """Mean acceptance under Gaussian noise for any F; with F = 1 it is `expected_acceptance` (Ceperley and Dewing 1999).
-
-        E[min(1, S)] = Phi(m/s) + exp(m + s^2/2) Phi(-m/s - s),    m = D - s^2 / (2 F)
-
-    `difference` D is gap * (cold_energy - hot_energy) without noise, `noise_std` s the standard deviation of its noise.
-    """
-    d, s, f = (torch.as_tensor(value, dtype=torch.float64) for value in (difference, noise_std, correction_factor))
-    mean = d - s.square() / (2.0 * f)
-    safe = torch.where(s > 0, s, 1.0)
-    z = mean / safe + safe
-    # exp(m + s^2/2) overflows where Phi vanishes; erfcx is their product without either.
-    scaled = 0.5 * (-0.5 * (mean / safe).square()).exp() * torch.special.erfcx(z.clamp(min=0.0) / math.sqrt(2.0))
-    plain = (mean + 0.5 * safe.square()).clamp(max=0.0).exp() * torch.special.ndtr(-z)
-    noisy = torch.special.ndtr(mean / safe) + torch.where(z >= 0, scaled, plain)
-    return torch.where(s > 0, noisy, mean.clamp(max=0.0).exp())
-
-
 class CorrectionSize(NamedTuple):
     """All (pairs,), in units of energy; `ratio` far above 1 means that the correction decides and swaps are rare."""
 

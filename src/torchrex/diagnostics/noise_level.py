@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from torchrex.diagnostics.acceptance import gaussian_acceptance
 from torchrex.diagnostics.estimate import Estimate, mean_of, over_chains
 from torchrex.diagnostics.history import History
 from torchrex.errors import InvalidArgumentError
+from torchrex.exchange import expected_acceptance
 
 
 def noise_level(history: History, *, last: bool = False) -> Estimate:
@@ -44,7 +44,7 @@ def allowed_acceptance(noise_std: Tensor | float) -> Tensor:
 def factor_for_noise(noise_std: Tensor | float, wanted: float, *, iterations: int = 60) -> Tensor:
     """The F at which Gaussian noise s and equal energies give the acceptance `wanted`.
 
-        gaussian_acceptance(0, s, F) = wanted
+        expected_acceptance(0, s, F) = wanted
 
     F is 1 where F = 1 gives it already. At F = infinity the naive test gives 1/2 + exp(s^2/2) Phi(-s), always above 1/2;
     where even that is less than `wanted` the answer is infinite. `factor_for_acceptance` asks the same of recorded energies.
@@ -55,10 +55,10 @@ def factor_for_noise(noise_std: Tensor | float, wanted: float, *, iterations: in
     low, high = torch.zeros_like(s), torch.full_like(s, 30 * math.log(10.0))  # of log F
     for _ in range(iterations):
         middle = 0.5 * (low + high)
-        enough = gaussian_acceptance(0.0, s, middle.exp()) >= wanted
+        enough = expected_acceptance(0.0, s, middle.exp()) >= wanted
         low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
-    factor = torch.where(gaussian_acceptance(0.0, s, math.inf) < wanted, math.inf, high.exp())
-    return torch.where(gaussian_acceptance(0.0, s, 1.0) >= wanted, 1.0, factor)
+    factor = torch.where(expected_acceptance(0.0, s, math.inf) < wanted, math.inf, high.exp())
+    return torch.where(expected_acceptance(0.0, s, 1.0) >= wanted, 1.0, factor)
 
 
 def rungs_for_noise(cold: float, hot: float, noise_variance: float, *, noise_std: float = 1.0) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrex.diagnostics.estimate import Estimate, over_chains
 from torchrex.diagnostics.history import History
 from torchrex.errors import InvalidArgumentError
+from torchrex.exchange.swap_report import count_trips, rung_of
 
 
 class Travel(NamedTuple):
@@ -55,30 +56,6 @@ def round_trips(history: History) -> Travel:
     attempts = history.proposed[:2].sum(0).double() * part
     per_step, per_attempt = over_chains(total / (history.n_steps - first)), over_chains(total / attempts)
     return Travel(trips, restarts, per_step, per_attempt, history.has_every_step)
-
-
-def rung_of(replica_at: Tensor) -> Tensor:
-    """Where each replica stood, (k, replicas, chains), from who stood on each rung, (k, rungs, chains)."""
-    return replica_at.long().argsort(dim=1)
-
-
-def count_trips(path: Tensor) -> tuple[Tensor, Tensor]:
-    """Restarts and round trips, each (replicas, chains), of paths over the rungs (k, replicas, chains).
-
-    A restart is a visit to rung 0 by a replica that has seen the top since its last one; a round trip is a restart of one that
-    had been on rung 0 before. Only the order of visits to the two ends matters.
-    """
-    top = path.shape[1] - 1
-    if top < 1 or len(path) == 0:
-        none = torch.zeros(path.shape[1:], dtype=torch.long)
-        return none, none.clone()
-    at_end = (path == 0) | (path == top)
-    when = torch.arange(len(path)).view(-1, 1, 1)
-    latest = torch.where(at_end, when, -1).cummax(0).values  # the last visit to an end so far, -1 before the first
-    end = torch.where(latest >= 0, path.gather(0, latest.clamp(min=0)), -1)
-    restarts = ((end[1:] == 0) & (end[:-1] == top)).sum(0)
-    first = end.gather(0, at_end.long().argmax(0, keepdim=True))[0]
-    return restarts, restarts - ((first == top) & (restarts > 0)).long()
 
 
 def _replay(history: History, chain: int) -> Tensor:

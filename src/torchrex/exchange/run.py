@@ -168,12 +168,12 @@ class ReplicaExchange:
     @property
     def correction_factor(self) -> Tensor:
         """F of the next test of each pair, (pairs, runs)."""
-        temperatures = self._temperatures(0), self._temperatures(self.n_steps)
-        first_gap, gap = ((1.0 / each).neg().diff().unsqueeze(-1) for each in temperatures)
+        first_gap, gap = ((1.0 / self.temperatures_at(step)).neg().diff().unsqueeze(-1) for step in (0, self.n_steps))
         learnt = self._state.correction_factor.cpu().double()
         return self.rules.factor.factor(learnt, gap, first_gap).expand(learnt.shape[-2:]).clone()
 
-    def _temperatures(self, step: int) -> Tensor:
+    def temperatures_at(self, step: int) -> Tensor:
+        """Those of a step, counted from 0: (rungs,), in double."""
         temperature, _, _ = self.rules.ladder.table(step, 1, device=torch.device("cpu"), dtype=torch.float64)
         return temperature[0]
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrex.errors import InvalidArgumentError
+from torchrex.exchange.swap_report import PairReport, report_pairs
 from torchrex.posterior.arviz_export import draws_to_datatree, to_arviz
 from torchrex.posterior.draws_file import SHAPES, read_draws, write_draws
 from torchrex.posterior.draws_plot import plot_draws
@@ -49,6 +50,19 @@ class Draws:
         """Accepted over proposed for each pair, over all chains: (pairs,)."""
         return self.accepted.sum(1).double() / self.proposed.sum(1)
 
+    def pairs(self) -> list[PairReport]:
+        """The swaps of each pair of rungs, with the noise s of their tests and F at the end of the run.
+
+        Both are NaN where the draws do not tell the ladder, as older files do not.
+        """
+        n_rungs = self.replica_at.shape[1]
+        temperature, factor = (
+            _numbers(self.settings.get(name), n) for name, n in (("temperatures", n_rungs), ("correction_factor", n_rungs - 1))
+        )
+        gap = -(1.0 / temperature).diff()
+        sigma2 = self.noise_variance[-1].double().mean(1) if self.n_draws else torch.full_like(gap, math.nan)
+        return report_pairs(self.accepted.sum(1), self.proposed.sum(1), sigma2, inverse_gap=gap, factor=factor)
+
     def after(self, step: int) -> Draws:
         """The draws after the first `step` steps (burn-in left out); the swap counts stay those of the whole run."""
         if step > self.n_steps:
@@ -81,7 +95,11 @@ class Draws:
         return means.std(0) / math.sqrt(self.n_chains) if self.n_chains > 1 else torch.full_like(means[0], math.nan)
 
     def summary(self, *, most: int = 10) -> str:
-        """A small table: coordinates with mean, sd and standard error, then the swaps of every pair."""
+        """Small tables: coordinates with mean, sd and standard error; pairs of rungs with swaps, s and F; then the round trips.
+
+        `expected` is the acceptance between equal energies at this s and F: 2 Phi(-s/2) at F = 1. A pair that never swapped is
+        named, with what to change.
+        """
         return draws_in_text(self, most=most)
 
     def to_datatree(self, names: Sequence[str] | None = None) -> DataTree:
@@ -121,3 +139,12 @@ class Draws:
         rates = ", ".join(f"{100 * rate:.3g} %" for rate in self.acceptance_rate.tolist())
         swaps = f", swaps accepted {rates}" if rates else ""
         return f"Draws({self.n_chains} chains x {self.n_draws} draws x {self.values.shape[2]} dim{swaps}, {self.status})"
+
+
+def _numbers(value: Any, n: int) -> Tensor:
+    """`n` numbers of the settings, which may come from a file: NaN if they are anything else."""
+    try:
+        found = torch.tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        found = torch.empty(0)
+    return found if tuple(found.shape) == (n,) else torch.full((n,), math.nan, dtype=torch.float64)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from torchrex import notebook
+from torchrex.exchange.swap_report import count_trips, in_words, rung_of
 
 if TYPE_CHECKING:
     from torchrex.posterior.draws import Draws
 
 MOST_IN_HTML = 10  # coordinates
+MOST_CHAINS = 64  # whose round trips are counted
+PAIRS = ("rungs", "accepted", "proposed", "rate", "expected", "s", "F", "sigma2")
 
 
 def draws_in_text(draws: Draws, *, most: int) -> str:
@@ -20,14 +24,14 @@ def draws_in_text(draws: Draws, *, most: int) -> str:
         return f"no draws: {draws.status} after {draws.n_steps} steps"
     tables = [_table("", ("coordinate", "mean", "sd", "se of mean"), _coordinates(draws, most, "..."))]
     if len(draws.accepted):
-        newest = [f"{value:.4g}" for value in draws.noise_variance[-1].mean(1).tolist()]
-        rows = [(*row, value) for row, value in zip(_swaps(draws, "-"), newest, strict=True)]
-        tables.append(_table("swaps", ("rungs", "accepted", "proposed", "rate", "noise variance"), rows))
+        tables.append(_table("swaps", PAIRS, _swaps(draws, "-")))
     console = Console(width=80, color_system=None)
     with console.capture() as captured:
         console.print(f"{draws.n_chains:,} chains x {draws.n_draws:,} draws, {draws.n_steps:,} steps, {draws.status}")
         for table in tables:
             console.print(table)
+        for line in _said(draws):
+            console.print(line)
     return captured.get().rstrip()
 
 
@@ -37,7 +41,8 @@ def draws_in_html(draws: Draws) -> str:
     if draws.n_draws:
         parts.append(notebook.table(("coordinate", "mean", "sd", "se of mean"), _coordinates(draws, MOST_IN_HTML, "…")))
     if len(draws.accepted):
-        parts.append(notebook.table(("rungs", "swaps accepted", "proposed", "rate"), _swaps(draws, "–")))
+        parts.append(notebook.table(PAIRS, _swaps(draws, "–")))
+        parts += [notebook.paragraph(line) for line in _said(draws)]
     if draws.settings:
         parts.append(notebook.details("settings", ", ".join(f"{name}: {value}" for name, value in draws.settings.items())))
     return notebook.panel("Draws", f"{title}, {draws.n_steps:,} steps, {draws.status}", *parts)
@@ -53,11 +58,27 @@ def _coordinates(draws: Draws, most: int, dots: str) -> list[tuple[str, ...]]:
 
 
 def _swaps(draws: Draws, dash: str) -> list[tuple[str, ...]]:
-    counts = zip(draws.accepted.sum(1).tolist(), draws.proposed.sum(1).tolist(), draws.acceptance_rate.tolist(), strict=True)
-    return [
-        (f"{pair} {dash} {pair + 1}", f"{made:,}", f"{tested:,}", f"{100 * rate:.3g} %" if tested else "")
-        for pair, (made, tested, rate) in enumerate(counts)
-    ]
+    rows = []
+    for pair, sigma2 in zip(draws.pairs(), draws.noise_variance[-1:].mean((0, 2)).tolist(), strict=True):
+        rate = f"{100 * pair.rate:.3g} %" if pair.proposed else ""
+        known = [f"{value:.3g}" if math.isfinite(pair.noise_std) else "" for value in (pair.noise_std, pair.factor)]
+        expected = f"{100 * pair.expected:.2g} %" if math.isfinite(pair.expected) else ""
+        rungs = f"{pair.pair} {dash} {pair.pair + 1}"
+        rows.append((rungs, f"{pair.accepted:,}", f"{pair.proposed:,}", rate, expected, *known, f"{sigma2:.4g}"))
+    return rows
+
+
+def _said(draws: Draws) -> list[str]:
+    """What follows the table of pairs: round trips, and what to do about pairs that never swapped."""
+    if not len(draws.accepted) or not draws.n_draws:
+        return []
+    chains = range(min(draws.n_chains, MOST_CHAINS))
+    trips = [float(count_trips(rung_of(draws.replica_at[:, :, [k]]))[1].sum()) for k in chains]  # one by one: memory
+    every = draws.n_draws == int(draws.steps[-1]) - int(draws.steps[0]) + 1
+    mean = f"{sum(trips) / len(trips):.3g}"
+    said = [f"round trips of a chain, its replicas together: {mean if every else f'at least {mean} (thinned draws)'}"]
+    dead = in_words(draws.pairs())
+    return [*said, f"warning: {dead}"] if dead else said
 
 
 def _table(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:

@@ -15,6 +15,7 @@ from torchrex.exchange import FactorRule, Ladder, NoiseEstimator, Pairing, Repli
 from torchrex.exchange.density_run import DensityExchange
 from torchrex.exchange.momentum import MomentumPolicy
 from torchrex.exchange.run import steps_on
+from torchrex.exchange.swap_report import warn_of_dead_pairs
 from torchrex.posterior.draws import Draws
 from torchrex.posterior.progress import Callback, progress_bar
 from torchrex.posterior.sampling_drawing import Drawing, Folder, as_checkpoints
@@ -211,6 +212,8 @@ def _draw(
     draws = shards.draw(make, settings, resume=resume, budget=budget, progress=progress if callable(progress) else None)
     if draws is None:
         raise KeyboardInterrupt  # there is nothing to keep
+    if draws.status == "finished" and shards.crew.is_first:
+        warn_of_dead_pairs(draws.pairs())
     if draws.status == "interrupted" and shards.crew.is_first:
         logger.warning("interrupted after %s of %s steps; the draws so far are kept", f"{draws.n_steps:,}", f"{n_steps:,}")
     return draws

@@ -140,7 +140,11 @@ class Drawing:
         self._saved = self.n_done
 
     def draws(self, status: str, settings: dict[str, Any]) -> Draws | None:
-        return self.recorder.draws(status, settings)
+        """What was recorded, with the temperatures of the last step and the F of each pair then, the geometric mean over runs."""
+        now: dict[str, Any] = {"temperatures": self.run.temperatures_at(max(0, self.run.n_steps - 1)).tolist()}
+        if self.run.rules.ladder.n_pairs:
+            now["correction_factor"] = self.run.correction_factor.log().mean(1).exp().tolist()
+        return self.recorder.draws(status, {**settings, **now})
 
     def _describe(self, shard: str | None) -> dict[str, Any]:
         """What must be the same for a call to go on from a checkpoint. Targets are known by what they print."""

@@ -174,7 +174,7 @@ class Shards:
                 draws = mine.get(k)
                 if form is not None:
                     tensors = {name: self._send(rank, draws, name, *each) for name, each in form["tensors"].items()}
-                    draws = Draws(**tensors, n_steps=form["n_steps"], status=status, settings=settings)
+                    draws = Draws(**tensors, n_steps=form["n_steps"], status=status, settings=form["settings"])
                 found.append(draws)
         return found
 
@@ -208,7 +208,7 @@ def shard_folders(folder: Path) -> list[Path]:
 def _form(draws: Draws) -> dict[str, Any]:
     tensors = {field.name: getattr(draws, field.name) for field in fields(draws)}
     said = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items() if isinstance(t, Tensor)}
-    return {"n_steps": draws.n_steps, "tensors": said}
+    return {"n_steps": draws.n_steps, "settings": draws.settings, "tensors": said}
 
 
 def combine(parts: Sequence[Draws | None]) -> Draws | None:
@@ -222,7 +222,12 @@ def combine(parts: Sequence[Draws | None]) -> Draws | None:
     n_draws = min(part.n_draws for part in there)
     first = there[0]
     joined = {name: torch.cat([_up_to(part, name, n_draws) for part in there], axis) for name, axis in CHAIN_AXIS.items()}
-    return Draws(**joined, steps=first.steps[:n_draws], n_steps=n_steps, status=first.status, settings=first.settings)
+    settings = dict(first.settings)
+    if "correction_factor" in settings:
+        factors = torch.tensor([part.settings["correction_factor"] for part in there], dtype=torch.float64)
+        chains = torch.tensor([[part.n_chains] for part in there])
+        settings["correction_factor"] = ((factors.log() * chains).sum(0) / chains.sum()).exp().tolist()
+    return Draws(**joined, steps=first.steps[:n_draws], n_steps=n_steps, status=first.status, settings=settings)
 
 
 def _up_to(part: Draws, name: str, n_draws: int) -> Tensor:

@@ -9,11 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchrex.distributed import Crew
 from torchrex.errors import DeviceError, InvalidArgumentError, NonFiniteEnergyError
 from torchrex.exchange import ModuleExchange, SideBySide
 from torchrex.exchange.divergence import LOWER_IT
+from torchrex.exchange.swap_report import report_pairs, warn_of_dead_pairs
 from torchrex.posterior import PosteriorAverage
 from torchrex.recording import Observer, Watched
 from torchrex.recording.observer import counted_so_far, on_host
@@ -33,6 +35,7 @@ class Loop:
         self.saves = members[0].checkpoints is not None
         self.seconds = 0.0
         self.status = "failed"  # unless it ends otherwise
+        self._swaps: dict[int, tuple[Tensor, Tensor]] = {}  # by the member's id: made and tested of each pair in this call
         self._watching: dict[int, tuple[Watched, list[Observer]]] = {}  # by the member's id
 
     @property
@@ -111,6 +114,9 @@ class Loop:
                 for member, info in zip(self.members, infos, strict=True):
                     if info is None:
                         continue
+                    made, tested = info.accepted.sum((0, 2)), info.proposed.sum((0, 2))
+                    before = self._swaps.get(id(member))
+                    self._swaps[id(member)] = (made, tested) if before is None else (before[0] + made, before[1] + tested)
                     here = on_host(info) if self._is_watched(member) else info
                     if member.trace is not None:
                         member.trace.record(here)
@@ -154,6 +160,19 @@ class Loop:
             f"{'' if size is None else f' on batches of {size}'}; train fewer together, or lower the batch size or the number "
             f"of rungs{kept}"
         )
+
+    def warn_of_dead_pairs(self) -> None:
+        """Which pairs of rungs have made no swap: by the trace where it saw all steps, else in this call."""
+        for member in self.going if self.crew.is_first else ():
+            run, state = member.run, member.run.state
+            counts = counted_so_far(member.trace, run.n_steps)
+            made, tested = self._swaps.get(id(member), (None, None)) if counts is None else torch.tensor(counts).view(-1, 2).T
+            if made is not None and tested is not None and run.rules.ladder.n_pairs:
+                gap = -(1.0 / run.temperatures_at(run.n_steps - 1)).diff()
+                pairs = report_pairs(
+                    made, tested, state.noise_variance[:, 0], inverse_gap=gap, factor=run.correction_factor[:, 0]
+                )
+                warn_of_dead_pairs(pairs, name_of(member) if len(self.members) > 1 else "")
 
     def require_finite(self) -> None:
         """The last move is not followed by an energy that would tell."""
