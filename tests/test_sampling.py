@@ -14,6 +14,7 @@ from torchrex import diagnostics
 from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyError, RunFolderError, TargetError
 from torchrex.exchange.swap_report import PairReport
 from torchrex.posterior.draw_recorder import DrawRecorder
+from torchrex.posterior.draws import mean_error
 from torchrex.posterior.draws_file import SHAPES
 
 
@@ -278,12 +279,55 @@ def test_infinite_factor_is_the_naive_test():
     assert corrected.acceptance_rate < 0.05
 
 
-def test_mean_sd_and_standard_error():
-    draws = tr.sample(gaussian, dim=2, temperatures=(1.0, 2.0), lr=0.1, n_steps=200, n_runs=6)
+def autoregressive(n_chains, n_draws, correlation, n, seed=0):
+    """(chains, draws, n): n independent sets of stationary chains with mean 0 and variance 1."""
+    x = torch.randn(n_chains, n_draws, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    for k in range(1, n_draws):
+        x[:, k] = correlation * x[:, k - 1] + math.sqrt(1 - correlation**2) * x[:, k]
+    return x
+
+
+@pytest.mark.parametrize("n_chains", [1, 2, 4, 8, 32])
+@pytest.mark.parametrize("correlation", [0.0, 0.8])
+def test_two_standard_errors_cover_95_percent(n_chains, correlation):
+    """2,000 sets of chains: between 92 and 98 %, five standard errors of this test to either side of 94.5 %.
+
+    The mutant, the spread between chains without degrees of freedom, covers 70 % with two chains, and is NaN for one.
+    """
+    x = autoregressive(n_chains, 1000 if n_chains < 32 else 400, correlation, 2000)
+    error = mean_error(x)
+    covers = float((x.mean((0, 1)).abs() < 1.96 * error).double().mean())
+    assert 0.92 < covers < 0.98
+    if n_chains == 2:
+        between = x.mean(1).std(0) / math.sqrt(2)
+        assert float((x.mean((0, 1)).abs() < 1.96 * between).double().mean()) < 0.8
+
+
+def test_chains_that_disagree_have_a_large_standard_error():
+    """Four chains, each in a mode of its own: not four thousand draws, but about four."""
+    x = 0.1 * autoregressive(4, 1000, 0.5, 1) + torch.tensor([-1.0, -1.0, 1.0, 1.0]).view(4, 1, 1)
+    assert 0.3 < float(mean_error(x)) < 2.0
+
+
+def test_mean_sd_and_standard_error(monkeypatch):
+    draws = tr.sample(gaussian, dim=3, temperatures=(1.0, 2.0), lr=0.1, n_steps=40, n_runs=6)
     chains = draws.values.double()
     assert torch.allclose(draws.mean(), chains.mean((0, 1)))
-    assert torch.allclose(draws.standard_error(), chains.mean(1).std(0) / 6**0.5)
-    assert torch.allclose(draws.std(), chains.reshape(-1, 2).std(0))
+    assert torch.allclose(draws.std(), chains.flatten(0, 1).std(0))
+    whole = draws.standard_error()
+    assert (whole > chains.flatten(0, 1).std(0) / 240**0.5).all()  # the draws of a chain are correlated
+    monkeypatch.setattr("torchrex.posterior.draws.AT_ONCE", 300)
+    assert torch.allclose(draws.standard_error(), whole)
+    assert torch.equal(mean_error(torch.ones(2, 10, 1)), torch.zeros(1, dtype=torch.float64))
+    few = replace(draws, values=draws.values[:, :3])
+    assert torch.allclose(few.standard_error(), chains[:, :3].mean(1).std(0) / 6**0.5)
+    assert mean_error(draws.values[:1, :3]).isnan().all()
+
+
+def test_the_standard_error_is_that_of_arviz():
+    pytest.importorskip("arviz")
+    x = autoregressive(4, 500, 0.8, 5)
+    assert torch.allclose(mean_error(x), diagnostics.convergence(x).mcse_mean, rtol=0.02)
 
 
 # How the pairs of rungs did

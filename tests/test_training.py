@@ -399,3 +399,28 @@ def test_stored_draws_follow_to_the_older_checkpoint(tmp_path):
     assert a.draws == b.draws
     for (_, _, left), (_, _, right) in zip(a, b, strict=True):
         assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("trace", [None, "kept"])
+def test_a_pair_that_never_swaps_is_named(caplog, trace):
+    """Replicas with minibatches of their own have noisy differences; the run is resumed, and all its tests are counted."""
+    x = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
+    energy = torchrex.PosteriorEnergy(F.cross_entropy, n_data=200, prior=torchrex.GaussianPrior(1.0))
+    loader = torchrex.DeviceLoader((x, (x.sum(1) > 0).long()), 10)
+
+    def run_on(*temperatures, **options):
+        ensemble = torchrex.ModuleEnsemble(lambda: nn.Linear(3, 2), energy, shared_batches=False)
+        kept = torchrex.Trace() if trace else None
+        run = torchrex.ReplicaExchange(
+            ensemble, torchrex.Ladder(temperatures, 1e-5), noise=torchrex.KnownVariance(500.0), **options
+        )
+        for n_steps in (30, 60):
+            torchrex.train(run, loader, n_steps=n_steps, trace=kept)
+        return [record.getMessage() for record in caplog.records]
+
+    *_, said = run_on(0.5, 1.0)
+    assert "rungs 0 and 1 (s = 31.6)" in said
+    assert f"no swap in {60 if trace else 30} tests" in said
+    caplog.clear()
+    assert not run_on(1.0, 1.001)
+    assert not run_on(0.5, 1.0, pairing=torchrex.NoSwaps())

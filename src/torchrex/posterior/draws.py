@@ -21,6 +21,8 @@ from torchrex.posterior.draws_text import draws_in_html, draws_in_text
 if TYPE_CHECKING:
     from xarray import DataTree
 
+AT_ONCE = 2**24  # numbers whose autocorrelations are computed together
+
 
 @dataclass(repr=False)
 class Draws:
@@ -90,9 +92,8 @@ class Draws:
         return self.values.double().flatten(0, 1).std(0)
 
     def standard_error(self) -> Tensor:
-        """Standard error of the mean from the spread between chains, (dim,); NaN for one chain."""
-        means = self.values.double().mean(1)
-        return means.std(0) / math.sqrt(self.n_chains) if self.n_chains > 1 else torch.full_like(means[0], math.nan)
+        """Standard error of the mean, (dim,), from the effective number of draws (see `mean_error`)."""
+        return mean_error(self.values)
 
     def summary(self, *, most: int = 10) -> str:
         """Small tables: coordinates with mean, sd and standard error; pairs of rungs with swaps, s and F; then the round trips.
@@ -139,6 +140,39 @@ class Draws:
         rates = ", ".join(f"{100 * rate:.3g} %" for rate in self.acceptance_rate.tolist())
         swaps = f", swaps accepted {rates}" if rates else ""
         return f"Draws({self.n_chains} chains x {self.n_draws} draws x {self.values.shape[2]} dim{swaps}, {self.status})"
+
+
+def mean_error(values: Tensor) -> Tensor:
+    """Standard error of the mean of draws (chains, draws, dim), (dim,), by the effective number of draws (Vehtari et al. 2021).
+
+        error^2 = v tau / n,    v = variance within + variance between half chains,    tau = 1 + 2 * sum of autocorrelations
+
+    Autocorrelations are those of all half chains pooled, and know how far these lie apart; the sum is Geyer's, which ends where
+    noise begins. Two such errors cover the truth in about 95 % of cases with any number of chains, also with one, if the draws
+    are worth 50 independent ones. Fewer than 4 draws a chain: the spread between chains, NaN for one.
+    """
+    n_chains, n_draws, dim = values.shape
+    if n_draws < 4:
+        means = values.double().mean(1)
+        return means.std(0) / math.sqrt(n_chains) if n_chains > 1 else torch.full((dim,), math.nan, dtype=torch.float64)
+    columns = max(1, AT_ONCE // (n_chains * n_draws))
+    return torch.cat([_mean_error(some.double()) for some in torch.split(values, columns, dim=2)])
+
+
+def _mean_error(values: Tensor) -> Tensor:
+    n = values.shape[1] // 2
+    halves = torch.cat([values[:, :n], values[:, -n:]])
+    means = halves.mean(1, keepdim=True)
+    spectrum = torch.fft.rfft(halves - means, n=2 * n, dim=1).abs().square()  # twice as long: no lag comes round again
+    covariance = torch.fft.irfft(spectrum, n=2 * n, dim=1)[:, :n].mean(0) / n  # (lags, dim)
+    variance = covariance[0] + means[:, 0].var(0)
+    correlation = 1.0 - (covariance[0] * n / (n - 1) - covariance) / variance
+    correlation[0] = 1.0
+    couples = correlation[: n // 2 * 2 : 2] + correlation[1 : n // 2 * 2 : 2]
+    couples = couples.cummin(0).values * (couples > 0).cumprod(0)
+    n_all = len(halves) * n
+    tau = (2.0 * couples.sum(0) - 1.0).clamp(min=1.0 / math.log10(n_all))  # antithetic chains: no better than this is believed
+    return torch.where(variance == 0, 0.0, (variance * tau / n_all).sqrt())
 
 
 def _numbers(value: Any, n: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -22,7 +23,7 @@ PAIRS = ("rungs", "accepted", "proposed", "rate", "expected", "s", "F", "sigma2"
 def draws_in_text(draws: Draws, *, most: int) -> str:
     if draws.n_draws == 0:
         return f"no draws: {draws.status} after {draws.n_steps} steps"
-    tables = [_table("", ("coordinate", "mean", "sd", "se of mean"), _coordinates(draws, most, "..."))]
+    tables = [_table("", ("coordinate", "mean", "sd", "se of mean (ESS)"), _coordinates(draws, most, "..."))]
     if len(draws.accepted):
         tables.append(_table("swaps", PAIRS, _swaps(draws, "-")))
     console = Console(width=80, color_system=None)
@@ -39,7 +40,7 @@ def draws_in_html(draws: Draws) -> str:
     title = f"{draws.n_chains:,} chains × {draws.n_draws:,} draws × {draws.values.shape[2]:,} dim"
     parts = []
     if draws.n_draws:
-        parts.append(notebook.table(("coordinate", "mean", "sd", "se of mean"), _coordinates(draws, MOST_IN_HTML, "…")))
+        parts.append(notebook.table(("coordinate", "mean", "sd", "se of mean (ESS)"), _coordinates(draws, MOST_IN_HTML, "…")))
     if len(draws.accepted):
         parts.append(notebook.table(PAIRS, _swaps(draws, "–")))
         parts += [notebook.paragraph(line) for line in _said(draws)]
@@ -49,7 +50,8 @@ def draws_in_html(draws: Draws) -> str:
 
 
 def _coordinates(draws: Draws, most: int, dots: str) -> list[tuple[str, ...]]:
-    columns = [numbers[:most].tolist() for numbers in (draws.mean(), draws.std(), draws.standard_error())]
+    some = replace(draws, values=draws.values[..., :most])
+    columns = [numbers.tolist() for numbers in (some.mean(), some.std(), some.standard_error())]
     rows = [
         (str(k), f"{mean:.4g}", f"{std:.4g}", f"{error:.2g}") for k, (mean, std, error) in enumerate(zip(*columns, strict=True))
     ]
