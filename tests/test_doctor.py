@@ -88,7 +88,8 @@ def test_a_known_truth_is_used(figure1):
     assert found.severity == "problem"
     assert (found.numbers["value"], found.numbers["truth"]) == (0.0, pytest.approx(0.4))
     assert "temperatures=1,10" in found.words  # what would cross
-    assert "convergence" in titles(diagnosis, "fine")  # which is all that was said of it
+    agreed = finding_of(diagnosis.findings, "convergence")  # which is all that was said of it
+    assert (agreed.severity, agreed.numbers["started_at_one_point"]) == ("fine", True)
     assert titles(diagnosis, "note") >= {"one rung"}
     assert "one rung" not in titles(diagnose(figure1("case1-resgld")), *SEVERITIES)
 

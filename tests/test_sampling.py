@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import torchrex as tr
+from assertions import assert_mean_is
 from torchrex import diagnostics
 from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyError, RunFolderError, TargetError
 from torchrex.exchange.swap_report import PairReport
@@ -395,3 +396,69 @@ def test_draws_that_do_not_tell_their_ladder(settings):
     draws = replace(noisy_ladder(1.5, n_steps=50), settings=settings)
     assert all(math.isnan(pair.noise_std) for pair in draws.pairs())
     assert "0 - 1" in draws.summary()
+
+
+# Where runs start
+
+
+def first_points(target, **options):
+    """After one step that goes nowhere."""
+    common = {
+        "temperatures": (1.0, 2.0),
+        "lr": 1e-30,
+        "n_steps": 1,
+        "n_runs": 4000,
+        "dtype": torch.float64,
+        "pairing": tr.NoSwaps(),
+    }
+    return tr.sample(target, **{**common, **options})
+
+
+def test_runs_start_at_draws_of_the_prior():
+    x, y, _ = tr.targets.simulate_logistic(50, 3)
+    target = tr.logistic_regression(x, y, prior_precision=4.0, batch_size=10)
+    draws = first_points(target)
+    assert_mean_is(draws.values.flatten(), 0.0)
+    assert_mean_is(draws.values.square().flatten(), 0.25)
+    assert "started_at_one_point" not in draws.settings
+    parts = first_points(target, shards=3)
+    assert torch.allclose(parts.values, draws.values)  # shards divide the runs, not their starts
+    assert not torch.allclose(first_points(target, seed=1).values, draws.values)
+    assert torch.allclose(first_points(tr.Noisy(target, tr.Gaussian(1.0))).values, draws.values)
+    at_one = first_points(target, initial=0.5)
+    assert torch.allclose(at_one.values, torch.tensor(0.5, dtype=torch.float64))
+    assert at_one.settings["started_at_one_point"] is True
+
+
+def test_runs_start_at_draws_of_a_distribution():
+    before = torch.get_rng_state()
+    normal = first_points(gaussian, dim=2, initial=torch.distributions.Normal(3.0, 2.0))
+    assert_mean_is(normal.values.flatten(), 3.0)
+    assert_mean_is((normal.values - 3.0).square().flatten(), 4.0)
+    wide = torch.distributions.MultivariateNormal(torch.tensor([1.0, -1.0]), torch.eye(2))
+    assert_mean_is(first_points(gaussian, dim=2, initial=wide).values[..., 1].flatten(), -1.0)
+    with pytest.raises(InvalidArgumentError, match="broadcast to"):
+        first_points(gaussian, dim=3, initial=wide)
+    assert torch.equal(torch.get_rng_state(), before)
+    again = first_points(gaussian, dim=2, initial=torch.distributions.Normal(3.0, 2.0))
+    assert torch.equal(again.values, normal.values)
+
+
+def test_a_run_from_the_prior_goes_on_exactly(tmp_path):
+    x, y, _ = tr.targets.simulate_logistic(50, 3)
+    target = tr.logistic_regression(x, y, batch_size=10)
+    common = {"temperatures": (1.0, 1.1), "lr": 1e-3, "n_steps": 60, "n_runs": 5, "shards": 2}
+    whole = tr.sample(target, **common)
+    tr.sample(target, **{**common, "n_steps": 20}, checkpoints=tmp_path, checkpoint_every=20)
+    assert torch.equal(tr.sample(target, **common, checkpoints=tmp_path).values, whole.values)
+
+
+def test_r_hat_knows_of_one_starting_point():
+    pytest.importorskip("arviz")
+    common = {"dim": 1, "temperatures": (1.0,), "lr": 0.1, "n_steps": 50, "n_runs": 4}
+    at_one = diagnostics.convergence(tr.sample(gaussian, **common))
+    assert at_one.started_at_one_point
+    assert "started at one point" in at_one.summary()
+    apart = diagnostics.convergence(tr.sample(gaussian, **common, initial=torch.distributions.Normal(0.0, 2.0)))
+    assert not apart.started_at_one_point
+    assert "started at one point" not in apart.summary()

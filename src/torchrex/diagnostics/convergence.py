@@ -16,6 +16,7 @@ from torchrex.errors import InvalidArgumentError
 from torchrex.posterior import Draws
 from torchrex.posterior.arviz_export import coordinate_labels, import_extra
 
+AT_ONE_POINT = "All runs started at one point: R-hat cannot show a mode that none of them has found."
 FEWEST_DRAWS = 4  # each half of a split chain needs two
 
 
@@ -28,6 +29,7 @@ class Convergence:
     ess_bulk: Tensor  # effective number of draws, for means and medians
     ess_tail: Tensor  # the smaller of those of the 5 % and 95 % quantiles
     mcse_mean: Tensor  # standard error of the mean of all draws, autocorrelation counted
+    started_at_one_point: bool = False  # all runs did, so that R-hat cannot show a mode that none has found
 
     @property
     def worst_rhat(self) -> float:
@@ -54,6 +56,8 @@ class Convergence:
         console = Console(width=80, color_system=None, markup=False)
         with console.capture() as captured:
             console.print(table)
+            if self.started_at_one_point:
+                console.print(AT_ONE_POINT)
         return captured.get().rstrip()
 
     def __repr__(self) -> str:
@@ -63,8 +67,8 @@ class Convergence:
 def convergence(draws: Draws | Tensor, names: Sequence[str] | None = None) -> Convergence:
     """R-hat, bulk and tail ESS and the Monte Carlo standard error of the mean, for draws or any tensor (chains, draws, dim).
 
-    R-hat near 1 says that the chains agree, not that they have seen every mode: start them apart. Definitions of Vehtari et al.
-    2021. A coordinate that never moves has no R-hat (NaN).
+    R-hat near 1 says that the chains agree, not that they have seen every mode: start them apart (`sample(initial=)`).
+    Definitions of Vehtari et al. 2021. A coordinate that never moves has no R-hat (NaN).
     """
     values = draws.values if isinstance(draws, Draws) else draws
     if values.ndim != 3:
@@ -90,4 +94,5 @@ def convergence(draws: Draws | Tensor, names: Sequence[str] | None = None) -> Co
             ess_bulk=numbers(arviz.ess(dataset, method="bulk")),
             ess_tail=numbers(arviz.ess(dataset, method="tail")),
             mcse_mean=numbers(arviz.mcse(dataset, method="mean")),
+            started_at_one_point=isinstance(draws, Draws) and draws.settings.get("started_at_one_point") is True,
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 
 from torchrex.distributed import ALONE
 from torchrex.errors import CheckpointError, InvalidArgumentError
@@ -20,7 +21,7 @@ from torchrex.posterior.draws import Draws
 from torchrex.posterior.progress import Callback, progress_bar
 from torchrex.posterior.sampling_drawing import Drawing, Folder, as_checkpoints
 from torchrex.posterior.shards import Shards, crew_for
-from torchrex.rng import Streams
+from torchrex.rng import Streams, derive_seed
 from torchrex.samplers import Sampler
 from torchrex.targets import LogDensity, Target
 
@@ -42,7 +43,7 @@ def sample(
     burn_in: int = 0,
     seed: int = 0,
     sampler: Sampler | None = None,
-    initial: Tensor | float = 0.0,
+    initial: Tensor | float | Distribution | None = None,
     noise: NoiseEstimator | None = None,
     correction_factor: float | FactorRule = 1.0,
     pairing: Pairing | None = None,
@@ -67,7 +68,10 @@ def sample(
 
     Ctrl-C returns what was drawn so far, with status "interrupted". A NaN or infinite energy raises NonFiniteEnergyError with the
     draws so far in `draws`. `progress=True` shows a bar; a function is called as `progress(done, total)` after every block.
-    `initial` broadcasts to (rungs, runs, dim). The rest are arguments of `ReplicaExchange`; see docs/choosing.md.
+    `initial` is where the replicas start: a number, a tensor that broadcasts to (rungs, runs, dim), or a distribution of
+    torch.distributions from which each replica of each run gets its own point. Without it that is the prior of a target that can
+    draw from it (`logistic_regression`), else 0 for all; runs that start at one point flatter R-hat. The rest are arguments of
+    `ReplicaExchange`; see docs/choosing.md.
 
     With `checkpoints` (a folder) everything, the draws included, is saved every `checkpoint_every` steps, at the end and at
     Ctrl-C, and a call that finds checkpoints of the same setting there goes on from the newest, bit for bit as if it had not
@@ -105,13 +109,13 @@ def sample(
         raise InvalidArgumentError("give either ladder=... or temperatures=... and lr=..., not both")
 
     crew = crew_for(shards, n_runs)
-    Streams(seed)  # refuses what is no seed
+    n_rungs = ladder.n_rungs
     whole = TensorEnsemble.start(
         target,
         sampler,
-        n_rungs=ladder.n_rungs,
+        n_rungs=n_rungs,
         n_runs=n_runs,
-        initial=initial,
+        initial=_starting_points(initial, target, (n_rungs, n_runs), Streams(seed)),
         device=steps_on(device),
         dtype=dtype,
     )
@@ -206,6 +210,9 @@ def _draw(
 ) -> Draws:
     if budget is not None and not budget > 0:
         raise InvalidArgumentError(f"budget must be a number of seconds > 0, got {budget!r}")
+    start = shards.whole.position
+    if start.shape[1] > 1 and bool((start == start[:, :1]).all()):
+        settings = {**settings, "started_at_one_point": True}
     if progress is True:
         with progress_bar("sampling", n_steps) as bar:
             return _draw(shards, make, n_steps, settings, resume=resume, budget=budget, progress=bar)
@@ -217,6 +224,21 @@ def _draw(
     if draws.status == "interrupted" and shards.crew.is_first:
         logger.warning("interrupted after %s of %s steps; the draws so far are kept", f"{draws.n_steps:,}", f"{n_steps:,}")
     return draws
+
+
+def _starting_points(
+    initial: Tensor | float | Distribution | None, target: Target, shape: tuple[int, int], streams: Streams
+) -> Tensor | float:
+    """Drawn on the CPU for all runs at once, so that neither device nor shards change them."""
+    if initial is None:
+        drawn = target.draw_initial(streams["initial"], shape)
+        return 0.0 if drawn is None else drawn
+    if not isinstance(initial, Distribution):
+        return initial
+    of_one_number = not initial.batch_shape and not initial.event_shape
+    with torch.random.fork_rng(devices=[]):  # distributions take no generator
+        torch.manual_seed(derive_seed(streams.seed, "initial"))
+        return initial.sample((*shape, target.dim) if of_one_number else shape)
 
 
 def _require_whole(name: str, value: Any, least: int) -> None:

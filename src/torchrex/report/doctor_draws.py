@@ -14,7 +14,7 @@ from scipy import stats
 from torch import Tensor
 
 from torchrex.diagnostics import convergence, equipartition_temperature, hill
-from torchrex.diagnostics.convergence import FEWEST_DRAWS
+from torchrex.diagnostics.convergence import AT_ONE_POINT, FEWEST_DRAWS
 from torchrex.errors import MissingDependencyError
 from torchrex.experiments.mixtures import MixtureConfig
 from torchrex.experiments.tall import LogisticConfig
@@ -87,12 +87,15 @@ def check_convergence(run: LoadedRun) -> Iterable[Finding]:
     words = f"{told}; {n:,} draws are worth {ess:,.0f} independent ones"
     if looked_at < n:
         words = f"{told}; {n:,} draws are worth at least {ess:,.0f} independent ones (from {looked_at:,} of them, thinned)"
+    at_one_point = draws.settings.get("started_at_one_point") is True
+    numbers |= {"started_at_one_point": at_one_point}
+    start = f" {AT_ONE_POINT}" if at_one_point else ""
     if rhat > RHAT or not ess >= FEW_DRAWS:
         severity: Severity = "problem" if rhat > BAD_RHAT else "warning"
         why = f"R-hat should be below {RHAT}" if rhat > RHAT else f"{FEW_DRAWS} should be there"
         yield Finding(severity, "chains have not converged", f"{words}; {why}. Run longer (n_steps), or mix better.", numbers)
     else:
-        yield Finding("fine", "convergence", f"{words}.", numbers)
+        yield Finding("fine", "convergence", f"{words}.{start}", numbers)
     yield from _modes(run, draws)
 
 

@@ -51,6 +51,10 @@ class Target(ABC):
         """Randomness of `n` evaluations at positions of batch shape `shape`, stacked along a first axis."""
         return {}
 
+    def draw_initial(self, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor | None:
+        """Starting points (*shape, dim), wider than the target: draws of its prior. None if it has none to draw from."""
+        return None
+
     def check(self, position: Tensor) -> None:  # noqa: B027 - most targets need none
         """Raise a TargetError if this target cannot work at such positions (rungs, runs, dim); called once before a run."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,10 @@ from torchrex.targets.tall import TallPosterior
 def logistic_regression(
     features: Tensor, labels: Tensor, *, prior_precision: float = 1.0, batch_size: int = 256, shared: bool = True
 ) -> TallPosterior:
-    """Posterior of weights w with labels in {0, 1}, P(y = 1) = sigmoid(x . w) and prior N(0, 1 / prior_precision)."""
+    """Posterior of weights w with labels in {0, 1}, P(y = 1) = sigmoid(x . w) and prior N(0, 1 / prior_precision).
+
+    `sample` starts its runs at draws of the prior.
+    """
     signs = 2.0 * labels.to(features.dtype) - 1.0
 
     def log_likelihood(weights: Tensor, x: Tensor, sign: Tensor) -> Tensor:
@@ -21,7 +26,12 @@ def logistic_regression(
     def log_prior(weights: Tensor) -> Tensor:
         return -0.5 * prior_precision * weights.square().sum(-1)
 
-    return TallPosterior(log_likelihood, log_prior, (features, signs), features.shape[1], batch_size=batch_size, shared=shared)
+    class Logistic(TallPosterior):
+        def draw_initial(self, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+            z = torch.randn(*shape, self.dim, generator=generator, dtype=torch.float64)
+            return z / math.sqrt(prior_precision)
+
+    return Logistic(log_likelihood, log_prior, (features, signs), features.shape[1], batch_size=batch_size, shared=shared)
 
 
 def simulate_logistic(n_data: int, dim: int, *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

@@ -101,6 +101,9 @@ class Noisy(Target):
             gradient = gradient + noise["gradient"]
         return energy._replace(total=energy.total + noise["energy"]), gradient
 
+    def draw_initial(self, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor | None:
+        return self.target.draw_initial(generator, shape)
+
     def check(self, position: Tensor) -> None:
         self.target.check(position)
 
