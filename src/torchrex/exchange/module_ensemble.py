@@ -203,7 +203,7 @@ class ModuleEnsemble(ModuleReplicas):
         losses, extra, n = [], [], None
         for replica, module in self._in_lanes():
             batch, n = self.batch_of(noise, replica)
-            with torch.no_grad(), untouched_buffers(module):
+            with self.own_work(), torch.no_grad(), untouched_buffers(module):
                 with self.casting():
                     terms, _ = self._losses_of(module, batch)
                 losses.append(terms if terms.dtype == torch.float64 else terms.float())

@@ -7,7 +7,6 @@ of steps at once; energies, swaps and variances are looked at when a stretch of 
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -24,7 +23,8 @@ from torchrex.exchange.cuda_modes import convolutions
 from torchrex.exchange.divergence import Divergence, first_failure, respawn
 from torchrex.exchange.forward_rng import ForwardRandomness
 from torchrex.exchange.module_ensemble import ModuleEnsemble
-from torchrex.exchange.module_work import evaluating, telling_of_one
+from torchrex.exchange.module_replicas import copied
+from torchrex.exchange.module_work import evaluating, telling_of_one, untouched_buffers
 from torchrex.exchange.noise import PerExample, RepeatedDraws, warn_of_no_measurement
 from torchrex.exchange.pairing import NoSwaps
 from torchrex.exchange.records import Records
@@ -86,6 +86,7 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         ensemble.turn_of = self.forward.turn_of
         ensemble.shares_losses = isinstance(rules.noise.feed, PerExample)
         self._guest: nn.Module | None = None  # for a replica of another process
+        self._looking_writes: bool | None = None  # does a module in evaluation mode write its buffers? None until one was seen
         self._block_start, self._streams_at_block = -1, self.streams.state_dict()
         self._table: ExchangeInputs | None = None
         self._rows: list[ExchangeInputs] = []
@@ -121,9 +122,17 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         return self._standing[1][rung]
 
     def module_at(self, rung: int = 0) -> nn.Module:
-        """The module of the replica that stands on that rung now; its weights change with the next step.
+        """A copy of the module that stands on that rung now, in evaluation mode: nothing done to it changes the run.
 
-        On several processes all of them must ask: those that do not hold it get a copy.
+        On several processes all of them must ask.
+        """
+        return copied(self.live_module_at(rung)).eval()
+
+    def live_module_at(self, rung: int = 0) -> nn.Module:
+        """The module of the replica itself, not a copy: its weights change with the next step, and it is in the run's mode.
+
+        Whoever changes its weights, its mode or its buffers changes the run; a forward pass in training mode changes the
+        statistics of BatchNorm. On several processes all of them must ask: those that do not hold it get a copy.
         """
         replica, modules = self.replica_at(rung), self._ensemble.modules
         if not self.mesh.is_spread:
@@ -131,7 +140,7 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         sent = self._ensemble.tensors_from(replica)
         if replica in self.mesh.mine:
             return modules[self.mesh.mine.index(replica)]
-        self._guest = copy.deepcopy(modules[0]) if self._guest is None else self._guest
+        self._guest = copied(modules[0]) if self._guest is None else self._guest
         here = {**dict(self._guest.named_parameters()), **dict(self._guest.named_buffers())}
         for name, tensor in {**sent["parameters"], **sent["buffers"], **sent["frozen"]}.items():
             here[name].data.copy_(tensor)
@@ -149,9 +158,16 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         return self.mesh.send_from(self.mesh.owner_of(replica), output, self.device)
 
     def _output_of(self, k: int, batch: Batch) -> Any:
-        module = self._ensemble.modules[k]
-        with evaluating(module), self._ensemble.casting():
-            output = self._output(module, self.to_device(batch))
+        module, ensemble = self._ensemble.modules[k], self._ensemble
+        with contextlib.ExitStack() as looking:
+            if self._looking_writes is not False:  # a module may count its calls, say: what looking writes is taken back
+                looking.enter_context(ensemble.own_work())
+                looking.enter_context(untouched_buffers(module))
+            before = ensemble.buffer_writes() if self._looking_writes is None else None
+            with evaluating(module), ensemble.casting():
+                output = self._output(module, self.to_device(batch))
+            if before is not None:
+                self._looking_writes = ensemble.buffer_writes() != before
         return output.float() if isinstance(output, Tensor) and output.dtype == torch.bfloat16 else output
 
     # Going on

@@ -6,6 +6,7 @@ One replica of a small network does not fill a large GPU, and neither do two.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,8 @@ class SideBySide:
     def step(self, batch: Any) -> StepInfo:
         """One step of the only run on a batch."""
         (run,) = self.runs
-        (info,) = self._step(run.to_device(batch))
+        with run.ensemble.own_work():
+            (info,) = self._step(run.to_device(batch))
         if info is not None:
             return info
         assert run.records is not None
@@ -115,17 +117,27 @@ class SideBySide:
         while remaining > 0 and len(self.failures) < len(self.runs):
             now = next(run.n_steps for k, run in enumerate(self.runs) if k not in self.failures)
             stretch = min(remaining, BLOCK - now % BLOCK)
-            eager: list[list[StepInfo]] = [[] for _ in self.runs]
-            for _ in range(stretch):
-                self._measure_if_due(extra, next_extra)
-                if self._step_inside(data):
-                    continue
-                for k, info in enumerate(self._step(self.runs[0].to_device(next_batch()))):
-                    if info is not None and self.runs[k].records is None:
-                        self._look(k, StepInfo(*(values[None] for values in info)))
-                        eager[k].append(info)
+            with contextlib.ExitStack() as working:
+                for run in self.runs:
+                    working.enter_context(run.ensemble.own_work())
+                infos = self._stretch(stretch, data, extra, next_batch, next_extra)
             remaining -= stretch
-            yield [self._information(k, eager[k], stretch) for k in range(len(self.runs))]
+            yield infos
+
+    def _stretch(
+        self, n_steps: int, data: Any, extra: Any, next_batch: Callable[[], Batch], next_extra: Callable[[], Batch]
+    ) -> list[StepInfo | None]:
+        """Steps of one block; of each run what it did."""
+        eager: list[list[StepInfo]] = [[] for _ in self.runs]
+        for _ in range(n_steps):
+            self._measure_if_due(extra, next_extra)
+            if self._step_inside(data):
+                continue
+            for k, info in enumerate(self._step(self.runs[0].to_device(next_batch()))):
+                if info is not None and self.runs[k].records is None:
+                    self._look(k, StepInfo(*(values[None] for values in info)))
+                    eager[k].append(info)
+        return [self._information(k, eager[k], n_steps) for k in range(len(self.runs))]
 
     def _information(self, k: int, eager: list[StepInfo], stretch: int) -> StepInfo | None:
         """What a run did in the stretch that is over."""

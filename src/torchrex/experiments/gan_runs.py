@@ -135,7 +135,7 @@ def _trained(job: Job, member: Member, outcome: Outcome, test: list[tuple[Tensor
     (average,) = member.averages
     metrics = metrics_of(config, average) | authors_score(member.run, test, config.batch_size)
     metrics["seconds_per_step"] = outcome.seconds / config.n_steps
-    module = member.run.module_at(0)
+    module = member.run.live_module_at(0)
     assert isinstance(module, BayesianGAN)
     pictures = {}
     if module.generators is not None:
@@ -164,7 +164,7 @@ def authors_score(run: ModuleExchange, test: list[tuple[Tensor, Tensor]], batch_
     `training_mode_accuracy` is theirs to the letter: BatchNorm normalises each batch of test images by itself, so that an answer
     depends on the images beside it.
     """
-    module = run.module_at(0)
+    module = run.live_module_at(0)
     assert isinstance(module, BayesianGAN)
     discriminator, beside = module.discriminator, aside(module.discriminator)
 
