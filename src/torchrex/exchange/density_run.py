@@ -79,8 +79,10 @@ class DensityExchange(ReplicaExchange, ensemble=TensorEnsemble):
             with few_threads(self._ensemble.position.numel()):
                 block = self._current_block()
                 first = self.n_steps - block.start
+                if first >= block.n_usable:
+                    self.rules.ladder.refuse(self.n_steps)
                 loop = self._choose_loop(worth)
-                n = min(most, block.length - first, loop.stretch)
+                n = min(most, block.n_usable - first, loop.stretch)
                 self._ensemble, self._state, info = loop.run(self._ensemble, self._state, block, first, n)
                 if self._shares_loop:
                     self._ensemble, self._state = self.ensemble, self.state
@@ -151,7 +153,11 @@ class DensityExchange(ReplicaExchange, ensemble=TensorEnsemble):
             start = self.n_steps - self.n_steps % self._block_length
             self._streams_at_block = self.streams.state_dict()
             self._block = None  # freed first, so that its memory serves again
-            self._block = draw_block(self.streams, self.rules, self._ensemble, start, self._block_length)
+            try:
+                self._block = draw_block(self.streams, self.rules, self._ensemble, start, self._block_length)
+            except BaseException:  # Ctrl-C while it is drawn
+                self.streams.load_state_dict(self._streams_at_block)
+                raise
         return self._block
 
     def _up_to_failure(self, info: StepInfo, stood: Tensor) -> Iterator[StepInfo]:
@@ -171,6 +177,7 @@ class DensityExchange(ReplicaExchange, ensemble=TensorEnsemble):
     def state_dict(self) -> dict[str, Any]:
         """Everything the next step needs; with `load_state_dict` a run goes on exactly as if it had not stopped."""
         velocity = {} if self._ensemble.velocity is None else {"velocity": self._ensemble.velocity.clone()}
+        drawn = self._block is not None and self.n_steps < self._block.start + self._block.length
         return {
             "setting": self.setting,
             "seed": self.streams.seed,
@@ -180,7 +187,7 @@ class DensityExchange(ReplicaExchange, ensemble=TensorEnsemble):
             **velocity,
             **{name: tensor.clone() for name, tensor in self._state._asdict().items()},
             # As they were before the current block was drawn, or as they are if it is used up.
-            "streams": self._streams_at_block if self.n_steps % self._block_length else self.streams.state_dict(),
+            "streams": self._streams_at_block if drawn else self.streams.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

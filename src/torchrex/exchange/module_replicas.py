@@ -118,8 +118,8 @@ class ModuleReplicas:
         """Around all that the run itself does to its modules, so that what others do to them in between is noticed.
 
         Replicas in different modes are an error, because modes can be put back. Changed buffers are a warning, as is another mode
-        of all replicas here, which may be on purpose. Writing is counted by torch, on every device, whether steps are captured or not. Not counted is what goes through `.data`;
-        of BatchNorm's statistics a forward pass in training mode counts in `num_batches_tracked` alone.
+        of all replicas here, which may be on purpose. Torch counts what is written, on every device, whether steps are captured
+        or not. It does not count what goes through `.data`; BatchNorm in training mode counts in `num_batches_tracked` alone.
         """
         if self._at_work:
             yield

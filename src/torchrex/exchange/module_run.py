@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from torchrex.errors import InvalidArgumentError
 from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo, StepInputs, sa_step, step
-from torchrex.exchange.block import ExchangeInputs, draw_exchange_inputs
+from torchrex.exchange.block import ExchangeInputs, draw_exchange_inputs, n_usable
 from torchrex.exchange.capture import Workings
 from torchrex.exchange.compiling import compiled_or_plain
 from torchrex.exchange.cuda_modes import convolutions
@@ -263,6 +263,8 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         start = self.n_steps - self.n_steps % BLOCK
         if start != self._block_start:
             self._draw_block(start)
+        if self.n_steps - start >= self._n_usable:
+            self.rules.ladder.refuse(self.n_steps)
         return self._rows[self.n_steps - start]
 
     def _draw_block(self, start: int) -> None:
@@ -271,6 +273,7 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         self._streams_at_block = {name: states[name] for name in BLOCK_STREAMS if name in states}
         cpu = torch.device("cpu")
         block = draw_exchange_inputs(self.streams, self.rules, start, BLOCK, runs=1, device=cpu, dtype=torch.float64)
+        self._n_usable = n_usable(block)
         if self._table is None:
             self._table = ExchangeInputs(*(tensor.contiguous().to(self.device) for tensor in block))
             self._rows = [ExchangeInputs(*row) for row in zip(*(tensor.unbind(0) for tensor in self._table), strict=True)]

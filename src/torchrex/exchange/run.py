@@ -88,7 +88,7 @@ class ReplicaExchange:
                 raise InvalidArgumentError(f"{name} must be a number of steps >= 0, got {steps}")
         if momentum not in POLICIES:
             raise InvalidArgumentError(f"momentum must be one of {', '.join(POLICIES)}, got {momentum!r}")
-        if swap_intensity is not None and not 0 < swap_intensity * max(ladder.lrs) <= 1:
+        if swap_intensity is not None and not (swap_intensity > 0 and swap_intensity * max(ladder.lrs) <= 1):
             raise InvalidArgumentError(
                 f"swap_intensity r must be positive with r * lr <= 1, which is a probability; got r={swap_intensity} with "
                 f"lrs={ladder.lrs}"
@@ -156,7 +156,7 @@ class ReplicaExchange:
         ladder = self.rules.ladder
         temperatures, lrs, _ = ladder.table(self.n_steps, 1, device=torch.device("cpu"), dtype=torch.float64)
         rows = [
-            (str(rung), f"{temperature:g}", f"{lr:g}")
+            (str(rung), *("no value" if value != value else f"{value:g}" for value in (temperature, lr)))
             for rung, (temperature, lr) in enumerate(zip(temperatures[0].tolist(), lrs[0].tolist(), strict=True))
         ]
         rules = ", ".join(f"{name}: {value}" for name, value in self._rule_settings().items() if name != "ladder")
