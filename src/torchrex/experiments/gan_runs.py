@@ -82,6 +82,7 @@ def train_gans(
                 resume=resume,
                 budget=budget,
                 progress=progress,
+                on_interrupt="return",
             )
     except NonFiniteEnergyError:
         if any(member.failure is None for member in members):
@@ -134,7 +135,7 @@ def _trained(job: Job, member: Member, outcome: Outcome, test: list[tuple[Tensor
     assert isinstance(member.run, ModuleExchange)
     (average,) = member.averages
     metrics = metrics_of(config, average) | authors_score(member.run, test, config.batch_size)
-    metrics["seconds_per_step"] = outcome.seconds / config.n_steps
+    metrics["seconds_per_step"] = outcome.total_seconds / config.n_steps
     module = member.run.live_module_at(0)
     assert isinstance(module, BayesianGAN)
     pictures = {}
