@@ -63,15 +63,40 @@ def test_the_error_names_replica_rung_and_step(replica, step, through):
 
 
 @pytest.mark.parametrize("divergence", ["stop", "respawn"])
+@pytest.mark.parametrize("through", ["step", "advance"])
 @pytest.mark.parametrize("step", [0, 1])
-def test_before_the_first_move_no_learning_rate_is_to_blame(step, divergence):
+@pytest.mark.parametrize("ladder", [LADDER, tr.Ladder((0.5,), 1e-3)])
+def test_nan_in_the_data_points_to_the_data(step, divergence, through, ladder):
+    """The mutant looks at the energies alone and blames the learning rate."""
+    run, (x, y) = run_on(ladder, divergence=divergence), classes(8)
+    for _ in range(step):
+        run.step((x, y))
+    x[3, 1] = NAN
+    with pytest.raises(NonFiniteEnergyError, match=f"at step {step} .*look at the data") as caught:
+        run.step((x, y)) if through == "step" else list(run.advance(1, [(x, y)]))
+    assert "learning rate" not in str(caught.value)
+
+
+@pytest.mark.parametrize("divergence", ["stop", "respawn"])
+@pytest.mark.parametrize("step", [0, 1])
+def test_replicas_that_fail_together_point_to_the_data_first(step, divergence):
+    """Where the batch is not at hand, or looks fine; before the first move no learning rate is to blame."""
     run, (x, y) = run_on(divergence=divergence), classes(8)
+    run.ensemble.energy._loss = lambda output, target: output.sum(1) * (NAN if run.n_steps >= step else 1.0)
     for _ in range(step):
         run.step((x, y))
     with pytest.raises(NonFiniteEnergyError, match=f"at step {step} ") as caught:
-        run.step((torch.full_like(x, NAN), y))
+        run.step((x, y))
     assert ("check the loss, the data and the initial weights" in str(caught.value)) == (step == 0)
-    assert ("ower the learning rate" in str(caught.value)) == (step > 0)
+    assert ("All replicas failed at this step: look for NaN" in str(caught.value)) == (step > 0)
+
+
+def test_one_of_several_that_fails_points_to_its_learning_rate():
+    run = run_on()
+    run.step(classes(8))
+    poison(run, 1)
+    with pytest.raises(NonFiniteEnergyError, match="Lower the learning rate of that rung"):
+        run.step(classes(8))
 
 
 def test_replica_and_rung_are_told_apart():

@@ -338,6 +338,30 @@ def test_steps_and_seconds_of_this_call_and_of_all(tmp_path):
     assert second.total_seconds >= first.seconds + second.seconds - 1e-9
 
 
+@pytest.mark.parametrize(
+    ("n_averages", "trace", "words"),
+    [
+        (0, True, "1 average and a trace, but now there is no average and a trace"),
+        (1, False, "now there is 1 average and no trace"),
+    ],
+)
+def test_a_checkpoint_with_other_averages_or_traces_says_which(tmp_path, n_averages, trace, words):
+    go(tmp_path, 20)
+    run, loader, average, of_steps = parts()
+    with pytest.raises(CheckpointError, match=words):
+        torchrex.train(run, loader, 40, average=[average] * n_averages, trace=of_steps if trace else None, checkpoints=tmp_path)
+
+
+def test_a_trace_takes_single_steps():
+    run, blocks, single, stacked = make_run(), batches(6), torchrex.Trace(every=2), torchrex.Trace(every=2)
+    for batch in blocks:
+        single.record(run.step(batch))
+    for infos in make_run().advance(6, blocks):
+        stacked.record(infos)
+    assert single.tensors().keys() == stacked.tensors().keys()
+    assert all(torch.equal(tensor, stacked.tensors()[name]) for name, tensor in single.tensors().items())
+
+
 def test_signals_outside_the_main_thread_are_left_alone():
     import threading
 

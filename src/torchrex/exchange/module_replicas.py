@@ -41,7 +41,7 @@ class ModuleReplicas:
     shared: tuple[str, ...]  # parts of names
     _model: Model
     initial: Literal["identical", "independent"]
-    _device: torch.device | str | None
+    _device: torch.device | None
     _channels_last: bool
     _parameters: list[list[nn.Parameter]]  # of each replica, in the order of its row and then of the common one
     _parts: list[dict[str, nn.Module]]  # of each replica, by name

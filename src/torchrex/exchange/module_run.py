@@ -183,7 +183,7 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
                 warn_of_no_measurement(noise, noise.feed, self.n_steps, shares_minibatch=self._ensemble.shares_minibatch)
         info = self.alone.step(batch)
         if self.records is None:
-            self.look(StepInfo(*(values[None] for values in info)))
+            self.look(StepInfo(*(values[None] for values in info)), batch)
         elif self.n_steps % BLOCK == 0:
             self.look(self.records.info)
         return info
@@ -282,15 +282,15 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
                 mine.copy_(drawn)
         self._block_start = start
 
-    def look(self, infos: StepInfo) -> None:
-        """Are the energies of these latest steps finite?"""
-        failure = first_failure(infos, self.n_steps)
+    def look(self, infos: StepInfo, batch: Batch = None) -> None:
+        """Are the energies of these latest steps finite? If it is one step, its batch tells whether they could be."""
+        failure = first_failure(infos, self.n_steps, batch=batch, together=bool(self._ensemble.shared))
         if failure is None:
             return
         if self._divergence == "stop":
             culprit = self._ensemble.what_broke(failure.replica)
             raise failure if culprit is None else failure.because(culprit)
-        self.respawns += respawn(self._ensemble, self._state.replica_at, infos.energy[-1], self.n_steps)
+        self.respawns += respawn(self._ensemble, self._state.replica_at, infos.energy[-1], self.n_steps, batch=batch)
 
     # Stopping and going on exactly
 

@@ -210,5 +210,5 @@ def steps_on(device: torch.device | str) -> torch.device:
     except RuntimeError:
         raise InvalidArgumentError(f"device must be auto, cpu or cuda, got {name!r}") from None
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidArgumentError("device cuda was asked for, but torch finds no CUDA device here; use --device cpu or auto")
+        raise InvalidArgumentError(f"device {name} was asked for, but torch finds no CUDA device here; use cpu or auto")
     return chosen

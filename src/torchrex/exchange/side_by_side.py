@@ -133,9 +133,10 @@ class SideBySide:
             self._measure_if_due(extra, next_extra)
             if self._step_inside(data):
                 continue
-            for k, info in enumerate(self._step(self.runs[0].to_device(next_batch()))):
+            batch = self.runs[0].to_device(next_batch())
+            for k, info in enumerate(self._step(batch)):
                 if info is not None and self.runs[k].records is None:
-                    self._look(k, StepInfo(*(values[None] for values in info)))
+                    self._look(k, StepInfo(*(values[None] for values in info)), batch)
                     eager[k].append(info)
         return [self._information(k, eager[k], n_steps) for k in range(len(self.runs))]
 
@@ -153,9 +154,9 @@ class SideBySide:
             self._look(k, block)
         return None if k in self.failures else block
 
-    def _look(self, k: int, infos: StepInfo) -> None:
+    def _look(self, k: int, infos: StepInfo, batch: Batch = None) -> None:
         try:
-            self.runs[k].look(infos)
+            self.runs[k].look(infos, batch)
         except NonFiniteEnergyError as failure:
             if len(self.runs) == 1:
                 raise

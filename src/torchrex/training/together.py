@@ -106,15 +106,12 @@ def train_together(
     with loop.crew.telling():
         outcome = _train(loop, n_steps, checkpoint_every, resume, budget, progress)
     if outcome.signal is not None and on_interrupt == "raise":
-        kept = (
-            "the same call goes on from its checkpoint"
-            if loop.saves
-            else "nothing was saved: give train a folder, checkpoints=..."
-        )
         how = f"interrupted after {outcome.total_steps:,} of {n_steps:,} steps"
-        how += "" if outcome.status == "finished" else f"; {kept}"
+        if outcome.status != "finished":
+            how += "; the same call goes on from there" if loop.saves else "; nothing was saved, as no checkpoints were asked for"
         if outcome.signal == signal.SIGTERM:
-            logger.warning("%s", how)
+            if loop.crew.is_first:
+                logger.warning("%s", how)
             raise SystemExit(128 + signal.SIGTERM)
         raise RunInterrupted(how, outcome=outcome)
     return outcome
