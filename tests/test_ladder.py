@@ -1,8 +1,9 @@
-"""Ladders, pairing rules, and who stands where."""
+"""Ladders, schedules, pairing rules, who stands where, and steps of runs of both kinds."""
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torchrex as tr
 from assertions import assert_mean_is
 from modules import batches, cross_entropy, make_run, mlp, same
 from torchrex.diagnostics import History
-from torchrex.errors import LadderError
+from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyError
 from torchrex.exchange import ModuleExchange
 from torchrex.exchange.momentum import after_swap
 from torchrex.exchange.standing import change_places, invert, take
@@ -275,3 +276,43 @@ def test_a_history_asks_for_the_steps_it_has():
     draws = tr.sample(lambda x: -0.5 * x.square().sum(-1), dim=1, ladder=ladder, n_steps=T, n_runs=2)
     history = History.from_draws(draws, ladder)
     assert history.temperature[:, 0].tolist() == pytest.approx([ends(step) for step in range(T)])
+
+
+# Looking every so many steps
+
+
+@pytest.mark.parametrize("make", [density_run, network_run])
+@pytest.mark.parametrize(("every", "first"), [(40, 0), (7, 5), (300, 0), (1, 0), (1000, 3)])
+def test_advance_stops_at_every_kth_step(make, every, first):
+    """Whatever the blocks of the run are, with the same numbers; the mutant stops at the ends of blocks."""
+    ladder = tr.Ladder((0.5, 0.51), 1e-3)
+    runs = [make(ladder) for _ in range(2)]
+    data = [batches(7)] if make is network_run else [None]
+    for run in runs:
+        for _ in run.advance(first, *data):
+            pass
+    total = 700 if every > 1 else 20
+    stops, blocks = [], []
+    for block in runs[0].advance(total, *data, every=every):
+        stops.append(runs[0].n_steps)
+        blocks.append(type(block)(*(values.clone() for values in block)))
+    expected = [step for step in range(first + 1, first + total + 1) if step % every == 0 or step == first + total]
+    assert stops == expected
+    assert [len(block.energy) for block in blocks] == [b - a for a, b in pairwise([first, *expected])]
+    other = torch.cat([block.energy.clone() for block in runs[1].advance(total, *data)])
+    assert torch.equal(torch.cat([block.energy for block in blocks]), other)
+    assert torch.equal(position_of(runs[0]), position_of(runs[1]))
+    for bad in (0, 1.5, True):
+        with pytest.raises(InvalidArgumentError, match="every must be a whole number"):
+            next(runs[0].advance(3, *data, every=bad))
+
+
+def test_a_failure_comes_after_the_steps_before_it():
+    ensemble = tr.TensorEnsemble.start(
+        tr.LogDensity(lambda x: torch.where(x[:, 0] > 2.5, math.nan, -0.5 * x.square().sum(-1)), 1), n_rungs=2, n_runs=4
+    )
+    run = tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1), seed=1)
+    seen = []
+    with pytest.raises(NonFiniteEnergyError) as caught:
+        seen.extend(len(block.energy) for block in run.advance(100_000, every=200_000))
+    assert seen == [caught.value.step]

@@ -188,12 +188,13 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
             self.look(self.records.info)
         return info
 
-    def advance(self, n_steps: int, data: Any = None, extra: Any = None) -> Iterator[StepInfo]:
+    def advance(self, n_steps: int, data: Any = None, extra: Any = None, *, every: int | None = None) -> Iterator[StepInfo]:
         """`n_steps` steps on the batches of `data`, a DeviceLoader or any iterable of batches that is begun anew when it ends.
 
-        Yields up to 256 steps at a time. With RepeatedDraws the extra batches are taken from `extra`, or else from `data` too.
+        Yields up to 256 steps at a time, or with `every` whenever `run.n_steps` is a multiple of it, and at the end. With
+        RepeatedDraws the extra batches are taken from `extra`, or else from `data` too.
         """
-        for (infos,) in self.alone.advance(n_steps, data, extra):
+        for (infos,) in self.alone.advance(n_steps, data, extra, every=every):
             assert infos is not None
             yield infos
 

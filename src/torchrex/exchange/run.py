@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from torchrex import notebook
 from torchrex.errors import InvalidArgumentError
@@ -28,7 +29,8 @@ class ReplicaExchange:
     """Adaptive replica exchange stochastic gradient MCMC (Algorithm 1).
 
     Made from a TensorEnsemble it is a run on a density, whose steps need nothing; from a ModuleEnsemble, one on a network,
-    whose steps need batches.
+    whose steps need batches. Both have `step`, `advance`, `ensemble`, `state`, `state_dict` and `load_state_dict`. A run on a
+    network has further `replica_at`, `module_at`, `live_module_at`, `predict`, `measure` and the list `respawns`.
 
     >>> from torchrex import GaussianMixture, Ladder, TensorEnsemble
     >>> mixture = GaussianMixture([0.4, 0.6], means=[-3.0, 2.0], stds=[0.7, 0.5])
@@ -130,8 +132,12 @@ class ReplicaExchange:
         """One step of every replica."""
         raise NotImplementedError
 
-    def advance(self, n_steps: int, data: Any = None) -> Iterator[StepInfo]:
-        """Run `n_steps` steps; yields the information of some steps at a time, stacked along a first axis."""
+    def advance(self, n_steps: int, data: Any = None, *, every: int | None = None) -> Iterator[StepInfo]:
+        """Run `n_steps` steps; yields the information of some steps at a time, stacked along a first axis.
+
+        How many is up to the run, unless `every` says so: then it yields whenever `run.n_steps` is a multiple of `every`, and at
+        the end. It is a generator: nothing happens until you loop over it.
+        """
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -142,8 +148,35 @@ class ReplicaExchange:
         """Restore `state_dict()` of a run with the same target, ladder and rules."""
         raise NotImplementedError
 
+    # Of runs on networks alone, see `ModuleExchange`
+
+    def replica_at(self, rung: int) -> int:
+        """On a network: the number of the replica that is at that rung now."""
+        raise self._for_networks("replica_at", "run.state.replica_at is that of every run")
+
+    def module_at(self, rung: int = 0) -> nn.Module:
+        """On a network: a copy, in evaluation mode, of the module at that rung now."""
+        raise self._for_networks("module_at", "its replicas are in run.ensemble.position")
+
+    def live_module_at(self, rung: int = 0) -> nn.Module:
+        """On a network: the module of the replica itself; whoever changes it changes the run."""
+        raise self._for_networks("live_module_at", "its replicas are in run.ensemble.position")
+
+    def predict(self, batch: Any, rung: int = 0) -> Any:
+        """On a network: the output of the module at that rung for a batch, in evaluation mode and without gradients."""
+        raise self._for_networks("predict", "compute what you need from the draws of torchrex.collect")
+
+    def measure(self, batches: Iterable[Any]) -> None:
+        """On a network, with RepeatedDraws: feed the variance of the energies of some batches at the current weights."""
+        raise self._for_networks("measure", "a density is measured by itself")
+
+    @staticmethod
+    def _for_networks(name: str, instead: str) -> InvalidArgumentError:
+        return InvalidArgumentError(f"{name} is for runs on networks, and this run is on a density: {instead}")
+
     @property
     def n_rungs(self) -> int:
+        """Rungs of the ladder, and as many replicas."""
         return self.rules.ladder.n_rungs
 
     @property
@@ -198,6 +231,16 @@ class ReplicaExchange:
 ReplicaExchange.__signature__ = inspect.signature(  # type: ignore[attr-defined]
     ReplicaExchange.__init__
 ).replace(parameters=list(inspect.signature(ReplicaExchange.__init__).parameters.values())[1:])
+
+
+def require_every(every: int | None) -> None:
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise InvalidArgumentError(f"every must be a whole number >= 1, or None, got {every!r}")
+
+
+def joined(infos: Sequence[StepInfo]) -> StepInfo:
+    """One after the other."""
+    return infos[0] if len(infos) == 1 else StepInfo(*(torch.cat(values) for values in zip(*infos, strict=True)))
 
 
 def steps_on(device: torch.device | str) -> torch.device:
