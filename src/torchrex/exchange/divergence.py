@@ -50,7 +50,7 @@ def _advice(step: int, bad: Tensor, batch: Batch, *, together: bool) -> str:
         return IN_THE_BATCH
     if step == 0:
         return NOT_MOVED
-    return ALL_AT_ONCE if len(bad) > 1 and bool(bad.all()) and not together else LOWER_IT
+    return ALL_AT_ONCE if batch is None and len(bad) > 1 and bool(bad.all()) and not together else LOWER_IT
 
 
 def respawn(
