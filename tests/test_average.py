@@ -48,7 +48,7 @@ class WalkingRun:
         output = self.modules[rung].eval()(x)
         return self._buffers.setdefault(len(x), torch.empty_like(output)).copy_(output)
 
-    def module_at(self, rung: int) -> nn.Module:
+    def live_module_at(self, rung: int) -> nn.Module:
         return self.modules[rung]
 
 

@@ -203,7 +203,7 @@ def test_other_recipes_run(cli, tmp_path):
         (["run", "figure1/case1-sgld", "--set", "n_steps=0"], "n_steps"),
         (["run", "figure1/case1-sgld", "--set", "thin=1000", "--set", "n_steps=10"], "keeps no draw"),
         (["run", "figure1/case1-sgld", "--set", "temperatures=3,1"], "rise from cold to hot"),
-        (["run", "figure1/case1-sgld", "--set", "lr=0"], "lrs must be positive"),
+        (["run", "figure1/case1-sgld", "--set", "lr=-1"], "lrs must be finite and >= 0"),
         (["run", "figure1/case1-resgld", "--set", "correction_factor=-1"], "F must be positive"),
         (["run", "figure1/case1-sgld", "--device", "tpu7"], "device must be auto, cpu or cuda"),
         (["reproduce", "figure7"], "only figure1"),

@@ -9,7 +9,7 @@ import torch
 
 import torchrex as tr
 from densities import MIXTURE, SETUPS
-from torchrex.errors import CheckpointError, InvalidArgumentError, NonFiniteEnergyError
+from torchrex.errors import CheckpointError, InvalidArgumentError, NonFiniteEnergyError, RunInterrupted
 from torchrex.exchange import block, density_run
 from torchrex.posterior.draw_recorder import DrawRecorder
 
@@ -26,7 +26,7 @@ N_STEPS = 400
 
 def draw(name, folder=None, **more):
     setup = {"n_steps": N_STEPS, "n_runs": 5, "seed": 3, "compiled": False, **SETUPS[name], **KEPT[name], **more}
-    return tr.sample(setup.pop("target")(), checkpoints=folder, **setup)
+    return tr.sample(setup.pop("target")(), checkpoints=folder, on_interrupt="return", **setup)
 
 
 def assert_same(a, b):
@@ -275,7 +275,9 @@ def test_collect_goes_on_after_steps_of_before(tmp_path):
         return run
 
     whole = tr.collect(make(), 200, thin=3, burn_in=10)
-    part = tr.collect(make(), 200, thin=3, burn_in=10, checkpoints=tmp_path, checkpoint_every=60, progress=stop_after(61))
+    with pytest.raises(RunInterrupted) as caught:
+        tr.collect(make(), 200, thin=3, burn_in=10, checkpoints=tmp_path, checkpoint_every=60, progress=stop_after(61))
+    part = caught.value.draws
     assert (part.status, part.settings) == ("interrupted", whole.settings)
     run = make()
     assert_same(tr.collect(run, 200, thin=3, burn_in=10, checkpoints=tmp_path), whole)

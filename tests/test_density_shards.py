@@ -80,7 +80,7 @@ def test_draws_go_as_far_as_all_shards_do(tmp_path):
         if len(seen) == 7:
             raise KeyboardInterrupt
 
-    part, whole = draw(tmp_path, n_steps=2000, progress=interrupt), draw(n_steps=2000)
+    part, whole = draw(tmp_path, n_steps=2000, progress=interrupt, on_interrupt="return"), draw(n_steps=2000)
     assert part.status == "interrupted"
     assert part.n_steps == 100  # the first three have done 200
     assert part.n_draws == 10
@@ -210,7 +210,9 @@ def slow(folder, slow_ranks, timeout, raises="", n_steps=300):
     rendezvous.SILENCE = 2.0
     settings = {"temperatures": (1.0, 2.0), "lr": 0.1, "n_runs": 4, "seed": 2, "compiled": False}
     open(f"{folder}-{os.environ['RANK']}", "w").close()
-    draws = tr.sample(slow_target, dim=1, n_steps=n_steps, shards=4, checkpoints=folder, checkpoint_every=50, **settings)
+    draws = tr.sample(
+        slow_target, dim=1, n_steps=n_steps, shards=4, checkpoints=folder, checkpoint_every=50, on_interrupt="return", **settings
+    )
     return {"status": draws.status, "sum": float(draws.values.double().sum()), "n_steps": draws.n_steps}
 
 

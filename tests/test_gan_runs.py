@@ -189,7 +189,7 @@ def test_the_authors_score_leaves_out_what_is_called_fake():
     module = BayesianGAN(2, 0, size=8, channels=1, width=2)
     module.discriminator = Known()
     run = types.SimpleNamespace(
-        module_at=lambda rung: module, ensemble=types.SimpleNamespace(casting=lambda: contextlib.nullcontext())
+        live_module_at=lambda rung: module, ensemble=types.SimpleNamespace(casting=lambda: contextlib.nullcontext())
     )
     labels = torch.tensor([0, 0, 0, 1])
     test = [(torch.arange(4)[part], labels[part]) for part in (slice(0, 3), slice(3, 4))]
@@ -204,7 +204,7 @@ def test_the_score_in_training_mode_is_that_of_batches():
     torch.manual_seed(0)
     module = BayesianGAN(2, 0, size=8, channels=1, width=4)
     run = types.SimpleNamespace(
-        module_at=lambda rung: module, ensemble=types.SimpleNamespace(casting=lambda: contextlib.nullcontext())
+        live_module_at=lambda rung: module, ensemble=types.SimpleNamespace(casting=lambda: contextlib.nullcontext())
     )
     x, y = torch.randn(200, 1, 8, 8) + 3, torch.arange(200) % 2
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -436,7 +436,7 @@ def test_a_generator_that_breaks_is_named_by_the_command(cli, tmp_path, monkeypa
 
     def update(self, run):
         if run.n_steps == 10:
-            run.module_at(1).generators.layers[0].weight.data[1] = float("nan")
+            run.live_module_at(1).generators.layers[0].weight.data[1] = float("nan")
         return plain(self, run)
 
     monkeypatch.setattr(gan_runs.PosteriorAverage, "update", update)

@@ -1,6 +1,9 @@
-"""Ladders, pairing rules, and who stands where."""
+"""Ladders, schedules, pairing rules, who stands where, and steps of runs of both kinds."""
 
 from __future__ import annotations
+
+import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,7 +12,11 @@ from hypothesis import strategies as st
 
 import torchrex as tr
 from assertions import assert_mean_is
-from torchrex.errors import LadderError
+from modules import batches, cross_entropy, make_run, mlp, same
+from torchrex.diagnostics import History
+from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyError
+from torchrex.exchange import ModuleExchange
+from torchrex.exchange.momentum import after_swap
 from torchrex.exchange.standing import change_places, invert, take
 
 CPU = torch.device("cpu")
@@ -25,12 +32,12 @@ CPU = torch.device("cpu")
         (lambda: tr.Ladder((-1.0,), 0.1), "positive"),
         (lambda: tr.Ladder((1.0, float("nan")), 0.1), "positive and finite"),
         (lambda: tr.Ladder((1.0, float("inf")), 0.1), "positive and finite"),
-        (lambda: tr.Ladder((1.0, 2.0), 0.0), "lrs must be positive"),
+        (lambda: tr.Ladder((1.0, 2.0), math.inf), "lrs must be finite and >= 0"),
         (lambda: tr.Ladder((1.0, 2.0), (0.1, -0.1)), "rung 1 has -0.1"),
         (lambda: tr.Ladder((1.0, 2.0), (0.1, 0.1, 0.1)), "3 lrs for 2"),
         (lambda: tr.Ladder.geometric(1.0, 0.5, 3, lrs=0.1), "0 < cold < hot"),
         (lambda: tr.Ladder.from_inverse((1.0, -0.5), 0.1), "positive"),
-        (lambda: tr.Ladder((1.0,), 0.1, decay=lambda step: -1.0).table(0, 3, device=CPU, dtype=torch.float32), "step 0"),
+        (lambda: tr.Ladder((1.0,), 0.1, decay=lambda step: -1.0).refuse(0), "gave -1.0 at step 0"),
     ],
 )
 def test_bad_ladders(make, word):
@@ -118,3 +125,194 @@ def test_swap_interval_and_proposals_are_counted():
     assert (draws.proposed == 25).all()  # 50 attempts, alternating
     draws = tr.sample(density, temperatures=(1.0, 2.0, 4.0), pairing=tr.AllInTurn(), **common)
     assert (draws.proposed == 100).all()
+
+
+# Schedules
+
+T = 40
+
+
+def cosine(step):
+    return 0.5 * (1 + math.cos(math.pi * step / T))
+
+
+def ends(step):
+    """A table of values, as people write them: there is nothing beyond."""
+    return [1.0 - k / T for k in range(T)][step]
+
+
+def turns_negative(step):
+    return 1.0 - step / (T - 0.5)
+
+
+def warm_up(step):
+    return min(1.0, step / 10)
+
+
+def density_run(ladder, **options):
+    target = tr.GaussianMixture([0.4, 0.6], means=[-3.0, 2.0], stds=[0.7, 0.5])
+    ensemble = tr.TensorEnsemble.start(target, tr.SGHMC(0.3), n_rungs=ladder.n_rungs, n_runs=3, dtype=torch.float64)
+    return tr.ReplicaExchange(ensemble, ladder, noise=tr.KnownVariance(), seed=1, **options)
+
+
+def network_run(ladder, **options):
+    return make_run(mlp, cross_entropy(), ladder, sampler=tr.SGHMC(0.3), seed=1, **options)
+
+
+def go(run, n_steps):
+    """Steps of either kind; (steps, rungs) energies."""
+    data = batches(7) if isinstance(run, ModuleExchange) else None
+    blocks = [block.energy.clone() for block in run.advance(n_steps, data)]
+    return torch.cat(blocks)
+
+
+def position_of(run):
+    return run.ensemble.position.clone()
+
+
+@pytest.mark.parametrize("make", [density_run, network_run])
+@pytest.mark.parametrize("schedule", [cosine, ends, turns_negative, warm_up])
+def test_a_schedule_is_asked_for_steps_that_are_taken(make, schedule):
+    """As a decay, and as an annealing where it is positive; stopped and resumed in the middle too."""
+    kinds = [{"decay": schedule}] if schedule is warm_up else [{"decay": schedule}, {"anneal": schedule}]
+    for kind in kinds:
+        ladder = tr.Ladder((0.5, 1.0), (1e-3, 2e-3), **kind)
+        run, resumed = make(ladder), make(ladder)
+        energies = go(run, T)
+        assert bool(energies.isfinite().all())
+        assert bool(position_of(run).isfinite().all())
+        go(resumed, 17)
+        other = make(ladder)
+        other.load_state_dict(resumed.state_dict())
+        for _ in range(T - 17):
+            go(other, 1)
+        if make is density_run:  # a list of batches begins anew with every call of `advance`
+            assert torch.equal(position_of(run), position_of(other))
+        assert run._repr_html_()  # which asks for the next step
+        assert ladder.in_words()
+
+
+@pytest.mark.parametrize("make", [density_run, network_run])
+@pytest.mark.parametrize(
+    ("kind", "schedule", "step", "words"),
+    [
+        ("decay", ends, T, "decay failed at step 40 .*IndexError"),
+        ("decay", turns_negative, T, r"decay must be finite and >= 0 .* at step 40"),
+        ("anneal", warm_up, 0, r"anneal must be finite and > 0 .* gave 0.0 at step 0"),
+        ("noise", ends, T, "noise failed at step 40"),
+        ("anneal", lambda step: None, 0, "anneal failed at step 0 .*TypeError"),
+        ("decay", lambda step: math.nan if step == 7 else 1.0, 7, "gave nan at step 7"),
+    ],
+)
+def test_a_schedule_without_a_value_is_an_error_at_that_step(make, kind, schedule, step, words):
+    run = make(tr.Ladder((0.5, 1.0), 1e-3, **{kind: schedule}))
+    if step:
+        go(run, step)
+    before = run.state_dict()
+    for _ in range(2):
+        with pytest.raises(LadderError, match=words):
+            go(run, 5)
+        assert run.n_steps == step
+    assert same(run.state_dict(), before)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_steps_before_the_end_of_a_schedule_are_taken(compiled):
+    run = density_run(tr.Ladder((0.5, 1.0), 1e-3, decay=ends), compiled=compiled)
+    energies = []
+    with pytest.raises(LadderError):
+        energies.extend(block.energy.clone() for block in run.advance(100))
+    assert run.is_compiled == compiled
+    assert len(torch.cat(energies)) == run.n_steps == T
+    assert bool(torch.cat(energies).isfinite().all())
+
+
+@pytest.mark.parametrize("make", [density_run, network_run])
+def test_with_a_learning_rate_of_0_nothing_moves(make):
+    run = make(tr.Ladder((0.5, 0.5001), 0.0))
+    before = position_of(run)
+    go(run, 20)
+    assert torch.equal(position_of(run), before)
+    run = make(tr.Ladder((0.5, 0.5001), 1e-3, decay=lambda step: float(step >= 3)))  # swaps come all the time
+    before = position_of(run)
+    go(run, 3)
+    assert torch.equal(position_of(run), before)
+    go(run, 10)
+    assert bool(position_of(run).isfinite().all())
+    assert not torch.equal(position_of(run), before)
+
+
+@pytest.mark.parametrize("policy", ["rescale", "keep", "refresh"])
+@pytest.mark.parametrize("make", [density_run, network_run])
+def test_swaps_with_rungs_that_do_not_move_make_no_nan(make, policy):
+    """The mutant divides by the scale of a rung whose lr is 0."""
+    for lrs, decay in (((0.0, 1e-3), None), ((1e-3, 0.0), None), ((1e-3, 2e-3), lambda step: float(step % 5 != 0))):
+        run = make(tr.Ladder((0.5, 0.5001), lrs, decay=decay), momentum=policy, correction_factor=math.inf)
+        go(run, 40)
+        assert bool(position_of(run).isfinite().all())
+        assert bool(run.ensemble.velocity.isfinite().all())
+
+
+def test_the_velocity_of_a_swap_with_a_rung_that_does_not_move():
+    """It stops where nothing moves; from there, and while nothing moves anywhere, it stays as it is."""
+    velocity = torch.full((4, 1, 1), 3.0)
+    swapped = torch.tensor([True, True, True, False])[:, None]
+    before, after = torch.tensor([2.0, 0.0, 0.0, 0.0])[:, None], torch.tensor([0.0, 2.0, 0.0, 0.0])[:, None]
+    new = after_swap(velocity, None, swapped, policy="rescale", scale_before=before, scale_after=after)
+    assert new.flatten().tolist() == [0.0, 3.0, 3.0, 3.0]
+
+
+def test_ladders_are_told_apart_by_their_schedules():
+    def words(decay):
+        return tr.Ladder((1.0,), 0.1, decay=decay).in_words()
+
+    assert words(ends) == words(lambda step: ends(step))
+    assert len({words(schedule) for schedule in (cosine, ends, turns_negative, warm_up, None)}) == 5
+    assert words(lambda step: 1 / (step - 100)) != words(lambda step: 1 / (step - 10))
+
+
+def test_a_history_asks_for_the_steps_it_has():
+    ladder = tr.Ladder((1.0, 2.0), 0.01, anneal=ends)
+    draws = tr.sample(lambda x: -0.5 * x.square().sum(-1), dim=1, ladder=ladder, n_steps=T, n_runs=2)
+    history = History.from_draws(draws, ladder)
+    assert history.temperature[:, 0].tolist() == pytest.approx([ends(step) for step in range(T)])
+
+
+# Looking every so many steps
+
+
+@pytest.mark.parametrize("make", [density_run, network_run])
+@pytest.mark.parametrize(("every", "first"), [(40, 0), (7, 5), (300, 0), (1, 0), (1000, 3)])
+def test_advance_stops_at_every_kth_step(make, every, first):
+    """Whatever the blocks of the run are, with the same numbers; the mutant stops at the ends of blocks."""
+    ladder = tr.Ladder((0.5, 0.51), 1e-3)
+    runs = [make(ladder) for _ in range(2)]
+    data = [batches(7)] if make is network_run else [None]
+    for run in runs:
+        for _ in run.advance(first, *data):
+            pass
+    total = 700 if every > 1 else 20
+    stops, blocks = [], []
+    for block in runs[0].advance(total, *data, every=every):
+        stops.append(runs[0].n_steps)
+        blocks.append(type(block)(*(values.clone() for values in block)))
+    expected = [step for step in range(first + 1, first + total + 1) if step % every == 0 or step == first + total]
+    assert stops == expected
+    assert [len(block.energy) for block in blocks] == [b - a for a, b in pairwise([first, *expected])]
+    other = torch.cat([block.energy.clone() for block in runs[1].advance(total, *data)])
+    assert torch.equal(torch.cat([block.energy for block in blocks]), other)
+    assert torch.equal(position_of(runs[0]), position_of(runs[1]))
+    for bad in (0, 1.5, True):
+        with pytest.raises(InvalidArgumentError, match="every must be a whole number"):
+            next(runs[0].advance(3, *data, every=bad))
+
+
+def test_a_failure_comes_after_the_steps_before_it():
+    ensemble = tr.TensorEnsemble.start(
+        tr.LogDensity(lambda x: torch.where(x[:, 0] > 2.5, math.nan, -0.5 * x.square().sum(-1)), 1), n_rungs=2, n_runs=4
+    )
+    run = tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1), seed=1)
+    seen = []
+    with pytest.raises(NonFiniteEnergyError) as caught:
+        seen.extend(len(block.energy) for block in run.advance(100_000, every=200_000))
+    assert seen == [caught.value.step]

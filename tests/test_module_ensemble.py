@@ -98,10 +98,10 @@ def test_a_module_stays_in_its_mode():
     still[3].train()
     run = make_run(still)
     run.step(classes(8))
-    assert [part.training for part in run.module_at()] == [False, False, False, True, False]
+    assert [part.training for part in run.live_module_at()] == [False, False, False, True, False]
     assert int(run.module_at()[1].num_batches_tracked) == 0
     run.predict(classes(8))
-    assert [part.training for part in run.module_at()] == [False, False, False, True, False]
+    assert [part.training for part in run.live_module_at()] == [False, False, False, True, False]
 
 
 def test_bfloat16_is_for_the_forward_pass_only():
@@ -366,7 +366,7 @@ def test_energies_are_those_of_the_rungs_before_the_swaps(pairing):
         for pair in range(2):
             assert bool(info.accepted[pair, 0]) == (stands[pair : pair + 2] == stood[pair : pair + 2][::-1])
         assert [run.replica_at(rung) for rung in range(3)] == stands
-        assert all(run.module_at(rung) is run.ensemble.modules[replica] for rung, replica in enumerate(stands))
+        assert all(run.live_module_at(rung) is run.ensemble.modules[replica] for rung, replica in enumerate(stands))
         orders.add(tuple(stands))
     assert orders & {(1, 2, 0), (2, 0, 1)}, "no proper permutation"
     assert info.energy.dtype == torch.float64
@@ -405,7 +405,7 @@ def test_the_free_variance_is_that_of_the_losses(paired, replacement):
     scale = N_DATA**2 / 8 * (1.0 if replacement else 1 - 8 / N_DATA)
     smoothed = None
     for k, batch in enumerate(batches(30)):
-        cold_to_hot = [losses_of(run.module_at(rung), batch) for rung in range(3)]
+        cold_to_hot = [losses_of(run.live_module_at(rung), batch) for rung in range(3)]
         sample = torch.stack(
             [scale * (0.5 * (a - b).var() if paired else 0.5 * (a.var() + b.var())) for a, b in pairwise(cold_to_hot)]
         )
@@ -503,7 +503,9 @@ def test_a_module_put_into_training_mode_later():
         run.step(data[0])
         for module in run.ensemble.modules:
             module.train()
-        return [run.step(batch) for batch in data[1:]]
+        with pytest.warns(UserWarning, match="every replica is in training mode"):
+            run.step(data[1])
+        return [run.step(batch) for batch in data[2:]]
 
     assert same(go(1), go(2))
 
@@ -536,7 +538,7 @@ def test_batches_of_changing_shape_keep_the_scale():
     run = make_run(mlp, initial="independent")
     for size in (8, 3, 8, 40, 2, 17):
         batch = classes(size, seed=size)
-        expected = torch.stack([N_DATA / size * losses_of(run.module_at(rung), batch).sum() for rung in range(2)])
+        expected = torch.stack([N_DATA / size * losses_of(run.live_module_at(rung), batch).sum() for rung in range(2)])
         assert torch.allclose(run.step(batch).energy[:, 0], expected, rtol=1e-6)
 
 
@@ -772,7 +774,135 @@ def test_predictions_keep_the_mode_if_they_fail():
     run = make_run(with_everything)
     with pytest.raises(RuntimeError):
         run.predict((torch.zeros(2, 99), torch.zeros(2)))
-    assert all(part.training for part in run.module_at().modules())
+    assert all(part.training for part in run.live_module_at().modules())
+
+
+# Looking never changes a run
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, in every mode, and keeps what it computed last."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(N_FEATURES, N_CLASSES)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.last = self.inner(x)
+        return self.last
+
+
+def look(run, rung=0):
+    module = run.module_at(rung)
+    module.eval()
+    module(classes(16)[0])
+    module.train()(classes(16)[0])
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.zero_()
+
+
+@pytest.mark.parametrize("model", [with_everything, Counting])
+@pytest.mark.parametrize("through", ["step", "advance"])
+def test_looking_at_a_module_changes_nothing(model, through):
+    """The mutant hands out the live module: evaluation mode then stays, and num_batches_tracked is 20/40/60 in place of 60."""
+    looked_at, alone = (make_run(model, ladder=THREE, sampler=tr.SGHMC(0.1), seed=2) for _ in range(2))
+    data = batches(60)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for first in range(0, 60, 20):
+            for run in (looked_at, alone):
+                for batch in data[first : first + 20]:
+                    run.step(batch) if through == "step" else list(run.advance(1, [batch]))
+            for rung in range(3):
+                look(looked_at, rung)
+                looked_at.predict(classes(4), rung)
+    assert same(looked_at.state_dict(), alone.state_dict())
+    count = "calls" if model is Counting else "1.num_batches_tracked"
+    assert [int(buffers_of(looked_at, replica)[count]) for replica in range(3)] == [60] * 3
+    assert all(part.training for module in looked_at.ensemble.modules for part in module.modules())
+
+
+def test_a_copy_is_in_evaluation_mode_and_stays_as_it_is():
+    run = make_run(with_everything, ladder=THREE)
+    run.step(classes(8))
+    mine, live = run.module_at(1), run.live_module_at(1)
+    assert not any(part.training for part in mine.modules())
+    assert same(dict(mine.state_dict()), dict(live.state_dict()))
+    assert not {t.data_ptr() for t in mine.state_dict().values()} & {t.data_ptr() for t in live.state_dict().values()}
+    assert torch.equal(mine(classes(8)[0]), run.predict(classes(8), 1))
+    before = copy.deepcopy(mine.state_dict())
+    run.step(classes(8))
+    assert same(dict(mine.state_dict()), dict(before))
+
+
+@pytest.mark.parametrize("through", ["step", "advance", "measure"])
+def test_a_mode_that_somebody_changed_is_an_error_until_it_is_put_back(through):
+    run = make_run(with_everything, noise=tr.RunningMean(tr.RepeatedDraws(2, every=100)), ladder=THREE)
+    data = batches(3)
+    run.step(data[0])
+    verb = {
+        "step": lambda: run.step(data[1]),
+        "advance": lambda: list(run.advance(2, data)),
+        "measure": lambda: run.measure(data[:2]),
+    }[through]
+    replica = run.replica_at(1)
+    before = run.state_dict()
+    run.live_module_at(1)[1].eval()
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match=rf"1 \(BatchNorm1d\) of replica {replica} .*evaluation.*\.train\(\)"):
+            verb()
+    assert same(run.state_dict(), before)
+    run.load_state_dict(before)
+    with pytest.raises(InvalidArgumentError, match=f"replica {replica}"):
+        verb()
+    run.live_module_at(1)[1].train()
+    verb()
+
+
+def test_buffers_that_somebody_changed_are_noticed_once():
+    run = make_run(with_everything, ladder=THREE)
+    run.step(classes(8))
+    replica = run.replica_at(2)
+    run.live_module_at(2)(classes(8)[0])  # in training mode
+    with pytest.warns(UserWarning, match=f"buffer of replica {replica} "):
+        run.step(classes(8))
+    run.live_module_at(2)[1].running_mean = torch.zeros(6)  # another tensor in its place
+    with pytest.warns(UserWarning, match=f"buffer of replica {replica} "):
+        list(run.advance(1, [classes(8)]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.step(classes(8))
+
+
+def test_what_the_run_itself_does_to_its_buffers_is_no_news():
+    """Loading, respawning, measuring, a step that fails, modules that change modes by themselves."""
+
+    class Switching(nn.Sequential):
+        def forward(self, x):
+            self[1].eval()
+            return super().forward(x)
+
+    data = batches(4)
+    noise = tr.RunningMean(tr.RepeatedDraws(2, every=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for model in (with_everything, lambda: Switching(*with_everything())):
+            run = make_run(model, ladder=THREE, noise=noise, divergence="respawn")
+            list(run.advance(5, data))
+            run.measure(data[:2])
+            state = run.state_dict()
+            list(run.advance(2, data))
+            run.load_state_dict(state)
+            with pytest.raises(RuntimeError):
+                run.step((torch.zeros(8, 99), classes(8)[1]))
+            with torch.no_grad():
+                run.ensemble.modules[1][0].weight.fill_(float("nan"))
+            list(run.advance(3, data))
+            assert run.respawns
+            run.step(data[0])
 
 
 # Repeated draws
@@ -791,7 +921,7 @@ def test_repeated_draws_measure_the_variance_of_energies(paired):
         run.step(next(data))
     draws = batches(5, seed=9)
     energies = torch.stack(
-        [torch.stack([N_DATA / 8 * losses_of(run.module_at(rung), b).sum() for b in draws]) for rung in range(3)]
+        [torch.stack([N_DATA / 8 * losses_of(run.live_module_at(rung), b).sum() for b in draws]) for rung in range(3)]
     )
     variance = energies.var(1)
     expected = 0.5 * ((energies[:-1] - energies[1:]).var(1) if paired else variance[:-1] + variance[1:])

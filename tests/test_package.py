@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pydoc
 import subprocess
 import sys
 
 import pytest
 
 import torchrex
+from torchrex.errors import InvalidArgumentError
+from torchrex.exchange import ModuleExchange
 
 LATE = ("diagnostics", "experiments", "report", "vision")
 
@@ -34,3 +37,24 @@ def test_importing_the_package_loads_none_of_them():
 def test_another_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match=r"^module 'torchrex' has no attribute 'visoin'$"):
         _ = torchrex.visoin
+
+
+def test_help_shows_what_a_run_can_do():
+    """Of both kinds; and a run on a density says what is for networks."""
+    shown = pydoc.render_doc(torchrex.ReplicaExchange, renderer=pydoc.plaintext)
+    network = {name for name in vars(ModuleExchange) if not name.startswith("_") and callable(getattr(ModuleExchange, name))}
+    inner = {"eager_step", "learn_variance", "look", "prepare", "to_device", "workings"}  # what SideBySide asks of a run
+    for name in network - inner:
+        assert f" {name}(self" in shown, name
+        assert getattr(torchrex.ReplicaExchange, name).__doc__
+    ensemble = torchrex.TensorEnsemble.start(torchrex.GaussianMixture([1.0], [0.0], [1.0]), n_rungs=2)
+    run = torchrex.ReplicaExchange(ensemble, torchrex.Ladder((1.0, 2.0), 0.1))
+    for call in (
+        run.module_at,
+        run.live_module_at,
+        lambda: run.predict(None),
+        lambda: run.measure([]),
+        lambda: run.replica_at(0),
+    ):
+        with pytest.raises(InvalidArgumentError, match="is for runs on networks"):
+            call()

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import torchrex as tr
-from modules import N_CLASSES, N_DATA, classes, cross_entropy, linear, make_run, mlp
+from modules import N_CLASSES, N_DATA, classes, cross_entropy, linear, make_run, mlp, same
 from torchrex.errors import InvalidArgumentError, TargetError
 from torchrex.targets import frozen
 
@@ -475,3 +476,65 @@ def test_what_is_descended_must_be_one_number():
     energy = tr.PosteriorEnergy.of(lambda module, batch: (module(batch[0]), batch[0]), n_data=6)
     with pytest.raises(TargetError, match="one number to descend"):
         energy.per_example(linear(), classes(4))
+
+
+# What torch does not like about the first batch
+
+
+X, Y = classes(8)
+NO_LABELS = "one tensor and no labels"
+UNFIT = {
+    "float labels": (F.cross_entropy, (X, Y.float()), r"float32, shape \(8,\), 0 to 2.*labels.long\(\)"),
+    "int32 labels": (F.cross_entropy, (X, Y.int()), r"int32, shape \(8,\).*labels.long\(\)"),
+    "a column of labels": (F.cross_entropy, (X, Y[:, None]), r"shape \(8, 1\).*labels.squeeze\(1\)"),
+    "too few labels": (F.cross_entropy, (X, Y[:5]), r"shape \(8, 3\).*shape \(5,\)"),
+    "labels from 1": (F.cross_entropy, (X, Y + 1), r"from 0 to 2, because the model has 3 outputs.*1 to 3"),
+    "negative labels": (nn.CrossEntropyLoss(), (X, Y - 1), r"from 0 to 2.*-1 to 1"),
+    "whole numbers for a binary loss": (nn.BCELoss(), (X, F.one_hot(Y)), r"labels.to\(torch.float32\)"),
+    "float64 data": (
+        F.cross_entropy,
+        (X.double(), Y),
+        r"model is of float32, but the inputs are of float64.*x.to\(torch.float32\)",
+    ),
+    "bytes": (F.cross_entropy, (X.to(torch.uint8), Y), r"model is of float32, but the inputs are of uint8"),
+    "a dict of float64": (F.cross_entropy, {"target": Y, "input": X.double()}, "inputs are of float64"),
+    "no labels": (F.cross_entropy, X, NO_LABELS),
+    "no labels in a list": (F.cross_entropy, [X], NO_LABELS),
+}
+
+
+@pytest.mark.parametrize("through", ["step", "advance"])
+@pytest.mark.parametrize("case", UNFIT)
+def test_what_does_not_fit_is_said_in_words_of_the_batch(case, through):
+    loss, batch, words = UNFIT[case]
+    run = make_run(linear, tr.PosteriorEnergy(loss, n_data=N_DATA))
+    before = run.state_dict()
+    with pytest.raises(TargetError, match=words):
+        run.step(batch) if through == "step" else list(run.advance(3, [batch]))
+    assert same(run.state_dict(), before)
+
+
+def test_labels_that_are_ignored_are_no_classes():
+    for loss, ignored in ((F.cross_entropy, -100), (nn.CrossEntropyLoss(ignore_index=255), 255)):
+        labels = Y.clone()
+        labels[2] = ignored
+        make_run(linear, tr.PosteriorEnergy(loss, n_data=N_DATA)).step((X, labels))
+
+
+def test_other_errors_of_a_module_stay_what_they_are():
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        make_run().step((torch.zeros(8, 99), Y))
+
+
+def test_a_dataset_is_no_loader():
+    dataset = TensorDataset(*classes(N_DATA))
+    with pytest.raises(InvalidArgumentError, match=r"got a TensorDataset.*DataLoader.*dataset.tensors"):
+        list(make_run().advance(1, dataset))
+    list(make_run().advance(1, DataLoader(dataset, 4)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda")])
+def test_a_device_that_is_not_there(device):
+    with pytest.raises(InvalidArgumentError, match=r"cuda.* was asked for, but torch finds no CUDA device"):
+        tr.ModuleEnsemble(linear, cross_entropy(), device=device)

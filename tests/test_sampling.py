@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import torchrex as tr
 from assertions import assert_mean_is
 from torchrex import diagnostics
-from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyError, RunFolderError, TargetError
+from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyError, RunFolderError, RunInterrupted, TargetError
 from torchrex.exchange.swap_report import PairReport
 from torchrex.posterior.draw_recorder import DrawRecorder
 from torchrex.posterior.draws import mean_error
@@ -158,7 +158,18 @@ def test_every_text_rounds_the_rate_alike():
         assert all(shown in text for text in (draws._repr_html_(), repr(draws), draws.summary()))
 
 
-def test_ctrl_c_keeps_what_is_done():
+def draws_until_ctrl_c(on_interrupt, **arguments):
+    if on_interrupt == "return":
+        return tr.sample(gaussian, on_interrupt="return", **arguments)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        tr.sample(gaussian, **arguments)
+    assert isinstance(caught.value, RunInterrupted)
+    return caught.value.draws
+
+
+@pytest.mark.parametrize("on_interrupt", ["raise", "return"])
+def test_ctrl_c_keeps_what_is_done(on_interrupt):
+    """By default it goes on as KeyboardInterrupt: a loop over seeds must not begin the next one."""
     calls = []
 
     def interrupt(done, total):
@@ -166,9 +177,8 @@ def test_ctrl_c_keeps_what_is_done():
         if len(calls) == 2:
             raise KeyboardInterrupt
 
-    draws = tr.sample(
-        gaussian, dim=1, temperatures=(1.0, 2.0), lr=0.1, n_steps=100_000, n_runs=20_000, thin=8, progress=interrupt
-    )
+    settings = {"temperatures": (1.0, 2.0), "lr": 0.1, "n_steps": 100_000, "n_runs": 20_000, "thin": 8}
+    draws = draws_until_ctrl_c(on_interrupt, dim=1, progress=interrupt, **settings)
     assert draws.status == "interrupted"
     assert draws.n_steps == calls[1][0] < 100_000
     assert draws.n_draws == draws.n_steps // 8
@@ -222,7 +232,7 @@ def test_a_broken_replica_is_never_swapped_in():
         ({"n_runs": 0}, InvalidArgumentError, "n_runs"),
         ({"thin": 0}, InvalidArgumentError, "thin"),
         ({"burn_in": -1}, InvalidArgumentError, "burn_in"),
-        ({"lr": -0.1}, LadderError, "lrs must be positive"),
+        ({"lr": -0.1}, LadderError, "lrs must be finite and >= 0"),
         ({"temperatures": (2.0, 1.0)}, LadderError, "rise"),
         ({"correction_factor": 0.0}, InvalidArgumentError, "F must be positive"),
         ({"swap_interval": 0}, InvalidArgumentError, "swap_interval"),

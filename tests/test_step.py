@@ -10,6 +10,7 @@ import torch
 
 import torchrex as tr
 from assertions import assert_mean_is
+from torchrex.exchange import density_run
 from torchrex.exchange.algorithm import ExchangeState, Rules, measure
 from torchrex.exchange.block import draw_block, measured_steps
 from torchrex.exchange.standing import take
@@ -189,6 +190,34 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened():
     for _ in undisturbed.advance(110):
         pass
     assert torch.equal(run.ensemble.position, undisturbed.ensemble.position)
+
+
+@pytest.mark.parametrize("where", ["_choose_loop", "draw_block"])
+def test_ctrl_c_before_the_first_step_of_a_block_leaves_its_random_numbers(where, monkeypatch):
+    """The mutant takes the generators as they are after the block was drawn, of which no step has been taken."""
+
+    def make():
+        ensemble = tr.TensorEnsemble.start(tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5]), n_rungs=2, n_runs=4)
+        return tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 10.0), 0.03), noise=tr.KnownVariance())
+
+    run, resumed, undisturbed = make(), make(), make()
+    plain = density_run.draw_block
+
+    def interrupted(*arguments):
+        if where == "draw_block":
+            plain(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run if where == "_choose_loop" else density_run, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(run.advance(20))
+    resumed.load_state_dict(run.state_dict())
+    for each in (run, resumed, undisturbed):
+        for _ in each.advance(20):
+            pass
+    assert torch.equal(run.ensemble.position, undisturbed.ensemble.position)
+    assert torch.equal(resumed.ensemble.position, undisturbed.ensemble.position)
 
 
 def test_sigma2_is_measured_every_so_many_steps_but_not_at_the_start():

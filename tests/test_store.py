@@ -551,7 +551,7 @@ class OneRun:
     def predict(self, batch, rung: int = 0) -> Tensor:
         return self.modules[rung].eval()(batch[0])
 
-    def module_at(self, rung: int) -> nn.Module:
+    def live_module_at(self, rung: int) -> nn.Module:
         return self.modules[rung]
 
 

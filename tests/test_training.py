@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchrex
-from torchrex.errors import CheckpointError, NonFiniteEnergyError, RunFolderError
+from modules import batches, classes, make_run
+from torchrex.errors import CheckpointError, InvalidArgumentError, NonFiniteEnergyError, RunFolderError, RunInterrupted
 from torchrex.experiments import get_recipe, run_recipe
 from torchrex.experiments.config import override
 from torchrex.training.signals import stopping_signals
@@ -275,6 +276,90 @@ def test_plain_batches_go_on_within_an_epoch_and_resume_with_a_new_one(tmp_path,
     again, _, _, _ = parts()
     torchrex.train(again, data, 8, checkpoints=tmp_path)
     assert "new epoch" in caplog.text
+
+
+SIGNALS = [(signal.SIGINT, RunInterrupted, None), (signal.SIGTERM, SystemExit, 143)]
+
+
+@pytest.mark.parametrize(("number", "kind", "code"), SIGNALS)
+@pytest.mark.parametrize("at", [7, 20])
+def test_a_signal_ends_a_loop_over_seeds(tmp_path, number, kind, code, at):
+    """After the checkpoint, even if that is the last one. The mutant returns, and the next seed begins."""
+
+    begun, stopped = [], []
+
+    def signalled(done, total):
+        if done >= at and not stopped:
+            stopped.append(done)
+            signal.raise_signal(number)
+
+    def all_seeds():
+        for seed in range(3):
+            begun.append(seed)
+            run = make_run(seed=seed)
+            torchrex.train(run, batches(7), 20, checkpoints=tmp_path / str(seed), progress=signalled)
+
+    with pytest.raises(kind) as caught:
+        all_seeds()
+    assert begun == [0]
+    assert torchrex.Checkpoints(tmp_path / "0").steps()[-1] == stopped[0]
+    assert getattr(caught.value, "code", None) == code
+    assert isinstance(caught.value, KeyboardInterrupt) == (number == signal.SIGINT)
+    if number == signal.SIGINT:
+        assert (caught.value.outcome.total_steps, caught.value.outcome.signal) == (stopped[0], number)
+
+
+@pytest.mark.parametrize(("number", "kind", "code"), SIGNALS)
+def test_a_signal_may_return_how_far_it_came(tmp_path, number, kind, code):
+    run = make_run()
+    outcome = torchrex.train(
+        run, batches(7), 20, progress=lambda done, total: done == 1 and signal.raise_signal(number), on_interrupt="return"
+    )
+    assert (outcome.status, outcome.signal, outcome.steps) == ("interrupted", number, 1)
+    with pytest.raises(InvalidArgumentError, match="on_interrupt must be raise or return"):
+        torchrex.train(run, batches(7), 20, on_interrupt="ignore")
+
+
+def test_steps_and_seconds_of_this_call_and_of_all(tmp_path):
+    """The mutant gives the seconds of all calls beside the steps of this one."""
+    loader = torchrex.DeviceLoader(classes(), 8, seed=1)
+
+    def go(n_steps):
+        began = time.monotonic()
+        outcome = torchrex.train(make_run(), loader, n_steps, checkpoints=tmp_path)
+        return outcome, time.monotonic() - began
+
+    first, _ = go(400)
+    second, took = go(410)
+    assert (first.steps, first.total_steps) == (400, 400)
+    assert (second.steps, second.total_steps) == (10, 410)
+    assert first.seconds == first.total_seconds
+    assert 0 < second.seconds <= took
+    assert second.total_seconds >= first.seconds + second.seconds - 1e-9
+
+
+@pytest.mark.parametrize(
+    ("n_averages", "trace", "words"),
+    [
+        (0, True, "1 average and a trace, but now there is no average and a trace"),
+        (1, False, "now there is 1 average and no trace"),
+    ],
+)
+def test_a_checkpoint_with_other_averages_or_traces_says_which(tmp_path, n_averages, trace, words):
+    go(tmp_path, 20)
+    run, loader, average, of_steps = parts()
+    with pytest.raises(CheckpointError, match=words):
+        torchrex.train(run, loader, 40, average=[average] * n_averages, trace=of_steps if trace else None, checkpoints=tmp_path)
+
+
+def test_a_trace_takes_single_steps():
+    run, blocks, single, stacked = make_run(), batches(6), torchrex.Trace(every=2), torchrex.Trace(every=2)
+    for batch in blocks:
+        single.record(run.step(batch))
+    for infos in make_run().advance(6, blocks):
+        stacked.record(infos)
+    assert single.tensors().keys() == stacked.tensors().keys()
+    assert all(torch.equal(tensor, stacked.tensors()[name]) for name, tensor in single.tensors().items())
 
 
 def test_signals_outside_the_main_thread_are_left_alone():

@@ -5,7 +5,9 @@ A message says what is wrong, what was given, and what to do. The command line p
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
+
+OnInterrupt = Literal["raise", "return"]  # what Ctrl-C does to `train`, `sample` and `collect`, once everything is saved
 
 
 class TorchrexError(Exception):
@@ -94,3 +96,19 @@ class NonFiniteEnergyError(TorchrexError, FloatingPointError):
         where = "There is no checkpoint before it." if path is None else f"The last checkpoint before it is {path}."
         self.checkpoint, self.args = path, (f"{self} {where}",)
         return self
+
+
+class RunInterrupted(KeyboardInterrupt):
+    """Ctrl-C, after everything was saved: a KeyboardInterrupt, so that a loop over several runs ends.
+
+    What `sample` and `collect` have drawn so far is in `draws`, how far `train` came is in `outcome`.
+    """
+
+    def __init__(self, message: str, *, draws: Any = None, outcome: Any = None) -> None:
+        super().__init__(message)
+        self.draws, self.outcome = draws, outcome
+
+
+def require_on_interrupt(on_interrupt: str) -> None:
+    if on_interrupt not in ("raise", "return"):
+        raise InvalidArgumentError(f"on_interrupt must be raise or return, got {on_interrupt!r}")

@@ -73,6 +73,7 @@ def mixture(folder, n_steps=1_200, every=100, keep=2, *, compiled=False, thin=10
         compiled=compiled,
         checkpoints=tr.Checkpoints(Path(folder), keep=keep),
         checkpoint_every=every,
+        on_interrupt="return",
     )
     swaps = int(draws.accepted.sum())
     return {"status": draws.status, "signal": None, "stands_at": draws.n_steps, "swaps": swaps}
@@ -89,6 +90,7 @@ def _train(run, loader, test, folder, n_steps, every, keep, *, average_every=10,
         checkpoints=tr.Checkpoints(Path(folder), keep=keep),
         checkpoint_every=every,
         extra=tr.DeviceLoader(classes(), 8, seed=2) if isinstance(run.rules.noise, tr.Smoothing) else None,
+        on_interrupt="return",
     )
     swaps = None if trace is None else int(trace.state_dict()["tensors"]["accepted"].sum())
     return {"status": outcome.status, "signal": outcome.signal, "stands_at": run.n_steps, "swaps": swaps}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.data import Dataset
 
 from torchrex.distributed import Crew
 from torchrex.errors import InvalidArgumentError, TargetError
@@ -36,7 +37,7 @@ def try_batch(ensemble: ModuleEnsemble, batch: Batch, forward: ForwardRandomness
     state = forward.state_dict()
     try:
         with torch.no_grad(), forward, forward.turn_of(0), untouched_buffers(module), ensemble.casting(), telling_of_one():
-            losses = ensemble.energy.per_example(module, mine)
+            losses = ensemble.energy.tried(module, mine)
             if ensemble.device.type == "cpu":
                 began = time.perf_counter()
                 ensemble.energy.per_example(module, mine)
@@ -95,6 +96,12 @@ def batches_of(data: Any, n_at_once: int) -> Callable[[], Batch]:
     if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
         raise InvalidArgumentError(
             "data must give batches, got one tuple of tensors: use DeviceLoader((x, y), batch_size) or [(x, y)]"
+        )
+    if isinstance(data, Dataset) and not hasattr(data, "__iter__"):
+        tensors = ", or DeviceLoader(dataset.tensors, batch_size)" if hasattr(data, "tensors") else ""
+        raise InvalidArgumentError(
+            f"data must give batches, got a {type(data).__name__}, which gives single examples: use DataLoader(dataset, "
+            f"batch_size=..., shuffle=True){tensors}"
         )
     following = data.next if isinstance(data, DeviceLoader) else _cycle(data).__next__
     return following if n_at_once == 1 else lambda: [following() for _ in range(n_at_once)]

@@ -29,6 +29,7 @@ class Block(NamedTuple):
     length: int
     inputs: StepInputs
     measure_noise: Noise | None  # one entry for each step of the block at which sigma2 is measured
+    n_usable: int  # steps from the first on for which the schedules have values
 
 
 def block_length(rules: Rules, ensemble: TensorEnsemble) -> int:
@@ -60,7 +61,10 @@ def measured_steps(rules: Rules, start: int, stop: int) -> range:
 
 
 class ExchangeInputs(NamedTuple):
-    """What the exchange of consecutive steps takes from outside, whatever the ensemble, stacked along a first axis."""
+    """What the exchange of consecutive steps takes from outside, whatever the ensemble, stacked along a first axis.
+
+    NaN where a schedule has no usable value, see `Ladder.table`.
+    """
 
     temperature: Tensor
     lr: Tensor
@@ -91,6 +95,13 @@ def draw_exchange_inputs(
     return ExchangeInputs(temperature, lr, move_temperature, first_gap.expand(length, -1), proposed, uniform)
 
 
+def n_usable(inputs: ExchangeInputs | StepInputs) -> int:
+    """How many steps from the first on have values of all schedules."""
+    values = torch.cat([inputs.lr, inputs.move_temperature], 1)
+    unusable = (~values.isfinite().all(1)).nonzero()
+    return int(unusable[0]) if len(unusable) else len(values)
+
+
 def draw_block(streams: Streams, rules: Rules, ensemble: TensorEnsemble, start: int, length: int) -> Block:
     """Draw the block that begins at `start`. Each stream is read by one consumer, in this order, whatever the others do."""
     replicas, runs, _ = ensemble.position.shape
@@ -105,4 +116,5 @@ def draw_block(streams: Streams, rules: Rules, ensemble: TensorEnsemble, start: 
         n_measured = len(measured_steps(rules, start, start + length))
         measure_noise = target.draw_noise(streams["measure"], n_measured, (feed.n_draws, *shape), dtype)
     move_noise = ensemble.draw_move_noise(streams["move"], length, refresh=rules.momentum == "refresh")
-    return Block(start, length, StepInputs(*common, target_noise=rounds, move_noise=move_noise), measure_noise)
+    inputs = StepInputs(*common, target_noise=rounds, move_noise=move_noise)
+    return Block(start, length, inputs, measure_noise, n_usable(common) if rules.ladder.has_schedules else length)

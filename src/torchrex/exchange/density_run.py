@@ -14,7 +14,7 @@ from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo
 from torchrex.exchange.block import Block, block_length, draw_block
 from torchrex.exchange.loop import STEPS_WORTH_COMPILING, CompiledLoop, EagerLoop, Loop, make_loop, require_same_numbers
 from torchrex.exchange.replay import CannotReplayError
-from torchrex.exchange.run import ReplicaExchange
+from torchrex.exchange.run import ReplicaExchange, joined, require_every
 from torchrex.exchange.tensor_ensemble import TensorEnsemble
 from torchrex.exchange.threads import few_threads
 from torchrex.rng import Streams
@@ -54,21 +54,37 @@ class DensityExchange(ReplicaExchange, ensemble=TensorEnsemble):
         info = next(self.advance(1))
         return StepInfo(*(values[0].clone() for values in info))
 
-    def advance(self, n_steps: int, data: Any = None) -> Iterator[StepInfo]:
+    def advance(self, n_steps: int, data: Any = None, *, every: int | None = None) -> Iterator[StepInfo]:
         """Run `n_steps` steps; yields the information of up to a block of them at a time, stacked along a first axis.
 
         What is yielded is overwritten by the next block: copy what is to be kept. Raises NonFiniteEnergyError after yielding
-        the steps before it.
+        the steps before it. With `every` it yields whenever `run.n_steps` is a multiple of `every`, and at the end.
         """
+        require_every(every)
         if n_steps < 0:
             raise InvalidArgumentError(f"n_steps must be at least 0, got {n_steps}")
         if data is not None:
             raise InvalidArgumentError(f"{self._ensemble.target!r} brings its own data; leave data out")
-        remaining = n_steps
-        while remaining > 0:
-            before = self.n_steps
-            yield from self.stretch(remaining, worth=n_steps)
-            remaining -= self.n_steps - before
+        last = self.n_steps + n_steps
+        while self.n_steps < last:
+            if every is None:
+                yield from self.stretch(last - self.n_steps, worth=n_steps)
+            else:
+                yield from self._up_to(min(last, (self.n_steps // every + 1) * every), worth=n_steps)
+
+    def _up_to(self, step: int, *, worth: int) -> Iterator[StepInfo]:
+        """All steps before that one, together."""
+        done: list[StepInfo] = []
+        try:
+            while self.n_steps < step:
+                for info in self.stretch(step - self.n_steps, worth=worth):
+                    # The loop's memory is used again by the next stretch.
+                    done.append(info if self.n_steps == step and not done else StepInfo(*(values.clone() for values in info)))
+        except NonFiniteEnergyError:
+            if done:
+                yield joined(done)
+            raise
+        yield joined(done)
 
     def stretch(self, most: int, *, worth: int = 0) -> Iterator[StepInfo]:
         """The next steps, at most so many, as `advance` does and yields them: one stretch of the loop so far, or of the one that
@@ -79,8 +95,10 @@ class DensityExchange(ReplicaExchange, ensemble=TensorEnsemble):
             with few_threads(self._ensemble.position.numel()):
                 block = self._current_block()
                 first = self.n_steps - block.start
+                if first >= block.n_usable:
+                    self.rules.ladder.refuse(self.n_steps)
                 loop = self._choose_loop(worth)
-                n = min(most, block.length - first, loop.stretch)
+                n = min(most, block.n_usable - first, loop.stretch)
                 self._ensemble, self._state, info = loop.run(self._ensemble, self._state, block, first, n)
                 if self._shares_loop:
                     self._ensemble, self._state = self.ensemble, self.state
@@ -151,7 +169,11 @@ class DensityExchange(ReplicaExchange, ensemble=TensorEnsemble):
             start = self.n_steps - self.n_steps % self._block_length
             self._streams_at_block = self.streams.state_dict()
             self._block = None  # freed first, so that its memory serves again
-            self._block = draw_block(self.streams, self.rules, self._ensemble, start, self._block_length)
+            try:
+                self._block = draw_block(self.streams, self.rules, self._ensemble, start, self._block_length)
+            except BaseException:  # Ctrl-C while it is drawn
+                self.streams.load_state_dict(self._streams_at_block)
+                raise
         return self._block
 
     def _up_to_failure(self, info: StepInfo, stood: Tensor) -> Iterator[StepInfo]:
@@ -171,6 +193,7 @@ class DensityExchange(ReplicaExchange, ensemble=TensorEnsemble):
     def state_dict(self) -> dict[str, Any]:
         """Everything the next step needs; with `load_state_dict` a run goes on exactly as if it had not stopped."""
         velocity = {} if self._ensemble.velocity is None else {"velocity": self._ensemble.velocity.clone()}
+        drawn = self._block is not None and self.n_steps < self._block.start + self._block.length
         return {
             "setting": self.setting,
             "seed": self.streams.seed,
@@ -180,7 +203,7 @@ class DensityExchange(ReplicaExchange, ensemble=TensorEnsemble):
             **velocity,
             **{name: tensor.clone() for name, tensor in self._state._asdict().items()},
             # As they were before the current block was drawn, or as they are if it is used up.
-            "streams": self._streams_at_block if self.n_steps % self._block_length else self.streams.state_dict(),
+            "streams": self._streams_at_block if drawn else self.streams.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

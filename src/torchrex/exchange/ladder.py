@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,10 +20,11 @@ from torchrex.schedules import Schedule
 class Ladder:
     """Rungs from cold to hot.
 
-    `lrs` is one learning rate for all rungs or one per rung. `anneal` and `decay` are functions of the step that multiply every
-    temperature and every learning rate, so that the ratios between rungs stay as they are. `noise`, another such function,
-    multiplies the temperature of the moves alone and not that of the swaps: with anything but 1 no rung samples its posterior.
-    It is there for code that kept its noise while its learning rate fell, as the paper's authors' did.
+    `lrs` is one learning rate for all rungs or one per rung; it may be 0. `anneal` and `decay` are functions of the step that
+    multiply every temperature and every learning rate, so that the ratios between rungs stay as they are; only steps that are
+    taken need a value. `noise`, another such function, multiplies the temperature of the moves alone and not that of the swaps:
+    with anything but 1 no rung samples its posterior. It is there for code that kept its noise while its learning rate fell, as
+    the paper's authors' did.
     """
 
     temperatures: tuple[float, ...]
@@ -74,8 +76,8 @@ class Ladder:
         if len(rates) != len(temperatures):
             raise LadderError(f"give one lr, or one per rung: got {len(rates)} lrs for {len(temperatures)} temperatures")
         for rung, lr in enumerate(rates):
-            if not (math.isfinite(lr) and lr > 0):
-                raise LadderError(f"lrs must be positive and finite, but rung {rung} has {lr:g}; got {rates}")
+            if not (math.isfinite(lr) and lr >= 0):
+                raise LadderError(f"lrs must be finite and >= 0, but rung {rung} has {lr:g}; got {rates}")
         values = {"temperatures": temperatures, "lrs": rates, "anneal": anneal, "decay": decay, "noise": noise}
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -130,27 +132,73 @@ class Ladder:
         """Pairs of neighbouring rungs."""
         return self.n_rungs - 1
 
-    def table(self, start: int, n_steps: int, *, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Temperatures, learning rates and the temperatures of the moves, of `n_steps` steps from `start`: (n_steps, rungs)."""
+    @property
+    def has_schedules(self) -> bool:
+        return any(schedule is not None for schedule in (self.anneal, self.decay, self.noise))
 
-        def column(base: tuple[float, ...], schedule: Schedule | None) -> Tensor:
-            row = torch.tensor(base, dtype=dtype, device=device)
+    def table(self, start: int, n_steps: int, *, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Temperatures, learning rates and the temperatures of the moves, of `n_steps` steps from `start`: (n_steps, rungs).
+
+        Tables are made ahead of the steps. A step for which a schedule has no usable value is NaN here, and no error until it is
+        taken: see `refuse`.
+        """
+
+        def factors_of(name: str, schedule: Schedule) -> list[float]:
+            steps = range(start, start + n_steps)
+            try:
+                factors = [float(schedule(step)) for step in steps]
+                if all(factor > 0 and math.isfinite(factor) for factor in factors):
+                    return factors
+            except Exception:
+                pass
+            return [self._factor(name, step, otherwise=math.nan) for step in steps]
+
+        def column(base: tuple[float, ...], name: str) -> Tensor:
+            row, schedule = torch.tensor(base, dtype=dtype, device=device), getattr(self, name)
             if schedule is None:
                 return row.expand(n_steps, -1)  # no memory, and the compiled loop need not move its pointer
-            factors = [schedule(step) for step in range(start, start + n_steps)]
-            if not all(factor > 0 and math.isfinite(factor) for factor in factors):
-                bad = next(i for i, factor in enumerate(factors) if not (factor > 0 and math.isfinite(factor)))
-                raise LadderError(f"a schedule must stay positive and finite, but gave {factors[bad]} at step {start + bad}")
-            return torch.tensor(factors, dtype=torch.float64).to(device)[:, None].mul(row.double()).to(dtype)
+            factors = torch.tensor(factors_of(name, schedule), dtype=torch.float64)
+            return factors.to(device)[:, None].mul(row.double()).to(dtype)
 
-        temperature = column(self.temperatures, self.anneal)
-        kept = temperature if self.noise is None else temperature * column((1.0,), self.noise)
-        return temperature, column(self.lrs, self.decay), kept
+        temperature = column(self.temperatures, "anneal")
+        kept = temperature if self.noise is None else temperature * column((1.0,), "noise")
+        return temperature, column(self.lrs, "decay"), kept
+
+    def refuse(self, step: int) -> NoReturn:
+        """Say what is wrong at a step that is about to be taken and has no values."""
+        for name in ("anneal", "decay", "noise"):
+            if getattr(self, name) is not None:
+                self._factor(name, step)
+        raise LadderError(f"the temperatures or learning rates of {self!r} are not finite at step {step}; look at its schedules")
+
+    def _factor(self, name: str, step: int, *, otherwise: float | None = None) -> float:
+        """What a schedule gives at a step; `otherwise` or an error if that cannot be used."""
+        schedule: Schedule = getattr(self, name)
+        try:
+            factor = float(schedule(step))
+        except Exception as error:
+            if otherwise is not None:
+                return otherwise
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise LadderError(f"the schedule {name} failed at step {step} ({reason}); it must give a number there") from error
+        if math.isfinite(factor) and (factor > 0 or (name == "decay" and factor == 0)):
+            return factor
+        if otherwise is not None:
+            return otherwise
+        least = ">= 0" if name == "decay" else "> 0"
+        raise LadderError(f"the schedule {name} must be finite and {least} at every step taken, but gave {factor} at step {step}")
 
     def in_words(self) -> str:
         """All that distinguishes one ladder from another, schedules included by some of their values."""
+
+        def value(schedule: Schedule, step: int) -> Any:
+            try:
+                return schedule(step)
+            except Exception as error:  # a schedule need not go beyond the steps of its run, and where it ends tells it apart too
+                return type(error).__name__
+
         values = [
-            f"{name} {[schedule(step) for step in (1, 10, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)]}"
+            f"{name} {[value(schedule, step) for step in (1, 10, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)]}"
             for name, schedule in (("annealing", self.anneal), ("decay", self.decay), ("noise", self.noise))
             if schedule is not None
         ]

@@ -21,6 +21,7 @@ from torchrex.exchange.module_work import assemble_energy, prior_terms, require_
 from torchrex.exchange.momentum import after_swap
 from torchrex.exchange.philox import MASK, keys_of, normals
 from torchrex.exchange.rows import Rows
+from torchrex.exchange.run import steps_on
 from torchrex.rng import Streams, derive_seed
 from torchrex.samplers import SGLD, AdamStart, Sampler
 from torchrex.targets import Batch, Energy, GaussianPrior, Noise, PosteriorEnergy
@@ -87,7 +88,8 @@ class ModuleEnsemble(ModuleReplicas):
         self.energy, self.sampler = energy, SGLD() if sampler is None else sampler
         self.shared = tuple(shared)
         self.shares_minibatch, self.replacement, self.initial = shared_batches, replacement, initial
-        self._model, self._device, self._autocast, self._channels_last = model, device, autocast, channels_last
+        self._model, self._autocast, self._channels_last = model, autocast, channels_last
+        self._device = None if device is None else steps_on(device)
         self._mesh = mesh
         self.modules: list[nn.Module] = []  # of the replicas of this process
 
@@ -203,7 +205,7 @@ class ModuleEnsemble(ModuleReplicas):
         losses, extra, n = [], [], None
         for replica, module in self._in_lanes():
             batch, n = self.batch_of(noise, replica)
-            with torch.no_grad(), untouched_buffers(module):
+            with self.own_work(), torch.no_grad(), untouched_buffers(module):
                 with self.casting():
                     terms, _ = self._losses_of(module, batch)
                 losses.append(terms if terms.dtype == torch.float64 else terms.float())

@@ -5,8 +5,10 @@ A row can be moved, copied, saved and sent whole, whatever the module looks like
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
@@ -22,6 +24,12 @@ Model = nn.Module | Callable[[], nn.Module]
 Tensors = dict[str, dict[str, Tensor]]  # by part of a replica, then by name
 
 
+def copied(module: nn.Module) -> nn.Module:
+    """A copy that shares no memory with the module. What it keeps of its last pass (`self.activations = ...`) is copied too."""
+    kept = [t for part in module.modules() for t in vars(part).values() if isinstance(t, Tensor) and not t.is_leaf]
+    return copy.deepcopy(module, {id(tensor): tensor.detach().clone() for tensor in kept})  # deepcopy refuses such tensors
+
+
 class ModuleReplicas:
     """Modules and rows, built from a seed; `ModuleEnsemble` says what is done with them."""
 
@@ -33,9 +41,12 @@ class ModuleReplicas:
     shared: tuple[str, ...]  # parts of names
     _model: Model
     initial: Literal["identical", "independent"]
-    _device: torch.device | str | None
+    _device: torch.device | None
     _channels_last: bool
     _parameters: list[list[nn.Parameter]]  # of each replica, in the order of its row and then of the common one
+    _parts: list[dict[str, nn.Module]]  # of each replica, by name
+    _at_work = False  # is what happens to the modules now the run's own doing?
+    _writes: list[list[tuple[int, int]]] | None = None  # of their buffers, until the run's own last work; None before the first
 
     @property
     def layout(self) -> FlatLayout:
@@ -81,6 +92,8 @@ class ModuleReplicas:
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 if self.is_shared(name):
                     tensor.data.copy_(first[name].data)
+        self._parts = [dict(module.named_modules()) for module in modules]
+        self._remember_modes()
         return modules
 
     def _build(self, streams: Streams) -> list[nn.Module]:
@@ -97,6 +110,76 @@ class ModuleReplicas:
         if not all(isinstance(module, nn.Module) for module in made):
             raise InvalidArgumentError(f"model must make an nn.Module, but made {type(made[0]).__name__}")
         return made if len(made) == len(mine) else [*made, *(copy.deepcopy(made[0]) for _ in mine[1:])]
+
+    # What somebody else did to the replicas
+
+    @contextlib.contextmanager
+    def own_work(self) -> Iterator[None]:
+        """Around all that the run itself does to its modules, so that what others do to them in between is noticed.
+
+        Replicas in different modes are an error, because modes can be put back. Changed buffers are a warning, as is another mode
+        of all replicas here, which may be on purpose. Torch counts what is written, on every device, whether steps are captured
+        or not. It does not count what goes through `.data`; BatchNorm in training mode counts in `num_batches_tracked` alone.
+        """
+        if self._at_work:
+            yield
+            return
+        self._require_modes()
+        self._warn_of_buffers()
+        self._at_work = True
+        try:
+            yield
+        finally:  # also after a step that failed half-way: what it did is the run's own work
+            self._at_work = False
+            self._remember_modes()
+            self._remember_buffers()
+
+    def _remember_modes(self) -> None:
+        self._modes = self._modes_now()
+
+    def _modes_now(self) -> list[list[bool]]:
+        return [[part.training for part in parts.values()] for parts in self._parts]
+
+    def _remember_buffers(self) -> None:
+        self._buffers = [buffer for parts in self._parts for buffer in _buffers_of(parts)]  # so that no other gets their ids
+        self._writes = self.buffer_writes()
+
+    def buffer_writes(self) -> list[list[tuple[int, int]]]:
+        """Of each replica: which tensors its buffers are, and how often each was written."""
+        return [
+            [(id(b), -1 if b is None or b.is_inference() else b._version) for b in _buffers_of(parts)] for parts in self._parts
+        ]
+
+    def _require_modes(self) -> None:
+        now = self._modes_now()
+        if now == self._modes:
+            return
+        words = {True: "training", False: "evaluation"}
+        k = next(k for k, modes in enumerate(now) if modes != self._modes[k])
+        (name, part), was = next(
+            (named, was)
+            for named, was in zip(self._parts[k].items(), self._modes[k], strict=True)
+            if named[1].training is not was
+        )
+        which = f"{name} ({type(part).__name__})" if name else type(part).__name__
+        changed = f"is in {words[part.training]} mode, but the run left it in {words[was]} mode"
+        if all(modes == now[0] for modes in now):  # somebody may want that, for all replicas
+            warnings.warn(f"{which} of every replica {changed}; if you only want to look, use run.module_at(rung)", stacklevel=2)
+            return
+        raise InvalidArgumentError(
+            f"{which} of replica {self.mesh.mine[k]} {changed}; put it back with .{'train' if was else 'eval'}(), and look at a "
+            f"copy: run.module_at(rung)"
+        )
+
+    def _warn_of_buffers(self) -> None:
+        now = self.buffer_writes()
+        for replica, before, after in zip(self.mesh.mine, self._writes or now, now, strict=True):
+            if before != after:
+                warnings.warn(
+                    f"a buffer of replica {replica} was changed between two steps and not by the run, as a forward pass in "
+                    f"training mode does; this run is not what it would have been. Look at a copy: run.module_at(rung)",
+                    stacklevel=2,
+                )
 
     def is_shared(self, name: str) -> bool:
         """Is that the name of a parameter or a buffer that all replicas have in common?"""
@@ -152,6 +235,7 @@ class ModuleReplicas:
             for part, tensors in self.tensors_of(k).items():
                 for name, tensor in tensors.items():
                     tensor.copy_(state[part][name])
+        self._remember_buffers()
 
     def copy_replica(self, source: int, to: int) -> None:
         """Make one replica a copy of another, wherever they are."""
@@ -160,6 +244,7 @@ class ModuleReplicas:
             for part, tensors in self.tensors_of(self.mesh.mine.index(to)).items():
                 for name, tensor in tensors.items():
                     tensor.copy_(other[part][name])
+            self._remember_buffers()
 
     def tensors_from(self, replica: int) -> Tensors:
         """The tensors of any replica. Every process must ask: they are sent by the one that has them."""
@@ -187,3 +272,7 @@ class ModuleReplicas:
             mine &= self.common.position.isfinite().all()
         gathered = self.mesh.crew.gather(mine.tolist(), "look at the weights")
         return [fine for row in range(self.mesh.n_replica_ranks) for fine in gathered[row * self.mesh.n_data_ranks]]
+
+
+def _buffers_of(parts: dict[str, nn.Module]) -> Iterator[Tensor | None]:
+    return (buffer for part in parts.values() for buffer in part._buffers.values())

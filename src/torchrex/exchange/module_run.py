@@ -7,7 +7,6 @@ of steps at once; energies, swaps and variances are looked at when a stretch of 
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,14 +16,15 @@ from torch.utils import _pytree as pytree
 
 from torchrex.errors import InvalidArgumentError
 from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo, StepInputs, sa_step, step
-from torchrex.exchange.block import ExchangeInputs, draw_exchange_inputs
+from torchrex.exchange.block import ExchangeInputs, draw_exchange_inputs, n_usable
 from torchrex.exchange.capture import Workings
 from torchrex.exchange.compiling import compiled_or_plain
 from torchrex.exchange.cuda_modes import convolutions
 from torchrex.exchange.divergence import Divergence, first_failure, respawn
 from torchrex.exchange.forward_rng import ForwardRandomness
 from torchrex.exchange.module_ensemble import ModuleEnsemble
-from torchrex.exchange.module_work import evaluating, telling_of_one
+from torchrex.exchange.module_replicas import copied
+from torchrex.exchange.module_work import evaluating, telling_of_one, untouched_buffers
 from torchrex.exchange.noise import PerExample, RepeatedDraws, warn_of_no_measurement
 from torchrex.exchange.pairing import NoSwaps
 from torchrex.exchange.records import Records
@@ -86,6 +86,7 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         ensemble.turn_of = self.forward.turn_of
         ensemble.shares_losses = isinstance(rules.noise.feed, PerExample)
         self._guest: nn.Module | None = None  # for a replica of another process
+        self._looking_writes: bool | None = None  # does a module in evaluation mode write its buffers? None until one was seen
         self._block_start, self._streams_at_block = -1, self.streams.state_dict()
         self._table: ExchangeInputs | None = None
         self._rows: list[ExchangeInputs] = []
@@ -121,9 +122,17 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         return self._standing[1][rung]
 
     def module_at(self, rung: int = 0) -> nn.Module:
-        """The module of the replica that stands on that rung now; its weights change with the next step.
+        """A copy of the module that stands on that rung now, in evaluation mode: nothing done to it changes the run.
 
-        On several processes all of them must ask: those that do not hold it get a copy.
+        On several processes all of them must ask.
+        """
+        return copied(self.live_module_at(rung)).eval()
+
+    def live_module_at(self, rung: int = 0) -> nn.Module:
+        """The module of the replica itself, not a copy: its weights change with the next step, and it is in the run's mode.
+
+        Whoever changes its weights, its mode or its buffers changes the run; a forward pass in training mode changes the
+        statistics of BatchNorm. On several processes all of them must ask: those that do not hold it get a copy.
         """
         replica, modules = self.replica_at(rung), self._ensemble.modules
         if not self.mesh.is_spread:
@@ -131,7 +140,7 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         sent = self._ensemble.tensors_from(replica)
         if replica in self.mesh.mine:
             return modules[self.mesh.mine.index(replica)]
-        self._guest = copy.deepcopy(modules[0]) if self._guest is None else self._guest
+        self._guest = copied(modules[0]) if self._guest is None else self._guest
         here = {**dict(self._guest.named_parameters()), **dict(self._guest.named_buffers())}
         for name, tensor in {**sent["parameters"], **sent["buffers"], **sent["frozen"]}.items():
             here[name].data.copy_(tensor)
@@ -149,9 +158,16 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         return self.mesh.send_from(self.mesh.owner_of(replica), output, self.device)
 
     def _output_of(self, k: int, batch: Batch) -> Any:
-        module = self._ensemble.modules[k]
-        with evaluating(module), self._ensemble.casting():
-            output = self._output(module, self.to_device(batch))
+        module, ensemble = self._ensemble.modules[k], self._ensemble
+        with contextlib.ExitStack() as looking:
+            if self._looking_writes is not False:  # a module may count its calls, say: what looking writes is taken back
+                looking.enter_context(ensemble.own_work())
+                looking.enter_context(untouched_buffers(module))
+            before = ensemble.buffer_writes() if self._looking_writes is None else None
+            with evaluating(module), ensemble.casting():
+                output = self._output(module, self.to_device(batch))
+            if before is not None:
+                self._looking_writes = ensemble.buffer_writes() != before
         return output.float() if isinstance(output, Tensor) and output.dtype == torch.bfloat16 else output
 
     # Going on
@@ -167,17 +183,18 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
                 warn_of_no_measurement(noise, noise.feed, self.n_steps, shares_minibatch=self._ensemble.shares_minibatch)
         info = self.alone.step(batch)
         if self.records is None:
-            self.look(StepInfo(*(values[None] for values in info)))
+            self.look(StepInfo(*(values[None] for values in info)), batch)
         elif self.n_steps % BLOCK == 0:
             self.look(self.records.info)
         return info
 
-    def advance(self, n_steps: int, data: Any = None, extra: Any = None) -> Iterator[StepInfo]:
+    def advance(self, n_steps: int, data: Any = None, extra: Any = None, *, every: int | None = None) -> Iterator[StepInfo]:
         """`n_steps` steps on the batches of `data`, a DeviceLoader or any iterable of batches that is begun anew when it ends.
 
-        Yields up to 256 steps at a time. With RepeatedDraws the extra batches are taken from `extra`, or else from `data` too.
+        Yields up to 256 steps at a time, or with `every` whenever `run.n_steps` is a multiple of it, and at the end. With
+        RepeatedDraws the extra batches are taken from `extra`, or else from `data` too.
         """
-        for (infos,) in self.alone.advance(n_steps, data, extra):
+        for (infos,) in self.alone.advance(n_steps, data, extra, every=every):
             assert infos is not None
             yield infos
 
@@ -247,6 +264,8 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         start = self.n_steps - self.n_steps % BLOCK
         if start != self._block_start:
             self._draw_block(start)
+        if self.n_steps - start >= self._n_usable:
+            self.rules.ladder.refuse(self.n_steps)
         return self._rows[self.n_steps - start]
 
     def _draw_block(self, start: int) -> None:
@@ -255,6 +274,7 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         self._streams_at_block = {name: states[name] for name in BLOCK_STREAMS if name in states}
         cpu = torch.device("cpu")
         block = draw_exchange_inputs(self.streams, self.rules, start, BLOCK, runs=1, device=cpu, dtype=torch.float64)
+        self._n_usable = n_usable(block)
         if self._table is None:
             self._table = ExchangeInputs(*(tensor.contiguous().to(self.device) for tensor in block))
             self._rows = [ExchangeInputs(*row) for row in zip(*(tensor.unbind(0) for tensor in self._table), strict=True)]
@@ -263,15 +283,15 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
                 mine.copy_(drawn)
         self._block_start = start
 
-    def look(self, infos: StepInfo) -> None:
-        """Are the energies of these latest steps finite?"""
-        failure = first_failure(infos, self.n_steps)
+    def look(self, infos: StepInfo, batch: Batch = None) -> None:
+        """Are the energies of these latest steps finite? If it is one step, its batch tells whether they could be."""
+        failure = first_failure(infos, self.n_steps, batch=batch, together=bool(self._ensemble.shared))
         if failure is None:
             return
         if self._divergence == "stop":
             culprit = self._ensemble.what_broke(failure.replica)
             raise failure if culprit is None else failure.because(culprit)
-        self.respawns += respawn(self._ensemble, self._state.replica_at, infos.energy[-1], self.n_steps)
+        self.respawns += respawn(self._ensemble, self._state.replica_at, infos.energy[-1], self.n_steps, batch=batch)
 
     # Stopping and going on exactly
 

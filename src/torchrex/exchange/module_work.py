@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchrex.errors import TargetError
+from torchrex.exchange.momentum import rescaling
 from torchrex.exchange.philox import normals
 from torchrex.samplers import Sampler
 from torchrex.targets import Batch, Energy
@@ -80,9 +81,7 @@ def update_rows(
         gradient = gradient + precision * position
     kept = velocity
     if velocity is not None and rescaled is not None:
-        swapped, before, after = rescaled
-        ratio = torch.where(swapped, after / before, 1.0).to(dtype)
-        kept = velocity * ratio
+        kept = velocity * rescaling(*rescaled).to(dtype)
     moved, kicked, grown = sampler.move_at(now, position, kept, squares, gradient, numbers, lr=lr, temperature=temperature)
     position.copy_(moved)
     if velocity is not None and kicked is not None:

@@ -21,6 +21,8 @@ def after_swap(
 
     - `rescale` multiplies by the ratio of the scales, which maps one rung's law onto the other's. Measured with unequal lrs,
       exact gradients and swaps at every step, the law of (x, v) is right to 0.2 %.
+      A rung with a learning rate of 0 has v = 0 for its law: a replica that comes to it stops. One that leaves it keeps what it
+      has, because no factor maps 0 onto the other law.
     - `refresh` draws from the new rung's law. That is right if swaps are rarer than 1 / friction steps. Swapping at every
       step it gives 0.79 of the variance of x: a momentum is correlated with the position it came from, and forgetting that
       at every step is another dynamics.
@@ -33,7 +35,11 @@ def after_swap(
     if policy == "keep":
         return velocity
     if policy == "rescale":
-        ratio = torch.where(swapped, scale_after / scale_before, torch.ones_like(scale_after))
-        return velocity * ratio.unsqueeze(-1)
+        return velocity * rescaling(swapped, scale_before, scale_after).unsqueeze(-1)
     assert fresh is not None
     return torch.where(swapped.unsqueeze(-1), scale_after.unsqueeze(-1) * fresh, velocity)
+
+
+def rescaling(swapped: Tensor, scale_before: Tensor, scale_after: Tensor) -> Tensor:
+    """The factor of each replica's velocity under `rescale`; 1 where there is no scale to come from."""
+    return torch.where(swapped & (scale_before > 0), scale_after / scale_before, 1.0)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrex import notebook
 from torchrex.errors import InvalidArgumentError
@@ -32,7 +32,8 @@ class ReplicaExchange:
     """Adaptive replica exchange stochastic gradient MCMC (Algorithm 1).
 
     Made from a TensorEnsemble it is a run on a density, whose steps need nothing; from a ModuleEnsemble, one on a network,
-    whose steps need batches.
+    whose steps need batches. Both have `step`, `advance`, `ensemble`, `state`, `state_dict` and `load_state_dict`. A run on a
+    network has further `replica_at`, `module_at`, `live_module_at`, `predict`, `measure` and the list `respawns`.
 
     >>> from torchrex import GaussianMixture, Ladder, TensorEnsemble
     >>> mixture = GaussianMixture([0.4, 0.6], means=[-3.0, 2.0], stds=[0.7, 0.5])
@@ -95,7 +96,7 @@ class ReplicaExchange:
                 raise InvalidArgumentError(f"{name} must be a number of steps >= 0, got {steps}")
         if momentum not in POLICIES:
             raise InvalidArgumentError(f"momentum must be one of {', '.join(POLICIES)}, got {momentum!r}")
-        if swap_intensity is not None and not 0 < swap_intensity * max(ladder.lrs) <= 1:
+        if swap_intensity is not None and not (swap_intensity > 0 and swap_intensity * max(ladder.lrs) <= 1):
             raise InvalidArgumentError(
                 f"swap_intensity r must be positive with r * lr <= 1, which is a probability; got r={swap_intensity} with "
                 f"lrs={ladder.lrs}"
@@ -144,8 +145,12 @@ class ReplicaExchange:
         """One step of every replica."""
         raise NotImplementedError
 
-    def advance(self, n_steps: int, data: Any = None) -> Iterator[StepInfo]:
-        """Run `n_steps` steps; yields the information of some steps at a time, stacked along a first axis."""
+    def advance(self, n_steps: int, data: Any = None, *, every: int | None = None) -> Iterator[StepInfo]:
+        """Run `n_steps` steps; yields the information of some steps at a time, stacked along a first axis.
+
+        How many is up to the run, unless `every` says so: then it yields whenever `run.n_steps` is a multiple of `every`, and at
+        the end. It is a generator: nothing happens until you loop over it.
+        """
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -156,8 +161,35 @@ class ReplicaExchange:
         """Restore `state_dict()` of a run with the same target, ladder and rules."""
         raise NotImplementedError
 
+    # Of runs on networks alone, see `ModuleExchange`
+
+    def replica_at(self, rung: int) -> int:
+        """On a network: the number of the replica that is at that rung now."""
+        raise self._for_networks("replica_at", "run.state.replica_at is that of every run")
+
+    def module_at(self, rung: int = 0) -> nn.Module:
+        """On a network: a copy, in evaluation mode, of the module at that rung now."""
+        raise self._for_networks("module_at", "its replicas are in run.ensemble.position")
+
+    def live_module_at(self, rung: int = 0) -> nn.Module:
+        """On a network: the module of the replica itself; whoever changes it changes the run."""
+        raise self._for_networks("live_module_at", "its replicas are in run.ensemble.position")
+
+    def predict(self, batch: Any, rung: int = 0) -> Any:
+        """On a network: the output of the module at that rung for a batch, in evaluation mode and without gradients."""
+        raise self._for_networks("predict", "compute what you need from the draws of torchrex.collect")
+
+    def measure(self, batches: Iterable[Any]) -> None:
+        """On a network, with RepeatedDraws: feed the variance of the energies of some batches at the current weights."""
+        raise self._for_networks("measure", "a density is measured by itself")
+
+    @staticmethod
+    def _for_networks(name: str, instead: str) -> InvalidArgumentError:
+        return InvalidArgumentError(f"{name} is for runs on networks, and this run is on a density: {instead}")
+
     @property
     def n_rungs(self) -> int:
+        """Rungs of the ladder, and as many replicas."""
         return self.rules.ladder.n_rungs
 
     @property
@@ -182,7 +214,7 @@ class ReplicaExchange:
         ladder = self.rules.ladder
         temperatures, lrs, _ = ladder.table(self.n_steps, 1, device=torch.device("cpu"), dtype=torch.float64)
         rows = [
-            (str(rung), f"{temperature:g}", f"{lr:g}")
+            (str(rung), *("no value" if value != value else f"{value:g}" for value in (temperature, lr)))
             for rung, (temperature, lr) in enumerate(zip(temperatures[0].tolist(), lrs[0].tolist(), strict=True))
         ]
         rules = ", ".join(f"{name}: {value}" for name, value in self._rule_settings().items() if name != "ladder")
@@ -226,6 +258,16 @@ ReplicaExchange.__signature__ = inspect.signature(  # type: ignore[attr-defined]
 ).replace(parameters=list(inspect.signature(ReplicaExchange.__init__).parameters.values())[1:])
 
 
+def require_every(every: int | None) -> None:
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise InvalidArgumentError(f"every must be a whole number >= 1, or None, got {every!r}")
+
+
+def joined(infos: Sequence[StepInfo]) -> StepInfo:
+    """One after the other."""
+    return infos[0] if len(infos) == 1 else StepInfo(*(torch.cat(values) for values in zip(*infos, strict=True)))
+
+
 def steps_on(device: torch.device | str) -> torch.device:
     """The device asked for, or an error in one line."""
     name = str(device)
@@ -236,5 +278,5 @@ def steps_on(device: torch.device | str) -> torch.device:
     except RuntimeError:
         raise InvalidArgumentError(f"device must be auto, cpu or cuda, got {name!r}") from None
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidArgumentError("device cuda was asked for, but torch finds no CUDA device here; use --device cpu or auto")
+        raise InvalidArgumentError(f"device {name} was asked for, but torch finds no CUDA device here; use cpu or auto")
     return chosen

@@ -6,6 +6,7 @@ One replica of a small network does not fill a large GPU, and neither do two.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from torchrex.exchange.capture import Captured
 from torchrex.exchange.graphs import Graphs
 from torchrex.exchange.module_work import size_of
 from torchrex.exchange.noise import PerExample, RepeatedDraws, require_two_examples, warn_of_one_example
+from torchrex.exchange.run import joined, require_every
 from torchrex.targets import Batch, DeviceLoader
 
 if TYPE_CHECKING:
@@ -65,18 +67,23 @@ class SideBySide:
     def step(self, batch: Any) -> StepInfo:
         """One step of the only run on a batch."""
         (run,) = self.runs
-        (info,) = self._step(run.to_device(batch))
+        with run.ensemble.own_work():
+            (info,) = self._step(run.to_device(batch))
         if info is not None:
             return info
         assert run.records is not None
         row = (run.n_steps - 1) % BLOCK
         return StepInfo(*(values[0] for values in run.records.read(row, row + 1)))
 
-    def advance(self, n_steps: int, data: Any = None, extra: Any = None) -> Iterator[list[StepInfo | None]]:
+    def advance(
+        self, n_steps: int, data: Any = None, extra: Any = None, *, every: int | None = None
+    ) -> Iterator[list[StepInfo | None]]:
         """`n_steps` steps of all runs; yields up to 256 at a time, for each run its information, or None if it has failed.
 
-        Batches for repeated energies come from `extra`, else from `data`.
+        With `every` it yields whenever the number of steps is a multiple of it, and at the end. Batches for repeated energies
+        come from `extra`, else from `data`.
         """
+        require_every(every)
         if n_steps < 0:
             raise InvalidArgumentError(f"n_steps must be at least 0, got {n_steps}")
         if data is None:
@@ -101,7 +108,7 @@ class SideBySide:
             self._feeding = (data, extra, following, following if extra is None else batches_of(extra, n_at_once))
         _, _, next_batch, next_extra = self._feeding
         try:
-            yield from self._advance(n_steps, data, data if extra is None else extra, next_batch, next_extra)
+            yield from self._advance(n_steps, data, data if extra is None else extra, next_batch, next_extra, every)
         except GeneratorExit:
             raise
         except BaseException:
@@ -109,23 +116,45 @@ class SideBySide:
             raise
 
     def _advance(
-        self, n_steps: int, data: Any, extra: Any, next_batch: Callable[[], Batch], next_extra: Callable[[], Batch]
+        self,
+        n_steps: int,
+        data: Any,
+        extra: Any,
+        next_batch: Callable[[], Batch],
+        next_extra: Callable[[], Batch],
+        every: int | None,
     ) -> Iterator[list[StepInfo | None]]:
         remaining = n_steps
+        parts: list[list[StepInfo | None]] = []
         while remaining > 0 and len(self.failures) < len(self.runs):
             now = next(run.n_steps for k, run in enumerate(self.runs) if k not in self.failures)
-            stretch = min(remaining, BLOCK - now % BLOCK)
-            eager: list[list[StepInfo]] = [[] for _ in self.runs]
-            for _ in range(stretch):
-                self._measure_if_due(extra, next_extra)
-                if self._step_inside(data):
-                    continue
-                for k, info in enumerate(self._step(self.runs[0].to_device(next_batch()))):
-                    if info is not None and self.runs[k].records is None:
-                        self._look(k, StepInfo(*(values[None] for values in info)))
-                        eager[k].append(info)
+            stretch = min(remaining, BLOCK - now % BLOCK, remaining if every is None else every - now % every)
+            with contextlib.ExitStack() as working:
+                for run in self.runs:
+                    working.enter_context(run.ensemble.own_work())
+                infos = self._stretch(stretch, data, extra, next_batch, next_extra)
             remaining -= stretch
-            yield [self._information(k, eager[k], stretch) for k in range(len(self.runs))]
+            parts.append(infos)
+            if every is None or (now + stretch) % every == 0 or not remaining or len(self.failures) == len(self.runs):
+                whole = [[info for info in of_run if info is not None] for of_run in zip(*parts, strict=True)]
+                yield [None if k in self.failures else joined(whole[k]) for k in range(len(self.runs))]
+                parts = []
+
+    def _stretch(
+        self, n_steps: int, data: Any, extra: Any, next_batch: Callable[[], Batch], next_extra: Callable[[], Batch]
+    ) -> list[StepInfo | None]:
+        """Steps of one block; of each run what it did."""
+        eager: list[list[StepInfo]] = [[] for _ in self.runs]
+        for _ in range(n_steps):
+            self._measure_if_due(extra, next_extra)
+            if self._step_inside(data):
+                continue
+            batch = self.runs[0].to_device(next_batch())
+            for k, info in enumerate(self._step(batch)):
+                if info is not None and self.runs[k].records is None:
+                    self._look(k, StepInfo(*(values[None] for values in info)), batch)
+                    eager[k].append(info)
+        return [self._information(k, eager[k], n_steps) for k in range(len(self.runs))]
 
     def _information(self, k: int, eager: list[StepInfo], stretch: int) -> StepInfo | None:
         """What a run did in the stretch that is over."""
@@ -141,9 +170,9 @@ class SideBySide:
             self._look(k, block)
         return None if k in self.failures else block
 
-    def _look(self, k: int, infos: StepInfo) -> None:
+    def _look(self, k: int, infos: StepInfo, batch: Batch = None) -> None:
         try:
-            self.runs[k].look(infos)
+            self.runs[k].look(infos, batch)
         except NonFiniteEnergyError as failure:
             if len(self.runs) == 1:
                 raise

@@ -153,6 +153,7 @@ class DigitsConfig:
                 progress=progress,
                 setting={"recipe": self.recipe},
                 observers=job.observers,
+                on_interrupt="return",
             )
         if outcome.status != "finished":
             return outcome, [Trained(trace)]

@@ -82,6 +82,7 @@ def train_gans(
                 resume=resume,
                 budget=budget,
                 progress=progress,
+                on_interrupt="return",
             )
     except NonFiniteEnergyError:
         if any(member.failure is None for member in members):
@@ -134,8 +135,8 @@ def _trained(job: Job, member: Member, outcome: Outcome, test: list[tuple[Tensor
     assert isinstance(member.run, ModuleExchange)
     (average,) = member.averages
     metrics = metrics_of(config, average) | authors_score(member.run, test, config.batch_size)
-    metrics["seconds_per_step"] = outcome.seconds / config.n_steps
-    module = member.run.module_at(0)
+    metrics["seconds_per_step"] = outcome.total_seconds / config.n_steps
+    module = member.run.live_module_at(0)
     assert isinstance(module, BayesianGAN)
     pictures = {}
     if module.generators is not None:
@@ -164,7 +165,7 @@ def authors_score(run: ModuleExchange, test: list[tuple[Tensor, Tensor]], batch_
     `training_mode_accuracy` is theirs to the letter: BatchNorm normalises each batch of test images by itself, so that an answer
     depends on the images beside it.
     """
-    module = run.module_at(0)
+    module = run.live_module_at(0)
     assert isinstance(module, BayesianGAN)
     discriminator, beside = module.discriminator, aside(module.discriminator)
 

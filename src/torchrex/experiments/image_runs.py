@@ -60,6 +60,7 @@ def train_images(
             budget=budget,
             progress=progress,
             extra=extra,
+            on_interrupt="return",
         )
     except NonFiniteEnergyError:
         if any(member.failure is None for member in members):
@@ -110,7 +111,7 @@ def _trained(config: ImageConfig, member: Member, outcome: Outcome) -> Trained:
     if member.failure is not None or outcome.status != "finished":
         return Trained(member.trace, failure=member.failure)
     (average,) = member.averages
-    metrics = metrics_of(config, average) | {"seconds_per_epoch": outcome.seconds / config.epochs}
+    metrics = metrics_of(config, average) | {"seconds_per_epoch": outcome.total_seconds / config.epochs}
     curves = curves_of(config, member.trace.tensors(), average)
     return Trained(member.trace, metrics, curves, {"probabilities": average.probabilities(0)})
 

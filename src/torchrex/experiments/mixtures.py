@@ -88,6 +88,7 @@ class MixtureConfig:
             resume=resume,
             budget=budget,
             shards=self.shards,
+            on_interrupt="return",
         )
 
     def measure(self, draws: Draws) -> tuple[dict[str, Any], dict[str, Tensor]]:

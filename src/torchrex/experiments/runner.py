@@ -151,7 +151,7 @@ def _write_all(slots: Sequence[Slot], outcome: Outcome, trained: Sequence[Traine
         for slot, one in zip(slots, trained, strict=True):
             if one.failure is not None:
                 named(one.failure, f"{slot.config.recipe}, seed {slot.seed}")
-                slot.write_failure(one.failure, outcome.seconds, place)
+                slot.write_failure(one.failure, outcome.total_seconds, place)
             else:
                 slot.write(outcome, one, sum(each.config.n_rungs for each in slots), place)
     except OSError as failure:

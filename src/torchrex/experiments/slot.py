@@ -71,7 +71,9 @@ class Slot:
         finished = outcome.status == "finished"
         if finished:
             save_tensors({**trained.trace.tensors(), **trained.tensors}, self.folder.path / "trace.safetensors")
-        result = header(self.config, self.seed, outcome.status, trained.metrics, trained.trace.swaps(), outcome.seconds, place)
+        result = header(
+            self.config, self.seed, outcome.status, trained.metrics, trained.trace.swaps(), outcome.total_seconds, place
+        )
         result["steps_done"] = trained.trace.n_steps
         result["replicas_side_by_side"] = n_replicas  # whose time the seconds are
         result["processes"] = join().size

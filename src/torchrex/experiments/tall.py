@@ -83,6 +83,7 @@ class LogisticConfig:
             resume=resume,
             budget=budget,
             shards=self.shards,
+            on_interrupt="return",
         )
 
     def measure(self, draws: Draws) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -34,7 +34,7 @@ class PredictingRun(Protocol):
 
     def predict(self, batch: Any, rung: int = 0) -> Tensor: ...
 
-    def module_at(self, rung: int) -> nn.Module: ...
+    def live_module_at(self, rung: int) -> nn.Module: ...
 
 
 class PosteriorAverage:
@@ -113,7 +113,7 @@ class PosteriorAverage:
             raise InvalidArgumentError("history needs targets, but the batches of data hold inputs alone; give batches (x, y)")
         if self.store is not None:
             for rung in self.rungs:
-                module = run.module_at(rung)  # which every process must ask for
+                module = run.live_module_at(rung)  # which every process must ask for
                 if is_first():
                     self.store.add(module, step=step, rung=rung)
         terms = {"probabilities": probabilities, "logits": logits.double(), "entropy": predictive_entropy(probabilities)}

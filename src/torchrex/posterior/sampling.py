@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from torchrex.distributed import ALONE
-from torchrex.errors import CheckpointError, InvalidArgumentError
+from torchrex.errors import CheckpointError, InvalidArgumentError, OnInterrupt, RunInterrupted, require_on_interrupt
 from torchrex.exchange import FactorRule, Ladder, NoiseEstimator, Pairing, ReplicaExchange, TensorEnsemble
 from torchrex.exchange.density_run import DensityExchange
 from torchrex.exchange.momentum import MomentumPolicy
@@ -59,6 +59,7 @@ def sample(
     resume: bool = True,
     budget: float | None = None,
     shards: int | None = None,
+    on_interrupt: OnInterrupt = "raise",
 ) -> Draws:
     """Sample a target by adaptive replica exchange and return the draws of the coldest rung.
 
@@ -66,7 +67,8 @@ def sample(
     (one, or one per rung) or as a `Ladder`. One temperature is plain SGLD or SGHMC; `correction_factor=float("inf")` is the naive
     test. `n_runs` independent runs proceed side by side; every `thin`-th draw after `burn_in` steps is kept.
 
-    Ctrl-C returns what was drawn so far, with status "interrupted". A NaN or infinite energy raises NonFiniteEnergyError with the
+    Ctrl-C raises RunInterrupted, a KeyboardInterrupt, with what was drawn so far in its `draws`; with `on_interrupt="return"` it
+    returns these draws, with status "interrupted". A NaN or infinite energy raises NonFiniteEnergyError with the
     draws so far in `draws`. `progress=True` shows a bar; a function is called as `progress(done, total)` after every block.
     `initial` is where the replicas start: a number, a tensor that broadcasts to (rungs, runs, dim), or a distribution of
     torch.distributions from which each replica of each run gets its own point. Without it that is the prior of a target that can
@@ -160,7 +162,16 @@ def sample(
         divided.require_same_cut(folder)
     settings = {"run": f"ReplicaExchange({whole!r}, {ladder!r})", "seed": seed}
     settings |= {"shards": divided.n_shards} if divided.n_shards > 1 else {}
-    return _draw(divided, make, n_steps, settings, resume=resume, budget=budget, progress=progress if crew.is_first else None)
+    return _draw(
+        divided,
+        make,
+        n_steps,
+        settings,
+        resume=resume,
+        budget=budget,
+        progress=progress if crew.is_first else None,
+        on_interrupt=on_interrupt,
+    )
 
 
 def collect(
@@ -175,10 +186,11 @@ def collect(
     checkpoint_every: int = 100_000,
     resume: bool = True,
     budget: float | None = None,
+    on_interrupt: OnInterrupt = "raise",
 ) -> Draws:
     """Advance a run by `n_steps` and keep its draws; memory is bounded by what is kept.
 
-    `checkpoints`, `resume` and `budget` are as in `sample`: to go on, make the run as before and call this again.
+    `checkpoints`, `resume`, `budget` and `on_interrupt` are as in `sample`: to go on, make the run as before and call this again.
     """
     if not isinstance(run, DensityExchange):
         raise InvalidArgumentError("collect is for runs on densities; a run on a network goes on by train")
@@ -195,7 +207,7 @@ def collect(
     def make(k: int) -> Drawing:
         return Drawing(run, n_steps, thin=thin, burn_in=burn_in, checkpoints=folder, checkpoint_every=checkpoint_every)
 
-    return _draw(alone, make, n_steps, settings, resume=resume, budget=budget, progress=progress)
+    return _draw(alone, make, n_steps, settings, resume=resume, budget=budget, progress=progress, on_interrupt=on_interrupt)
 
 
 def _draw(
@@ -207,7 +219,9 @@ def _draw(
     resume: bool,
     budget: float | None,
     progress: Progress | None,
+    on_interrupt: OnInterrupt,
 ) -> Draws:
+    require_on_interrupt(on_interrupt)
     if budget is not None and not budget > 0:
         raise InvalidArgumentError(f"budget must be a number of seconds > 0, got {budget!r}")
     start = shards.whole.position
@@ -215,14 +229,18 @@ def _draw(
         settings = {**settings, "started_at_one_point": True}
     if progress is True:
         with progress_bar("sampling", n_steps) as bar:
-            return _draw(shards, make, n_steps, settings, resume=resume, budget=budget, progress=bar)
+            return _draw(shards, make, n_steps, settings, resume=resume, budget=budget, progress=bar, on_interrupt=on_interrupt)
     draws = shards.draw(make, settings, resume=resume, budget=budget, progress=progress if callable(progress) else None)
     if draws is None:
         raise KeyboardInterrupt  # there is nothing to keep
     if draws.status == "finished" and shards.crew.is_first:
         warn_of_dead_pairs(draws.pairs())
-    if draws.status == "interrupted" and shards.crew.is_first:
-        logger.warning("interrupted after %s of %s steps; the draws so far are kept", f"{draws.n_steps:,}", f"{n_steps:,}")
+    if draws.status == "interrupted":
+        how = f"interrupted after {draws.n_steps:,} of {n_steps:,} steps"
+        if on_interrupt == "raise":
+            raise RunInterrupted(f"{how}; the draws so far are in the `draws` of this exception", draws=draws)
+        if shards.crew.is_first:
+            logger.warning("%s; the draws so far are kept", how)
     return draws
 
 

@@ -41,7 +41,9 @@ class Trace:
         self._proposed: Tensor | None = None
 
     def record(self, infos: StepInfo) -> None:
-        """Take in some steps, stacked along the first axis, of a run whose runs axis is 1."""
+        """Take in one step, or some that are stacked along a first axis, of a run whose runs axis is 1."""
+        if infos.energy.ndim == 2:
+            infos = StepInfo(*(values[None] for values in infos))
         n = len(infos.energy)
         accepted, proposed = infos.accepted[..., 0].cpu(), infos.proposed[..., 0].cpu()
         self._accepted = accepted.sum(0) if self._accepted is None else self._accepted + accepted.sum(0)

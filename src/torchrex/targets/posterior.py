@@ -15,10 +15,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from torchrex.errors import InvalidArgumentError, TargetError
+from torchrex.errors import InvalidArgumentError, TargetError, TorchrexError
 
 Batch = Any  # a tuple (inputs..., target), a dict with the target under `target_key`, or one tensor
 Loss = Callable[..., Tensor]
+ONE_CLASS_EACH = ("cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss")  # losses of torch that take class numbers
 PerExampleLoss = Callable[[nn.Module, Batch], Tensor | tuple[Tensor, Tensor]]
 
 
@@ -144,6 +145,60 @@ class PosteriorEnergy:
         """Loss of each example of the batch, (n,)."""
         return self.losses(module, batch)[0]
 
+    def tried(self, module: nn.Module, batch: Batch) -> Tensor:
+        """`per_example` for the first batch: what torch does not like about it is said in words of the batch.
+
+        Class numbers are looked at on the host: on a GPU one that is too large ends the process later, elsewhere.
+        """
+        output: Any = None
+        try:
+            if self._per_example is None:
+                target = self._target(batch)
+                output = self.output(module, batch)
+                self._require_classes(output, target)
+            return self.per_example(module, batch)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            reason = None if isinstance(error, TorchrexError) else self._what_is_wrong(module, batch, output, error)
+            if reason is None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            words = " ".join(str(error).split())
+            raise TargetError(f"{reason} (torch: {words[:150]}{'...' if len(words) > 150 else ''})") from error
+
+    def _require_classes(self, output: Any, target: Any) -> None:
+        if self._name not in ONE_CLASS_EACH or not isinstance(output, Tensor) or not isinstance(target, Tensor):
+            return
+        if output.ndim < 2 or target.is_floating_point() or not target.numel():
+            return
+        ignored = getattr(self._loss, "ignore_index", -100)
+        counted = target[target != ignored]
+        if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < output.shape[1]:
+            raise TargetError(
+                f"labels must be class numbers from 0 to {output.shape[1] - 1}, because the model has {output.shape[1]} outputs; "
+                f"the batch has labels {_described(target)}: number the classes from 0, or give the model more outputs"
+            )
+
+    def _what_is_wrong(self, module: nn.Module, batch: Batch, output: Any, error: Exception) -> str | None:
+        """Why a model or a loss may have failed on a batch, by what they were given; None if that does not tell."""
+        alone = isinstance(batch, Tensor) or (isinstance(batch, tuple | list) and len(batch) == 1)
+        if self._per_example is None and alone and isinstance(error, TypeError):
+            return "a batch holds one tensor and no labels; give batches (x, y), or for other forms use PosteriorEnergy.of(...)"
+        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+        given = dict(enumerate(batch)) if isinstance(batch, tuple | list) else batch if isinstance(batch, Mapping) else {0: batch}
+        inputs = next((value for key, value in given.items() if key != self.target_key), None)
+        if output is None and dtype is not None and isinstance(inputs, Tensor) and isinstance(error, RuntimeError):
+            are_numbers = inputs.is_floating_point() or inputs.dtype == torch.uint8  # and not the numbers of words, say
+            if inputs.dtype != dtype and are_numbers:
+                return f"the model is of {_short(dtype)}, but the inputs are {_described(inputs)}; give x.to({dtype})"
+        target = None if self._per_example is not None else self._target(batch)
+        if not isinstance(output, Tensor) or not isinstance(target, Tensor) or not _is_from_torch(error):
+            return None
+        advice = "give outputs and labels of the form that the loss takes"
+        if self._name in ONE_CLASS_EACH:
+            advice = f"give class numbers of shape ({len(output)},) and dtype int64: labels.long(), labels.squeeze(1)"
+        elif self._name.startswith(("binary", "BCE")):
+            advice = f"give labels of the outputs' dtype and shape: labels.to({output.dtype})"
+        return f"{self._name} failed on outputs {_described(output)} with labels {_described(target)}; {advice}"
+
     def output(self, module: nn.Module, batch: Batch) -> Any:
         """What the module makes of the inputs of a batch."""
         if isinstance(batch, Mapping):
@@ -177,6 +232,24 @@ class PosteriorEnergy:
         prior = self.prior if isinstance(self.prior, GaussianPrior) or self.prior is None else "a function"
         where = "" if self.prior_in_swaps else ", not in swaps"
         return f"PosteriorEnergy({self._name}, n_data={self.n_data:,}, prior={prior}{where})"
+
+
+def _is_from_torch(error: Exception) -> bool:
+    """Was it raised by torch, and not by a user's own code?"""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_next is not None:
+        frames = frames.tb_next
+    return frames is not None and str(frames.tb_frame.f_globals.get("__name__")).split(".")[0] == "torch"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _described(tensor: Tensor) -> str:
+    """dtype, shape and range of a tensor."""
+    spread = f", {tensor.min().item():g} to {tensor.max().item():g}" if tensor.numel() and not tensor.is_complex() else ""
+    return f"of {_short(tensor.dtype)}, shape {tuple(tensor.shape)}{spread}"
 
 
 def frozen(module: nn.Module) -> Callable[..., Any]:

@@ -15,12 +15,14 @@ from torchrex.recording import Observer, Trace
 
 
 class Outcome(NamedTuple):
-    """How a call of `train` ended."""
+    """How a call of `train` ended. Totals include what was done before a resume."""
 
     status: str  # "finished"; "paused", its budget used up; or "interrupted" by a signal
     signal: int | None = None
-    seconds: float = 0.0  # of all calls together, those before a resume included
+    seconds: float = 0.0  # of this call
     steps: int = 0  # of this call
+    total_seconds: float = 0.0
+    total_steps: int = 0
 
 
 @dataclass

@@ -92,9 +92,11 @@ def _take_up(members: Sequence[Member], found: Sequence[Checkpoint], data: Any, 
     """Load the states of the members' checkpoints; the seconds spent until then."""
     for member, checkpoint in zip(members, found, strict=True):
         state = checkpoint.state
-        if len(state["averages"]) != len(member.averages) or (state["trace"] is None) != (member.trace is None):
+        there = _in_words(len(state["averages"]), traced=state["trace"] is not None)
+        here = _in_words(len(member.averages), traced=member.trace is not None)
+        if there != here:
             raise CheckpointError(
-                f"{checkpoint.path} was written with other averages or traces; give the same ones, or another folder"
+                f"{checkpoint.path} was written with {there}, but now there is {here}; give the same, or another folder"
             )
         member.run.load_state_dict({**state["run"], "replicas": state["replicas"]})
         for average, saved in zip(member.averages, state["averages"], strict=True):
@@ -116,6 +118,10 @@ def _take_up(members: Sequence[Member], found: Sequence[Checkpoint], data: Any, 
                 "the data cannot restore their position, so the run goes on with a new epoch; use DeviceLoader for more"
             )
     return float(state["seconds"])
+
+
+def _in_words(n_averages: int, *, traced: bool) -> str:
+    return f"{n_averages or 'no'} average{'s' if n_averages > 1 else ''} and {'a' if traced else 'no'} trace"
 
 
 def _newest_common(members: Sequence[Member]) -> list[Checkpoint] | None:

@@ -7,13 +7,15 @@ resumed equals never stopped, bit for bit.
 from __future__ import annotations
 
 import contextlib
+import logging
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchrex.checkpoint import Checkpoints
-from torchrex.errors import InvalidArgumentError
+from torchrex.errors import InvalidArgumentError, OnInterrupt, RunInterrupted, require_on_interrupt
 from torchrex.exchange import ModuleExchange, ReplicaExchange
 from torchrex.posterior import PosteriorAverage
 from torchrex.recording import LiveDisplay, Observer, Trace
@@ -21,6 +23,8 @@ from torchrex.training.loop import Loop
 from torchrex.training.members import Member, Outcome
 from torchrex.training.saving import has_checkpoints, require_nothing_later
 from torchrex.training.signals import stopping_signals
+
+logger = logging.getLogger("torchrex")
 
 SECONDS_BETWEEN_LOOKS = 0.5  # at the clock and for signals
 
@@ -40,6 +44,7 @@ def train(
     setting: Mapping[str, Any] | None = None,
     extra: Any = None,
     observers: Observer | Sequence[Observer] = (),
+    on_interrupt: OnInterrupt = "raise",
 ) -> Outcome:
     """Advance a run on a module to `n_steps` steps in all, on batches of `data`, feeding averages and the trace.
 
@@ -47,10 +52,11 @@ def train(
     `progress(done, total)`. `observers` are told what the run does: `JsonLines(path)`, `TensorBoard(folder)`, or your own.
 
     With `checkpoints` (a folder) everything is saved every `checkpoint_every` steps and at the end, and a call that finds
-    checkpoints there goes on from the newest one; with `resume=False` it begins anew, in a folder without later ones. Ctrl-C and
-    SIGTERM finish the step, save, and return "interrupted"; after `budget` seconds it saves and returns "paused". `setting` is
-    written into the checkpoints, and a run with another one cannot resume from them. `extra` is where repeated energies get their
-    batches, if not from `data`.
+    checkpoints there goes on from the newest one; with `resume=False` it begins anew, in a folder without later ones. After
+    `budget` seconds it saves and returns "paused". Ctrl-C and SIGTERM finish the step and save; then Ctrl-C goes on as
+    RunInterrupted, a KeyboardInterrupt, and SIGTERM as SystemExit(143), so that nothing that was to follow is begun. With
+    `on_interrupt="return"` both return "interrupted". `setting` is written into the checkpoints, and a run with another one
+    cannot resume from them. `extra` is where repeated energies get their batches, if not from `data`.
     """
     if not isinstance(run, ModuleExchange):
         raise InvalidArgumentError("train is for runs on modules; a run on a density goes on by run.advance or collect")
@@ -67,6 +73,7 @@ def train(
         budget=budget,
         progress=progress,
         extra=extra,
+        on_interrupt=on_interrupt,
     )
 
 
@@ -80,6 +87,7 @@ def train_together(
     budget: float | None = None,
     progress: Callable[[int, int], None] | bool | None = None,
     extra: Any = None,
+    on_interrupt: OnInterrupt = "raise",
 ) -> Outcome:
     """`train` for several runs on the same batches, side by side in one captured step; each ends as it would alone.
 
@@ -93,9 +101,20 @@ def train_together(
         raise InvalidArgumentError("train_together takes members: [torchrex.Member(run, ...), ...]")
     if len({member.checkpoints is None for member in members}) > 1:
         raise InvalidArgumentError("give checkpoints to all members or to none")
+    require_on_interrupt(on_interrupt)
     loop = Loop(members, data, extra)
     with loop.crew.telling():
-        return _train(loop, n_steps, checkpoint_every, resume, budget, progress)
+        outcome = _train(loop, n_steps, checkpoint_every, resume, budget, progress)
+    if outcome.signal is not None and on_interrupt == "raise":
+        how = f"interrupted after {outcome.total_steps:,} of {n_steps:,} steps"
+        if outcome.status != "finished":
+            how += "; the same call goes on from there" if loop.saves else "; nothing was saved, as no checkpoints were asked for"
+        if outcome.signal == signal.SIGTERM:
+            if loop.crew.is_first:
+                logger.warning("%s", how)
+            raise SystemExit(128 + signal.SIGTERM)
+        raise RunInterrupted(how, outcome=outcome)
+    return outcome
 
 
 def _train(
@@ -120,7 +139,7 @@ def _train(
         loop.seconds = elapsed()
         loop.save()
         loop.status = status
-        return Outcome(status, number, loop.seconds, loop.n_steps - first)
+        return Outcome(status, number, loop.seconds - earlier, loop.n_steps - first, loop.seconds, loop.n_steps)
 
     crew, stretch = loop.crew, 1
     with contextlib.ExitStack() as stack:
