@@ -44,7 +44,8 @@ def ratios(seed: int) -> dict[str, float]:
                 energy = run.ensemble.energies({"batch": loader.next()})
                 assert energy.per_example is not None
                 totals.append(energy.total[:, 0])
-                samples.append(feed.sample(energy.per_example, run.state.replica_at, config.n_data, replacement=True)[0, 0])
+                scale = feed.scale(energy.per_example.shape[-1], config.n_data)
+                samples.append(scale * feed.sample(energy.per_example, run.state.replica_at)[0, 0])
         difference = torch.stack(totals).diff(dim=1)[:, 0]
         found[mode] = float(torch.stack(samples).mean() / (0.5 * difference.var()))
     return found

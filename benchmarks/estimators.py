@@ -69,7 +69,8 @@ def compare(per_example: Tensor, n_data: int) -> dict[str, Any]:
         repeated = RepeatedDraws(GROUP, paired=paired)
         free = PerExample(paired=paired)
         by_repetition = torch.cat([repeated.sample(group[..., None], STANDING)[0] for group in groups])
-        by_example = torch.cat([free.sample(each[:, None], STANDING, n_data, replacement=False)[0] for each in per_example])
+        scale = free.scale(per_example.shape[-1], n_data, finite_population=True)
+        by_example = scale * torch.cat([free.sample(each[:, None], STANDING)[0] for each in per_example])
         one, other = mean_and_error(by_repetition), mean_and_error(by_example)
         z = (one["sigma2"] - other["sigma2"]) / math.hypot(one["se"], other["se"])
         estimators[name] = {f"{GROUP} repeated draws": one, "per example, free": other, "difference_in_standard_errors": z}

@@ -141,6 +141,31 @@ def shared_batch_table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def variance_of_rung0_table(record: dict[str, Any]) -> str:
+    """Variance of rung 0 over the right one: an estimator and pairing a row, s and rungs in columns."""
+    columns = sorted({(r["s"], r["rungs"]) for r in record["results"]})
+    value = {
+        (r["sigma2"], r["dim"], r["pairing"], r["s"], r["rungs"]): f"{r['variance']:.3f} ± {r['se']:.3f}"
+        for r in record["results"]
+    }
+    rows = dict.fromkeys((r["sigma2"], r["dim"], "one pair" if r["rungs"] < 4 else r["pairing"]) for r in record["results"])
+    named = [row for row in rows if row[2] != "one pair"]
+    lines = ["| sigma2 | parameters | pairing | " + " | ".join(f"s = {s:g}, {rungs} rungs" for s, rungs in columns) + " |"]
+    lines.append("|---" * (len(columns) + 3) + "|")
+    for sigma2, dim, pairing in named:
+        cells = [
+            value.get((sigma2, dim, "EvenOdd" if rungs < 4 and pairing == "RandomPair" else pairing, s, rungs), "")
+            for s, rungs in columns
+        ]
+        lines.append(f"| {sigma2} | {dim} | `{pairing}` | " + " | ".join(cells) + " |")
+    lines += ["", "| exponential data, s = 1.5 | mean of rung 0, 2 rungs | 4 rungs |", "|---|---|---|"]
+    off = {(r["sigma2"], r["rungs"]): f"{r['bias_of_mean']:+.3f} ± {r['se']:.3f} sd" for r in record["exponential"]}
+    lines += [
+        f"| {name} | {off[name, 2]} | {off[name, 4]} |" for name in dict.fromkeys(r["sigma2"] for r in record["exponential"])
+    ]
+    return "\n".join(lines)
+
+
 def spread(value: dict[str, Any] | None, missing: str = "") -> str:
     """Mean and two standard deviations over seeds."""
     if value is None:
@@ -254,6 +279,7 @@ def main() -> None:
         "networks": (networks_table, "module_step"),
         "module_cpu": (module_cpu_table, "module_cpu"),
         "shared_batch": (shared_batch_table, "shared_batch"),
+        "variance_of_rung0": (variance_of_rung0_table, "variance_of_rung0"),
     }
     for page in (HERE / "README.md", HERE.parent / "README.md"):
         text = page.read_text()

@@ -87,7 +87,7 @@ def test_the_parts_were_compiled(caplog):
     with caplog.at_level(logging.INFO, logger="torchrex"):
         run = make()
         list(run.advance(2, data()))
-    assert not caplog.records
+    assert "captur" not in caplog.text
 
 
 def test_batches_given_one_by_one_equal_the_loader_inside_the_graph():
@@ -95,7 +95,7 @@ def test_batches_given_one_by_one_equal_the_loader_inside_the_graph():
     list(inside.advance(20, data()))
     loader = data()
     for _ in range(20):
-        outside.step(loader.next())
+        outside.step(loader.next(twice=True))
     assert_same(inside, outside)
 
 
@@ -131,7 +131,7 @@ def test_too_many_shapes_run_eagerly_and_say_so_once(caplog):
     x, y = torch.randn(40, 3, 8, 8, device="cuda"), torch.randint(5, (40,), device="cuda")
     for n in (10, 11, 12, 13, 14, 15, 10):
         run.step((x[:n], y[:n]))
-    (record,) = [r for r in caplog.records if r.name == "torchrex" and r.levelno == logging.WARNING]
+    (record,) = [r for r in caplog.records if "captured" in r.message and r.levelno == logging.WARNING]
     assert "more than 4 shapes" in record.message
     assert run.n_steps == 7
 
@@ -144,7 +144,7 @@ class NeedsTheHost(Net):
 def test_a_module_that_cannot_be_captured_runs_eagerly_with_the_same_numbers(caplog):
     run, eager = make(model=NeedsTheHost), make(compiled=False)
     a, b = infos(run, 10, data()), infos(eager, 10, data())
-    (record,) = [r for r in caplog.records if r.name == "torchrex" and r.levelno == logging.WARNING]
+    (record,) = [r for r in caplog.records if "captured" in r.message and r.levelno == logging.WARNING]
     assert "cannot be captured" in record.message
     assert run.alone.graphs.failed
     torch.rand(1, device="cuda")  # torch's own generator has survived
@@ -195,7 +195,7 @@ class Reassigning(Net):
 def test_a_buffer_that_is_replaced_is_not_captured(caplog):
     run = make(model=Reassigning)
     list(run.advance(10, data()))
-    (record,) = [r for r in caplog.records if r.name == "torchrex" and r.levelno == logging.WARNING]
+    (record,) = [r for r in caplog.records if "captured" in r.message and r.levelno == logging.WARNING]
     assert "buffer 'calls'" in record.message
     assert [float(module.calls) for module in run.ensemble.modules] == [10.0, 10.0, 10.0]
 

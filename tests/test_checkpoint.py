@@ -115,7 +115,7 @@ def test_format_on_disk(three):
     path = three.folder / "step=000000003"
     assert sorted(os.listdir(path)) == sorted(FILES)
     manifest = json.loads((path / "manifest.json").read_text())
-    assert (manifest["schema"], manifest["version"], manifest["step"]) == ("torchrex.checkpoint", 3, 3)
+    assert (manifest["schema"], manifest["version"], manifest["step"]) == ("torchrex.checkpoint", 4, 3)
     for name in FILES[:3]:
         data = (path / name).read_bytes()
         assert manifest["files"][name] == {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -858,7 +858,7 @@ def test_keys_name_no_files(tmp_path, key):
 @pytest.mark.parametrize(("change", "words"), [({"version": 1}, "version 1,"), ({"schema": "other"}, "schema 'other'")])
 def test_another_schema(three, warnings_of, change, words):
     reseal(three.folder / "step=000000003", lambda manifest: manifest.update(change))
-    with pytest.raises(CheckpointError, match=r"understands 'torchrex.checkpoint' version 3; ") as error:
+    with pytest.raises(CheckpointError, match=r"understands 'torchrex.checkpoint' version 4; ") as error:
         three.load_newest()
     assert words in str(error.value)
     assert not warnings_of()

@@ -122,10 +122,10 @@ def test_a_finished_run_does_not_need_them(run):
 
 def test_those_of_another_version_are_not_damaged(run, monkeypatch):
     path = run()
-    monkeypatch.setattr("torchrex.checkpoint.contents.VERSION", 4)
+    monkeypatch.setattr("torchrex.checkpoint.contents.VERSION", 5)
     findings = findings_of(load_run(path))
     found = finding_of(findings, "checkpoints that cannot be used")
-    assert "version 3, but this torchrex understands 'torchrex.checkpoint' version 4" in found.words
+    assert "version 4, but this torchrex understands 'torchrex.checkpoint' version 5" in found.words
     assert "--overwrite` begins anew" in finding_of(findings, "the run is not finished").words
 
 

@@ -235,6 +235,7 @@ def test_a_log_is_json_whatever_the_numbers_and_is_read_up_to_the_damage(tmp_pat
     assert lines[1]["energy"] == [None, None]
     whole = path.read_bytes()
     path.write_bytes(whole[:-5])
+    caplog.clear()
     with caplog.at_level(logging.WARNING, logger="torchrex"):
         assert read_log(path) == lines[:-1]
     assert not caplog.records

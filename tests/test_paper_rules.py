@@ -437,9 +437,10 @@ def estimates():
         found["repeated", paired] = torch.cat([feed.sample(some, standing)[0] for some in totals.split(20)])
         _, terms = batches(200)
         feed = PerExample(paired=paired)
-        assert not ensemble.replacement
-        found["per example", paired] = torch.cat([feed.sample(one, standing, N, replacement=False)[0] for one in terms])
-        found["mutant", paired] = torch.cat([feed.sample(one, standing, N, replacement=True)[0] for one in terms])
+        assert ensemble.finite_population
+        variance, n = torch.cat([feed.sample(one, standing)[0] for one in terms]), terms.shape[-1]
+        found["per example", paired] = feed.scale(n, N, finite_population=True) * variance
+        found["mutant", paired] = feed.scale(n, N) * variance
     return found
 
 

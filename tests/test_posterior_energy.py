@@ -498,6 +498,8 @@ UNFIT = {
     ),
     "bytes": (F.cross_entropy, (X.to(torch.uint8), Y), r"model is of float32, but the inputs are of uint8"),
     "a dict of float64": (F.cross_entropy, {"target": Y, "input": X.double()}, "inputs are of float64"),
+    "whole numbers": (F.cross_entropy, (X.long(), Y), r"inputs are of int64.*x.to\(torch.float32\)"),
+    "too many features": (F.cross_entropy, (torch.zeros(8, 99), Y), r"takes \d+ features, but the inputs are of.*\(8, 99\)"),
     "no labels": (F.cross_entropy, X, NO_LABELS),
     "no labels in a list": (F.cross_entropy, [X], NO_LABELS),
 }
@@ -522,14 +524,19 @@ def test_labels_that_are_ignored_are_no_classes():
 
 
 def test_other_errors_of_a_module_stay_what_they_are():
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        make_run().step((torch.zeros(8, 99), Y))
+    def make():
+        return nn.Sequential(linear(), nn.Linear(99, 3))
+
+    with pytest.raises(RuntimeError, match=r"^mat1 and mat2"):
+        make_run(make).step((X, Y))
 
 
 def test_a_dataset_is_no_loader():
     dataset = TensorDataset(*classes(N_DATA))
     with pytest.raises(InvalidArgumentError, match=r"got a TensorDataset.*DataLoader.*dataset.tensors"):
         list(make_run().advance(1, dataset))
+    with pytest.raises(InvalidArgumentError, match=r"got a TensorDataset.*shuffle=False.*dataset.tensors"):
+        tr.PosteriorAverage(dataset)
     list(make_run().advance(1, DataLoader(dataset, 4)))
 
 

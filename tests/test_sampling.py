@@ -13,7 +13,7 @@ import torchrex as tr
 from assertions import assert_mean_is
 from torchrex import diagnostics
 from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyError, RunFolderError, RunInterrupted, TargetError
-from torchrex.exchange.swap_report import PairReport
+from torchrex.exchange.swap_report import PairReport, percent
 from torchrex.posterior.draw_recorder import DrawRecorder
 from torchrex.posterior.draws import mean_error
 from torchrex.posterior.draws_file import SHAPES
@@ -385,11 +385,61 @@ def test_a_pair_that_never_swaps_is_named(caplog):
 
 @pytest.mark.parametrize(
     ("accepted", "proposed", "expected", "dead"),
-    [(0, 150, 0.3, True), (0, 149, 0.3, False), (0, 20, 1e-4, True), (0, 19, 1e-4, False), (1, 10_000, 1e-4, False)],
+    [
+        (0, 150, 0.3, True),
+        (0, 149, 0.3, False),
+        (0, 20, 1e-4, True),
+        (0, 19, 1e-4, False),
+        (2, 450, 0.3, True),  # one swap of each run
+        (2, 449, 0.3, False),
+        (2, 60, 1e-4, True),
+        (3, 10_000, 1e-4, False),
+    ],
 )
 def test_when_a_pair_is_dead(accepted, proposed, expected, dead):
-    assert PairReport(0, accepted, proposed, 1.0, 1.0, expected).is_dead == dead
+    assert PairReport(0, accepted, proposed, 1.0, 1.0, expected, n_runs=2).is_dead == dead
     assert not PairReport(0, accepted, proposed, math.nan, math.nan, math.nan).is_dead
+
+
+def unit_normal(batch_size):
+    """The mean of 1,000 numbers; s of its two rungs is proportional to their inverse gap."""
+    data = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    return tr.TallPosterior(lambda x, d: -0.5 * (x[..., 0] - d) ** 2, gaussian, (data,), 1, batch_size=batch_size)
+
+
+def test_a_dead_pair_that_swapped_once_because_replicas_start_alike(caplog):
+    draws = tr.sample(unit_normal(20), temperatures=(1.0, 1e6), lr=1e-4, n_steps=800, n_runs=1, initial=torch.zeros(1))
+    assert int(draws.accepted.sum()) == 1
+    (said,) = [record.getMessage() for record in caplog.records if "swap" in record.getMessage()]
+    assert said.startswith("1 swap in 800 tests between rungs 0 and 1")
+    s = draws.pairs()[0].noise_std
+    assert f"between 0 and 1 about {math.ceil(s / 2) - 1:,})" in said
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_data_that_are_not_finite_are_named(value):
+    target = unit_normal(20)
+    target.data[0][7] = value
+    with pytest.raises(NonFiniteEnergyError, match="data of the target hold NaN or infinite") as caught:
+        tr.sample(target, temperatures=(1.0, 1.1), lr=3e-4, n_steps=2000, seed=1)
+    assert "learning rate" not in str(caught.value)
+
+
+def test_the_noise_of_a_pair_is_that_of_all_draws():
+    draws = tr.sample(unit_normal(20), temperatures=(1.0, 1.1), lr=3e-4, n_steps=2000, n_runs=1, seed=1)
+    (pair,) = draws.pairs()
+    assert abs(pair.expected - pair.rate) < 0.05
+    s = 2**0.5 * (1 - 1 / 1.1) * draws.noise_variance.double().sqrt()
+    assert pair.noise_std == pytest.approx(float(s.square().mean().sqrt()))
+    assert pair.expected == pytest.approx(float(tr.expected_acceptance(0.0, s).mean()))
+    assert f"{float(draws.noise_variance.double().mean()):.4g}" in draws.summary()
+
+
+@pytest.mark.parametrize(
+    ("share", "words"), [(1.0, "100 %"), (0.5833, "58.3 %"), (2e-4, "0.02 %"), (4e-321, "< 0.001 %"), (0.0, "< 0.001 %")]
+)
+def test_percent(share, words):
+    assert percent(share) == words
 
 
 def test_a_learnt_factor_is_told():

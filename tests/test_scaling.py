@@ -33,7 +33,9 @@ def traffic(replicas, n, noise):
     sys.path.append(str(ROOT / "benchmarks"))
     from scaling_probes import Counted
 
-    ensemble = tr.ModuleEnsemble(with_everything, cross_entropy(), tr.SGHMC(0.1), mesh=replica_mesh(replicas))
+    # Dropout on so large a share of the data would be evaluated, and sent, a second time.
+    options = {"mesh": replica_mesh(replicas), "random_losses": True}
+    ensemble = tr.ModuleEnsemble(with_everything, cross_entropy(), tr.SGHMC(0.1), **options)
     ladder = tr.Ladder([0.5 + 0.01 * rung for rung in range(replicas)], 1e-4)
     run = tr.ReplicaExchange(ensemble, ladder, noise=tr.PairedVariance() if noise == "paired" else tr.KnownVariance(3.0))
     loader = tr.DeviceLoader(classes(), n, seed=1)

@@ -92,7 +92,7 @@ def test_each_run_is_the_one_it_would_be_alone(device):
         assert same(numbers(alone), numbers(run))
     swapped = [run.state.replica_at[:, 0].tolist() for run in together]
     assert swapped[2] == [0, 1]
-    assert float(together[1].state.noise_updates) == 5.0  # at steps 7, 14, ..., 35
+    assert float(together[1].state.noise_updates) == 6.0  # at steps 0, 7, 14, ..., 35
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -297,7 +297,7 @@ def test_what_cannot_go_side_by_side():
         tr.Ladder((1.0, 2.0), 1e-5),
         noise=Smoothing(0.3, RepeatedDraws(4, every=8)),
     )
-    with pytest.raises(InvalidArgumentError, match=r"\[\(7, 4\), \(8, 4\)\]"):
+    with pytest.raises(InvalidArgumentError, match=r"\[\(0, 7, 4\), \(0, 8, 4\)\]"):
         SideBySide([run, other])
     with pytest.raises(InvalidArgumentError, match="second loader as extra"):
         list(SideBySide([run, make("msgd", 0, "cpu")]).advance(3, data))

@@ -220,9 +220,13 @@ def test_ctrl_c_before_the_first_step_of_a_block_leaves_its_random_numbers(where
     assert torch.equal(resumed.ensemble.position, undisturbed.ensemble.position)
 
 
-def test_sigma2_is_measured_every_so_many_steps_but_not_at_the_start():
-    rules = Rules(tr.Ladder((1.0, 2.0), 0.1), noise=tr.RunningMean(tr.RepeatedDraws(10, every=100)))
-    assert list(measured_steps(rules, 0, 350)) == [100, 200, 300]
+def test_sigma2_is_measured_at_the_start_and_every_so_many_steps():
+    """Without an initial variance the first steps would be naive; with one it holds until step `every`, as in the paper."""
+    ladder, draws = tr.Ladder((1.0, 2.0), 0.1), tr.RepeatedDraws(10, every=100)
+    rules = Rules(ladder, noise=tr.RunningMean(draws))
+    assert list(measured_steps(rules, 0, 350)) == [0, 100, 200, 300]
+    given = Rules(ladder, noise=tr.RunningMean(draws, initial=100.0))
+    assert list(measured_steps(given, 0, 350)) == [100, 200, 300]
     assert list(measured_steps(rules, 200, 301)) == [200, 300]
     assert not measured_steps(rules, 101, 200)
 
@@ -277,3 +281,10 @@ def test_every_round_of_a_step_is_recorded():
     info = run.step()
     assert info.accepted.all()  # equal energies: all three pairs swap, one after the other
     assert info.replica_at[:, 0].tolist() == [1, 2, 3, 0]
+
+
+def test_no_step_of_repeated_draws_is_naive():
+    """The mutant measured first at step 100 and had sigma2 = 0 until then."""
+    target = tr.Noisy(tr.GaussianMixture([1.0], [0.0], [1.0]), tr.Gaussian(3.0))
+    draws = tr.sample(target, temperatures=(1.0, 4.0), lr=0.1, n_steps=20, n_runs=64)
+    assert bool((draws.noise_variance > 1.0).all())

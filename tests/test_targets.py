@@ -205,3 +205,25 @@ def test_a_tall_posterior_is_tried_before_the_run(likelihood, prior, word):
     target = tr.TallPosterior(likelihood, prior, (torch.randn(50, 3),), 3, batch_size=5)
     with pytest.raises(TargetError, match=word):
         tr.sample(target, temperatures=(1.0, 2.0), lr=1e-3, n_steps=10)
+
+
+@pytest.mark.parametrize("kind", ["of a coordinate", "of a point"])
+def test_a_prior_given_as_a_distribution_is_evaluated_and_drawn_from(kind):
+    """The same law as with a function; each run starts at a point of its own, the same ones for the same seed."""
+    data = torch.randn(50, 2, generator=torch.Generator().manual_seed(0))
+    normal = torch.distributions.Normal(1.0, 3.0)
+    prior = normal if kind == "of a coordinate" else torch.distributions.Independent(normal.expand((2,)), 1)
+
+    def target(log_prior):
+        return tr.TallPosterior(lambda x, y: -0.5 * (y - x).square().sum(-1), log_prior, (data,), 2, batch_size=10)
+
+    common = {"temperatures": (1.0, 1.1), "lr": 1e-3, "n_steps": 40, "n_runs": 500, "seed": 3}
+    x = torch.randn(7, 2)
+    assert torch.allclose(target(prior).full_energy(x), target(lambda x: normal.log_prob(x).sum(-1)).full_energy(x))
+    one, again = (tr.sample(target(prior), **common, compiled=compiled) for compiled in (True, False))
+    assert torch.allclose(one.values, again.values, rtol=1e-3, atol=1e-3)
+    first = one.values[:, 0]
+    assert len(first[:, 0].unique()) == 500
+    assert 2.0 < float(first.std()) < 4.0  # one small step after the prior
+    given = tr.sample(target(lambda x: normal.log_prob(x).sum(-1)), **common)
+    assert bool((given.values[:, 0].abs() < 1.0).all())  # a function cannot be drawn from: all start at 0

@@ -341,8 +341,8 @@ def test_steps_and_seconds_of_this_call_and_of_all(tmp_path):
 @pytest.mark.parametrize(
     ("n_averages", "trace", "words"),
     [
-        (0, True, "1 average and a trace, but now there is no average and a trace"),
-        (1, False, "now there is 1 average and no trace"),
+        (0, True, "1 average and a trace, but this call has no average and a trace"),
+        (1, False, "this call has 1 average and no trace"),
     ],
 )
 def test_a_checkpoint_with_other_averages_or_traces_says_which(tmp_path, n_averages, trace, words):
@@ -350,6 +350,17 @@ def test_a_checkpoint_with_other_averages_or_traces_says_which(tmp_path, n_avera
     run, loader, average, of_steps = parts()
     with pytest.raises(CheckpointError, match=words):
         torchrex.train(run, loader, 40, average=[average] * n_averages, trace=of_steps if trace else None, checkpoints=tmp_path)
+
+
+def test_a_checkpoint_with_another_average_or_batch_size_names_the_folder(tmp_path):
+    loader = torchrex.DeviceLoader(classes(), 8, seed=1)
+    torchrex.train(make_run(), loader, 20, average=torchrex.PosteriorAverage(batches(2), every=5), checkpoints=tmp_path)
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}.*every.*another folder"):
+        torchrex.train(make_run(), loader, 40, average=torchrex.PosteriorAverage(batches(2), every=4), checkpoints=tmp_path)
+    other = torchrex.DeviceLoader(classes(), 4, seed=1)
+    average = torchrex.PosteriorAverage(batches(2), every=5)
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}.*batch_size=8.*batch_size=4.*another folder"):
+        torchrex.train(make_run(), other, 40, average=average, checkpoints=tmp_path)
 
 
 def test_a_trace_takes_single_steps():
@@ -509,3 +520,14 @@ def test_a_pair_that_never_swaps_is_named(caplog, trace):
     caplog.clear()
     assert not run_on(1.0, 1.001)
     assert not run_on(0.5, 1.0, pairing=torchrex.NoSwaps())
+
+
+def test_a_dead_pair_that_swapped_once_because_replicas_start_alike(caplog):
+    x = torch.randn(1000, 3, generator=torch.Generator().manual_seed(0))
+    energy = torchrex.PosteriorEnergy(F.cross_entropy, n_data=1000, prior=torchrex.GaussianPrior(1.0))
+    ensemble = torchrex.ModuleEnsemble(nn.Linear(3, 2), energy)
+    run = torchrex.ReplicaExchange(ensemble, torchrex.Ladder((1.0, 1e5), 1e-4))
+    torchrex.train(run, torchrex.DeviceLoader((x, (x.sum(1) > 0).long()), 10), n_steps=400)
+    said = [record.getMessage() for record in caplog.records if "rungs 0 and 1" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("1 swap in 400 tests")

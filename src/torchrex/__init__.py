@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` 
     from torchrex.errors import TorchrexError
     from torchrex.exchange import (
         AllInTurn,
+        BatchVariance,
         ConstantFactor,
         EvenOdd,
         KnownVariance,
@@ -67,7 +68,7 @@ _HOMES = {
     "distributed": "ReplicaMesh replica_mesh",
     "errors": "TorchrexError",
     "exchange": (
-        "AllInTurn ConstantFactor EvenOdd KnownVariance Ladder ModuleEnsemble NoSwaps PairedVariance PerExample "
+        "AllInTurn BatchVariance ConstantFactor EvenOdd KnownVariance Ladder ModuleEnsemble NoSwaps PairedVariance PerExample "
         "ProportionalToGap RandomPair RepeatedDraws ReplicaExchange RunningMean SideBySide Smoothing TargetAcceptance "
         "TensorEnsemble expected_acceptance log_swap_ratio"
     ),
@@ -89,6 +90,7 @@ __all__ = [
     "SGLD",
     "AdamStart",
     "AllInTurn",
+    "BatchVariance",
     "Checkpoints",
     "ConstantFactor",
     "DeviceLoader",

@@ -74,6 +74,7 @@ class NonFiniteEnergyError(TorchrexError, FloatingPointError):
     ) -> None:
         self.replica, self.rung, self.run, self.step, self.value, self.draws = replica, rung, run, step, value, draws
         self.checkpoint: Any = None
+        self.advice = advice
         kept = "" if draws is None else f" The {draws.n_draws} draws before it are in the error's `draws`."
         if value == float("-inf"):
             advice = "An energy of -infinity may be a log density with the wrong sign, or a density without an upper bound."

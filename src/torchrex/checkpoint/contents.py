@@ -30,7 +30,7 @@ from torchrex.checkpoint.tree import DTYPES, TreePath, agrees, decode, dtype_nam
 from torchrex.durable import sync_folder, write_synced
 from torchrex.errors import CheckpointError
 
-SCHEMA, VERSION = "torchrex.checkpoint", 3
+SCHEMA, VERSION = "torchrex.checkpoint", 4
 MOST_AXES = 64  # of a tensor
 LARGE = 2**22  # bytes of a tensor that gets a file of its own
 ITEM_SIZES = {dtype_name(dtype): dtype.itemsize for dtype in DTYPES}

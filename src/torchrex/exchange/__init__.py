@@ -8,6 +8,7 @@ from torchrex.exchange.ladder import Ladder
 from torchrex.exchange.module_ensemble import ModuleEnsemble
 from torchrex.exchange.module_run import ModuleExchange
 from torchrex.exchange.noise import (
+    BatchVariance,
     KnownVariance,
     NoiseEstimator,
     PairedVariance,
@@ -23,6 +24,7 @@ from torchrex.exchange.tensor_ensemble import TensorEnsemble
 
 __all__ = [
     "AllInTurn",
+    "BatchVariance",
     "ConstantFactor",
     "DensityExchange",
     "EvenOdd",

@@ -9,6 +9,7 @@ it drives, nor whether it runs eagerly or compiled.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, Self, TypeVar
@@ -20,7 +21,7 @@ from torchrex.exchange.correction import ConstantFactor, FactorRule
 from torchrex.exchange.criterion import acceptance_probability, log_swap_ratio
 from torchrex.exchange.ladder import Ladder
 from torchrex.exchange.momentum import MomentumPolicy
-from torchrex.exchange.noise import KnownVariance, NoiseEstimator, PerExample, RepeatedDraws
+from torchrex.exchange.noise import BatchVariance, KnownVariance, NoiseEstimator, PerExample, RepeatedDraws
 from torchrex.exchange.pairing import EvenOdd, Pairing
 from torchrex.exchange.standing import change_places, invert, take
 from torchrex.targets import Energy, Noise
@@ -45,7 +46,7 @@ class ExchangeState(NamedTuple):
     """What the next step needs besides the ensemble."""
 
     replica_at: Tensor  # (rungs, runs): who stands there; the only thing a swap changes
-    noise_variance: Tensor  # (pairs, runs): sigma2, as the swaps of that pair need it
+    noise_variance: Tensor  # (pairs, runs): what the estimator remembers: sigma2, or the variance of one example's term
     noise_updates: Tensor  # (pairs, runs): SA steps taken so far
     correction_factor: Tensor  # (..., pairs, runs): memory of the rule for F
     resting: Tensor  # (pairs, runs): for how many steps more the pair is not tested
@@ -92,7 +93,7 @@ class StepInfo(NamedTuple):
     energy: Tensor  # (rungs, runs): the energies of the first round, before the swaps
     accepted: Tensor  # (pairs, runs): swaps made
     proposed: Tensor  # (pairs, runs or 1)
-    noise_variance: Tensor  # (pairs, runs)
+    noise_variance: Tensor  # (pairs, runs): sigma2
     correction: Tensor  # (pairs, runs): gap * sigma2 / F, what the energy difference had to exceed
     replica_at: Tensor  # (rungs, runs): after the swaps
 
@@ -113,7 +114,7 @@ class Ensemble(Protocol):
     @property
     def n_data(self) -> int | None: ...
     @property
-    def replacement(self) -> bool: ...  # are the examples of a minibatch drawn with replacement?
+    def finite_population(self) -> bool: ...  # are examples drawn without replacement, and is nothing else random?
     def evaluate(self, noise: Noise) -> tuple[Energy, Tensor]: ...
     def energies(self, noise: Noise) -> Energy: ...
     def draw_of(self, replica: Tensor) -> Tensor: ...
@@ -132,8 +133,8 @@ def step(
     exchange = exchange_rungs if exchange is None else exchange
     energy, gradient = ensemble.evaluate(inputs.target_noise[0])
     # Fresh energies for a later round: a noisy energy is used in one test only.
-    later = [ensemble.energies(noise).total for noise in inputs.target_noise[1:]]
-    state, exchanged, info = exchange(state, energy, later, inputs, rules, ensemble.n_data, ensemble.replacement)
+    later = [ensemble.energies(noise) for noise in inputs.target_noise[1:]]
+    state, exchanged, info = exchange(state, energy, later, inputs, rules, ensemble.n_data, ensemble.finite_population)
     if rules.ladder.n_pairs:
         ensemble = ensemble.change_rungs(
             exchanged.swapped,
@@ -149,26 +150,26 @@ def step(
 def exchange_rungs(
     state: ExchangeState,
     energy: Energy,
-    later: Sequence[Tensor],
+    later: Sequence[Energy],
     inputs: StepInputs,
     rules: Rules,
     n_data: int | None,
-    replacement: bool,
+    finite_population: bool,
 ) -> tuple[ExchangeState, Exchanged, StepInfo]:
     """SA step and swaps, from the energies (replicas, runs) of every round: small tensors in, small tensors out."""
-    if isinstance(rules.noise.feed, PerExample):
-        assert energy.per_example is not None
-        assert n_data is not None
-        sample = rules.noise.feed.sample(energy.per_example, state.replica_at, n_data, replacement=replacement)
-        state = sa_step(state, sample, rules)
-
     stood, rested = state.replica_at, state.resting
     accepted = torch.zeros_like(state.noise_variance, dtype=torch.bool)
-    correction = torch.zeros_like(state.noise_variance)
-    for round_, proposed in enumerate(inputs.proposed):
-        total = energy.total if round_ == 0 else later[round_ - 1]
-        state, made, needed = swap_step(state, total, proposed, inputs.uniform[round_], inputs, rules)
-        accepted, correction = (made, needed) if round_ == 0 else (accepted | made, correction)
+    correction, noise_variance = torch.zeros_like(state.noise_variance), state.noise_variance
+    for round_, (now, proposed) in enumerate(zip([energy, *later], inputs.proposed, strict=False)):
+        state, sigma2, degrees_of_freedom = noise_of_energies(state, now, rules, n_data, finite_population)
+        state, made, needed = swap_step(
+            state, now.total, sigma2, degrees_of_freedom, proposed, inputs.uniform[round_], inputs, rules
+        )
+        state = remember_pairs(state, now, rules, n_data)
+        if round_ == 0:
+            accepted, correction, noise_variance = made, needed, sigma2
+        else:
+            accepted = accepted | made
 
     if rules.swap_rest:  # counted in steps, however many rounds a step has
         state = state._replace(resting=torch.where(accepted, float(rules.swap_rest), (rested - 1).clamp(min=0)))
@@ -189,11 +190,49 @@ def exchange_rungs(
         energy=take(energy.total, stood) if rules.ladder.n_pairs else energy.total,
         accepted=accepted,
         proposed=inputs.proposed.any(0) & (rested <= 0) if rules.swap_rest else inputs.proposed.any(0),
-        noise_variance=state.noise_variance,
+        noise_variance=noise_variance,
         correction=correction,
         replica_at=state.replica_at,
     )
     return state, exchanged, info
+
+
+def noise_of_energies(
+    state: ExchangeState, energy: Energy, rules: Rules, n_data: int | None, finite_population: bool
+) -> tuple[ExchangeState, Tensor, float]:
+    """sigma2 (pairs, runs) for the tests of these energies, and its degrees of freedom, after the SA step of a running one."""
+    feed, noise = rules.noise.feed, rules.noise
+    if not isinstance(feed, PerExample):
+        return state, state.noise_variance, math.inf
+    assert energy.per_example is not None
+    assert n_data is not None
+    n, sample = energy.per_example.shape[-1], variance_of_pairs(state, energy, feed, n_data)
+    if isinstance(noise, BatchVariance):
+        variance = noise.blended(state.noise_variance, state.noise_updates, sample)
+    else:
+        state = sa_step(state, sample, rules)
+        variance = state.noise_variance
+    scale = feed.scale(n, n_data, finite_population=finite_population)
+    # Before the first sample the estimator has its initial value, which is a sigma2 already.
+    known = (state.noise_updates > 0) | sample.isfinite()
+    return state, torch.where(known, scale * variance, variance), noise.degrees_of_freedom(n)
+
+
+def remember_pairs(state: ExchangeState, energy: Energy, rules: Rules, n_data: int | None) -> ExchangeState:
+    """After the swaps: the variance of the pairs as they are now, on this minibatch, for the tests on the next one."""
+    if not isinstance(rules.noise, BatchVariance):
+        return state
+    assert n_data is not None
+    return sa_step(state, variance_of_pairs(state, energy, rules.noise.feed, n_data), rules)
+
+
+def variance_of_pairs(state: ExchangeState, energy: Energy, feed: PerExample, n_data: int) -> Tensor:
+    """(pairs, runs): of one example's term, for the replicas that are neighbours now."""
+    assert energy.per_example is not None
+    sample, n = feed.sample(energy.per_example, state.replica_at), energy.per_example.shape[-1]
+    if energy.repeated is None:
+        return sample
+    return feed.shrunk(sample, energy.per_example, energy.repeated, state.replica_at, n / n_data)
 
 
 def measure(ensemble: Ensemble, state: ExchangeState, noise: Noise, rules: Rules) -> ExchangeState:
@@ -213,7 +252,14 @@ def sa_step(state: ExchangeState, sample: Tensor, rules: Rules) -> ExchangeState
 
 
 def swap_step(
-    state: ExchangeState, energy: Tensor, proposed: Tensor, uniform: Tensor, inputs: StepInputs, rules: Rules
+    state: ExchangeState,
+    energy: Tensor,
+    sigma2: Tensor,
+    degrees_of_freedom: float,
+    proposed: Tensor,
+    uniform: Tensor,
+    inputs: StepInputs,
+    rules: Rules,
 ) -> tuple[ExchangeState, Tensor, Tensor]:
     """Test the proposed pairs, which are disjoint, and let the accepted ones change places; also the corrections."""
     inverse_gap = (1.0 / inputs.temperature).neg().diff().unsqueeze(-1)
@@ -223,8 +269,9 @@ def swap_step(
         energy_at[:-1],
         energy_at[1:],
         inverse_gap=inverse_gap,
-        noise_variance=state.noise_variance,
+        noise_variance=sigma2,
         correction_factor=factor,
+        degrees_of_freedom=degrees_of_freedom,
     )
     swap_rate = 1.0 if rules.swap_intensity is None else rules.swap_intensity * inputs.lr[:-1, None]
     probability = acceptance_probability(log_ratio, swap_rate)
@@ -234,4 +281,4 @@ def swap_step(
     accepted = proposed & (uniform < probability) & finite[:-1] & finite[1:]
     learnt = rules.factor.adapt(state.correction_factor, log_ratio.clamp(max=0.0).exp(), proposed, accepted)
     state = state._replace(replica_at=change_places(state.replica_at, accepted), correction_factor=learnt)
-    return state, accepted, inverse_gap * state.noise_variance / factor
+    return state, accepted, inverse_gap * sigma2 / factor

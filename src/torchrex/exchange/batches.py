@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 import warnings
@@ -37,7 +38,10 @@ def try_batch(ensemble: ModuleEnsemble, batch: Batch, forward: ForwardRandomness
     state = forward.state_dict()
     try:
         with torch.no_grad(), forward, forward.turn_of(0), untouched_buffers(module), ensemble.casting(), telling_of_one():
+            before = forward.now()
             losses = ensemble.energy.tried(module, mine)
+            if not all(map(torch.equal, before, forward.now())):
+                ensemble.note_random_losses("model")
             if ensemble.device.type == "cpu":
                 began = time.perf_counter()
                 ensemble.energy.per_example(module, mine)
@@ -91,19 +95,28 @@ def warn_of_size(counted: int, data: Any) -> None:
         )
 
 
-def batches_of(data: Any, n_at_once: int) -> Callable[[], Batch]:
-    """A function that gives the next batch, or a list of `n_at_once` for independent minibatches, for ever."""
+def require_no_dataset(data: Any, *, shuffle: bool) -> None:
+    """Refuse what gives single examples, with the loader to put around it."""
+    if isinstance(data, Dataset) and not hasattr(data, "__iter__"):
+        in_order = "" if shuffle else ", shuffle=False"
+        tensors = f", or DeviceLoader(dataset.tensors, batch_size{in_order})" if hasattr(data, "tensors") else ""
+        raise InvalidArgumentError(
+            f"data must give batches, got a {type(data).__name__}, which gives single examples: use DataLoader(dataset, "
+            f"batch_size=..., shuffle={shuffle}){tensors}"
+        )
+
+
+def batches_of(data: Any, n_at_once: int, *, twice: bool = False) -> Callable[[], Batch]:
+    """A function that gives the next batch, or a list of `n_at_once` for independent minibatches, for ever.
+
+    With `twice` a DeviceLoader augments its examples twice.
+    """
     if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
         raise InvalidArgumentError(
             "data must give batches, got one tuple of tensors: use DeviceLoader((x, y), batch_size) or [(x, y)]"
         )
-    if isinstance(data, Dataset) and not hasattr(data, "__iter__"):
-        tensors = ", or DeviceLoader(dataset.tensors, batch_size)" if hasattr(data, "tensors") else ""
-        raise InvalidArgumentError(
-            f"data must give batches, got a {type(data).__name__}, which gives single examples: use DataLoader(dataset, "
-            f"batch_size=..., shuffle=True){tensors}"
-        )
-    following = data.next if isinstance(data, DeviceLoader) else _cycle(data).__next__
+    require_no_dataset(data, shuffle=True)
+    following = functools.partial(data.next, twice=twice) if isinstance(data, DeviceLoader) else _cycle(data).__next__
     return following if n_at_once == 1 else lambda: [following() for _ in range(n_at_once)]
 
 

@@ -51,12 +51,12 @@ def measures(rules: Rules) -> RepeatedDraws | None:
 
 
 def measured_steps(rules: Rules, start: int, stop: int) -> range:
-    """The steps in [start, stop) that begin with a measurement of sigma2: every 100th, say, but not step 0."""
+    """The steps in [start, stop) that begin with a measurement of sigma2: every 100th, say."""
     feed = measures(rules)
     if feed is None:
         return range(0)
     every = feed.every
-    first = max(every, -(-start // every) * every)
+    first = max(rules.noise.first_measurement, -(-start // every) * every)
     return range(first, stop, every)
 
 

@@ -173,7 +173,7 @@ class CapturedStep(Captured):
 
         def exchange(state: ExchangeState, energy: Energy, *_: Any) -> tuple[ExchangeState, Exchanged, StepInfo]:
             exchanged = self._exchange(
-                state, energy, table, records.info, ensemble.clock, rules, ensemble.n_data, ensemble.replacement
+                state, energy, table, records.info, ensemble.clock, rules, ensemble.n_data, ensemble.finite_population
             )
             return state, exchanged, records.info
 
@@ -201,13 +201,13 @@ def exchange_and_record(
     clock: Tensor,
     rules: Rules,
     n_data: int,
-    replacement: bool,
+    finite_population: bool,
 ) -> Exchanged:
     """`exchange_rungs` with its inputs read from the table's row of this step, state and records written in place."""
     row = (clock % len(table.lr))[None]
     drawn = ExchangeInputs(*(values.index_select(0, row)[0] for values in table))
     inputs = StepInputs(*drawn, target_noise=(), move_noise={})
-    new, exchanged, info = exchange_rungs(state, energy, [], inputs, rules, n_data, replacement)
+    new, exchanged, info = exchange_rungs(state, energy, [], inputs, rules, n_data, finite_population)
     for name in RECORDED:
         getattr(records, name).index_copy_(0, row, getattr(info, name)[None])
     for old, value in zip(state, new, strict=True):

@@ -18,6 +18,7 @@ def log_swap_ratio(
     inverse_gap: Tensor | float,
     noise_variance: Tensor | float,
     correction_factor: Tensor | float = 1.0,
+    degrees_of_freedom: float = math.inf,
 ) -> Tensor:
     """Log of the corrected swap ratio between a cold and a hot rung (Deng et al. 2020, Eq. 12 with F).
 
@@ -26,9 +27,28 @@ def log_swap_ratio(
     `noise_variance` is the variance of ONE energy estimate. If both energies come from the same minibatch
     their noises are correlated: estimate the variance of the difference and pass half of it.
     Energies may have any shape; the result broadcasts.
+
+    If the variance is itself estimated, from the same n examples as the energies, give its `degrees_of_freedom` nu:
+    `finite_sample_term` is then subtracted.
     """
     correction = inverse_gap * noise_variance / correction_factor
-    return inverse_gap * (cold_energy - hot_energy - correction)
+    log_ratio = inverse_gap * (cold_energy - hot_energy - correction)
+    if math.isinf(degrees_of_freedom):
+        return log_ratio
+    return log_ratio - finite_sample_term(2.0 * inverse_gap * correction, degrees_of_freedom)
+
+
+def finite_sample_term(log_variance: Tensor | float, degrees_of_freedom: float) -> Tensor:
+    """What the test needs beyond s^2/2 if s^2, the noise variance of log S, is an estimate (Ceperley and Dewing 1999).
+
+        s^4 / (4 (nu + 2)) + s^6 / (3 (nu + 2) (nu + 4))
+
+    A correction exp(-s^2/2) with an estimate in it is too large on average, because exp is convex. The unbiased estimate of
+    exp(-sigma^2/2) from a sample variance of nu degrees of freedom is 0F1(nu/2; -nu s^2/4); minus its logarithm is s^2/2 plus
+    these terms plus higher ones, which matter where s^2 > nu/4. There hardly any swap is accepted.
+    """
+    nu, s2 = degrees_of_freedom, torch.as_tensor(log_variance).clamp(max=1e9)  # its cube is finite in single precision
+    return s2.square() / (4 * (nu + 2)) + s2**3 / (3 * (nu + 2) * (nu + 4))
 
 
 def acceptance_probability(log_ratio: Tensor, swap_rate: Tensor | float = 1.0) -> Tensor:

@@ -7,19 +7,26 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyError
 from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo
 from torchrex.exchange.block import Block, block_length, draw_block
 from torchrex.exchange.loop import STEPS_WORTH_COMPILING, CompiledLoop, EagerLoop, Loop, make_loop, require_same_numbers
+from torchrex.exchange.noise import NoiseShape
 from torchrex.exchange.replay import CannotReplayError
 from torchrex.exchange.run import ReplicaExchange, joined, require_every
+from torchrex.exchange.standing import take
 from torchrex.exchange.tensor_ensemble import TensorEnsemble
 from torchrex.exchange.threads import few_threads
-from torchrex.rng import Streams
+from torchrex.rng import Streams, derive_seed
 
 logger = logging.getLogger("torchrex")
+
+# For the shape of the noise: runs, minibatches of each position, and energies of each where there are no examples.
+MOST_LOOKED_AT, BATCHES, REPEATS = 64, 25, 500
+IN_THE_DATA = "The data of the target hold NaN or infinite values: look at them first."
 
 
 class DensityExchange(ReplicaExchange, ensemble=TensorEnsemble):
@@ -112,6 +119,25 @@ class DensityExchange(ReplicaExchange, ensemble=TensorEnsemble):
             yield from self._up_to_failure(info, before[2].replica_at)
         yield info
 
+    def noise_shape(self, batch: Any = None, *more: Any) -> NoiseShape | None:
+        """Is the energy noise at the present positions Gaussian? From fresh random numbers; None without noise or swaps."""
+        target, n_pairs = self._ensemble.target, self.rules.ladder.n_pairs
+        if not (target.has_noise and n_pairs):
+            return None
+        position, replica_at = self._ensemble.position[:, :MOST_LOOKED_AT], self._state.replica_at[:, :MOST_LOOKED_AT]
+        generator = torch.Generator(position.device).manual_seed(derive_seed(self.streams.seed, "noise shape"))
+        noise = target.draw_noise(
+            generator, 1, (REPEATS if target.n_data is None else BATCHES, *position.shape[:2]), position.dtype
+        )
+        with torch.no_grad(), few_threads(position.numel()):
+            energy = target.energy(position, {name: values[0] for name, values in noise.items()})
+        gap = (1.0 / self.temperatures_at(max(0, self.n_steps - 1))).neg().diff()
+        if energy.per_example is None or target.n_data is None:
+            return NoiseShape.of(take(energy.total.movedim(0, -1), replica_at).cpu(), gap, paired=True)
+        n, terms = energy.per_example.shape[-1], energy.per_example.movedim(0, -2).flatten(-2)
+        scale, paired = float(target.n_data), target.shares_minibatch
+        return NoiseShape.of(take(terms, replica_at).cpu(), gap, paired=paired, scale=scale, n_summed=n)
+
     # Which loop: compiled and eager steps agree to rounding only, so a run that is to go on exactly goes on with the same one.
 
     @property
@@ -182,12 +208,15 @@ class DensityExchange(ReplicaExchange, ensemble=TensorEnsemble):
         replica = stood[rung, run] if k == 0 else info.replica_at[k - 1, rung, run]
         if k:
             yield StepInfo(*(values[:k] for values in info))
+        data = [part for part in getattr(self._ensemble.target, "data", ()) if isinstance(part, Tensor)]
+        finite = all(bool(part.isfinite().all()) for part in data if part.is_floating_point())
         raise NonFiniteEnergyError(
             replica=int(replica),
             rung=rung,
             run=run,
             step=self.n_steps - len(info.energy) + k,
             value=float(info.energy[k, rung, run]),
+            advice="" if finite else IN_THE_DATA,
         )
 
     def state_dict(self) -> dict[str, Any]:

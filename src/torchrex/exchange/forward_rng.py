@@ -68,6 +68,10 @@ class ForwardRandomness:
         gpu = [] if self._gpu_state is None else [self._gpu_state.clone()]
         return {"cpu": [state.clone() for state in self._states], "gpu": gpu}
 
+    def now(self) -> list[Tensor]:
+        """The states of the default generators, inside of the context: they change if a forward pass draws random numbers."""
+        return [generator.get_state() for generator in (self._cpu, self._gpu) if generator is not None]
+
     def load_state_dict(self, state: dict[str, list[Tensor]]) -> None:
         self._states = [each.clone() for each in state["cpu"]]
         self._gpu_state = state["gpu"][0].clone() if state["gpu"] else None

@@ -50,23 +50,24 @@ class Graphs:
                 mine.copy_(given, non_blocking=True)
         return graph
 
-    def for_loader(self, loader: DeviceLoader, size: int) -> Captured | None:
+    def for_loader(self, loader: DeviceLoader, size: int, *, twice: bool) -> Captured | None:
         """The graph that takes batches of that size from the loader by itself."""
-        return self._from_loader("step", CapturedStep, self._workings, loader, size)
+        return self._from_loader("step", CapturedStep, self._workings, loader, size, twice)
 
     def energies(self, loader: DeviceLoader, size: int, ensembles: Sequence[ModuleEnsemble]) -> CapturedEnergies | None:
         """The graph that measures energies of these ensembles on the loader's next batch."""
         measured = [workings for workings in self._workings if any(workings.ensemble is each for each in ensembles)]
-        graph = self._from_loader(("energies", *map(id, ensembles)), CapturedEnergies, measured, loader, size)
+        graph = self._from_loader(("energies", *map(id, ensembles)), CapturedEnergies, measured, loader, size, False)
         assert graph is None or isinstance(graph, CapturedEnergies)
         return graph
 
     def _from_loader(
-        self, what: Any, kind: type[Captured], workings: Sequence[Workings], loader: DeviceLoader, size: int
+        self, what: Any, kind: type[Captured], workings: Sequence[Workings], loader: DeviceLoader, size: int, twice: bool
     ) -> Captured | None:
-        key = (what, id(loader), size)
+        key = (what, id(loader), size, twice)
         if key not in self._graphs:
-            self._make(key, loader, kind, workings, lambda: loader.select(size), [loader.generator], [loader.cursor])
+            generators = [loader.generator, loader.repeat_generator] if twice else [loader.generator]
+            self._make(key, loader, kind, workings, lambda: loader.select(size, twice=twice), generators, [loader.cursor])
         return self._graphs[key][0] if key in self._graphs else None
 
     def _make(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,10 @@ from torchrex.exchange.rows import Rows
 from torchrex.exchange.run import steps_on
 from torchrex.rng import Streams, derive_seed
 from torchrex.samplers import SGLD, AdamStart, Sampler
-from torchrex.targets import Batch, Energy, GaussianPrior, Noise, PosteriorEnergy
+from torchrex.targets import Batch, Energy, GaussianPrior, Noise, PosteriorEnergy, Twice
 
+RandomPart = Literal["model", "data"]
+SMALL_SHARE = 0.05  # of the data: below, the factor 1 - n / N is left out if the losses are random
 LossesOf = tuple[Tensor, Tensor | None]  # per example, and what is descended if it is not their mean
 
 
@@ -35,9 +37,12 @@ class ModuleEnsemble(ModuleReplicas):
     `model` is a function that builds a module, or a module to copy. All replicas begin with the same weights, as in the paper, or
     with `initial="independent"` each with its own from the function. With `shared_batches=False` every replica gets a minibatch
     of its own, and a step takes a list of them. Minibatches are those of an epoch, each example once; say `replacement=True` if
-    yours are drawn with replacement, for then their sums vary more. Weights stay in float32 or float64; `autocast=torch.bfloat16`
-    is for speed on a GPU, as is `channels_last=True` for convolutions. A module stays in the mode (training or evaluation) it is
-    given in. With `mesh=replica_mesh(n)` under torchrun every process holds some of the replicas, or a part of every minibatch.
+    yours are drawn with replacement, for then their sums vary more. Losses that are random by themselves, by dropout,
+    augmentation or latents, vary even where all examples are used: say `random_losses=True` if your data set augments. With None
+    what can be seen is found out: whether the model draws random numbers, and whether a DeviceLoader augments. Weights stay in
+    float32 or float64; `autocast=torch.bfloat16` is for speed on a GPU, as is `channels_last=True` for convolutions. A module
+    stays in the mode (training or evaluation) it is given in. With `mesh=replica_mesh(n)` under torchrun every process holds some
+    of the replicas, or a part of every minibatch.
     `shared` names (parts of) parameters that are the same in all replicas: they follow the mean of the replicas' gradients at the
     coldest rung's learning rate and temperature, so that who stands on which rung is nothing to them.
     """
@@ -55,6 +60,7 @@ class ModuleEnsemble(ModuleReplicas):
         shared_batches: bool = True,
         shared: Sequence[str] = (),
         replacement: bool = False,
+        random_losses: bool | None = None,
         device: torch.device | str | None = None,
         autocast: torch.dtype | None = None,
         channels_last: bool = False,
@@ -88,6 +94,7 @@ class ModuleEnsemble(ModuleReplicas):
         self.energy, self.sampler = energy, SGLD() if sampler is None else sampler
         self.shared = tuple(shared)
         self.shares_minibatch, self.replacement, self.initial = shared_batches, replacement, initial
+        self._random_losses, self._random_parts = random_losses, set[RandomPart]()
         self._model, self._autocast, self._channels_last = model, autocast, channels_last
         self._device = None if device is None else steps_on(device)
         self._mesh = mesh
@@ -101,6 +108,24 @@ class ModuleEnsemble(ModuleReplicas):
     @property
     def n_data(self) -> int:
         return self.energy.n_data
+
+    @property
+    def finite_population(self) -> bool:
+        """Are minibatches drawn without replacement, and is nothing else random, so that with all data there is no noise?"""
+        random = bool(self._random_parts) if self._random_losses is None else self._random_losses
+        return not (self.replacement or random)
+
+    def note_random_losses(self, part: RandomPart) -> None:
+        """The losses were seen to be random by themselves: the model draws random numbers, or the data are augmented."""
+        self._random_parts.add(part)
+
+    def separates_noise_of(self, n: int) -> bool:
+        """Must what is random in the losses be told from the choice of n examples, by a second forward pass on the same ones?
+
+        Not if they are a small share of the data: the error is below that share.
+        """
+        seen = self._random_losses is None and bool(self._random_parts)
+        return seen and self.separates_noise and not self.replacement and n > SMALL_SHARE * self.n_data
 
     @property
     def n_parameters(self) -> int:
@@ -138,6 +163,7 @@ class ModuleEnsemble(ModuleReplicas):
         self.lanes: list[torch.cuda.Stream] | None = None  # one side stream per replica while a step is captured
         self.turn_of: Callable[[int], contextlib.AbstractContextManager[None]] = lambda k: contextlib.nullcontext()
         self.shares_losses = True  # with the other processes, or only their sums
+        self.separates_noise = False  # is sigma2 estimated from the current batch alone?
         self.modules = modules
 
     def use(self, losses_of: Callable[..., LossesOf], assemble: Callable[..., Energy], update: Callable[..., None]) -> None:
@@ -162,9 +188,13 @@ class ModuleEnsemble(ModuleReplicas):
     def evaluate(self, noise: Noise) -> tuple[Energy, Tensor]:
         """Energies of all replicas, with the gradients of their data terms; those of a Gaussian prior join in the move."""
         losses, extra, objectives, shared = [], [], [], None
+        repeated: list[Tensor] = []
         for replica, module in self._in_lanes():
+            batch, n = self.batch_of(noise, replica)
+            # Before the pass with gradients, which must find the buffers (BatchNorm statistics) as it left them.
+            if self.separates_noise_of(n or size_of(batch)) and (again := self.repeated_batch_of(noise, replica)) is not None:
+                repeated.append(self._losses_alone(module, again))
             with torch.enable_grad():
-                batch, n = self.batch_of(noise, replica)
                 with self.casting():
                     terms, descended = self._losses_of(module, batch)
                 if len(terms) == 0:
@@ -178,16 +208,20 @@ class ModuleEnsemble(ModuleReplicas):
             losses.append(terms.detach())
             extra.append(None if added is None else added.detach())
             if self.mesh.is_spread and replica == len(self.modules) - 1:
-                shared = self._share(losses, extra, n)  # on their way while the last gradients are computed
+                shared = self._share(losses, extra, n, repeated)  # on their way while the last gradients are computed
             if not self.backward_at_once:
                 self._backward([replica], [objectives[replica]])
         if self.backward_at_once:
             self._backward(list(range(len(self.modules))), objectives)
-        self._held = losses if self.lanes is not None else []  # a capture must not free what came from another stream
+        # A capture must not free what came from another stream.
+        self._held = [*losses, *repeated] if self.lanes is not None else []
         if self.mesh.shares_examples:
             self.mesh.sum_over_examples(self.gradient)
             self._average_buffers()
-        return self._energy(losses, extra) if shared is None else shared(), self.gradient
+        if shared is not None:
+            return shared(), self.gradient
+        energy = self._energy(losses, extra)
+        return energy if not repeated else energy._replace(repeated=torch.stack(repeated)[:, None].double()), self.gradient
 
     def _backward(self, replicas: list[int], objectives: list[Tensor]) -> None:
         """Write the gradients of some replicas' objectives into their rows."""
@@ -205,12 +239,16 @@ class ModuleEnsemble(ModuleReplicas):
         losses, extra, n = [], [], None
         for replica, module in self._in_lanes():
             batch, n = self.batch_of(noise, replica)
-            with self.own_work(), torch.no_grad(), untouched_buffers(module):
-                with self.casting():
-                    terms, _ = self._losses_of(module, batch)
-                losses.append(terms if terms.dtype == torch.float64 else terms.float())
+            losses.append(self._losses_alone(module, batch))
+            with torch.no_grad():
                 extra.append(self._function_prior(replica))
         return self._share(losses, extra, n)() if self.mesh.is_spread else self._energy(losses, extra)
+
+    def _losses_alone(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Per-example losses in the mode of a step, without gradients; the buffers stay as they were."""
+        with self.own_work(), torch.no_grad(), untouched_buffers(module), self.casting():
+            terms, _ = self._losses_of(module, batch)
+        return terms if terms.dtype == torch.float64 else terms.float()
 
     def _energy(self, losses: list[Tensor], extra: list[Tensor | None]) -> Energy:
         """The energies that the swaps compare, of the replicas of this process.
@@ -221,7 +259,9 @@ class ModuleEnsemble(ModuleReplicas):
             return self._assemble(losses, [None] * len(losses), self.position, None, self.n_data)
         return self._assemble(losses, extra, self.position, self._precision, self.n_data)
 
-    def _share(self, losses: list[Tensor], extra: list[Tensor | None], n: int | None) -> Callable[[], Energy]:
+    def _share(
+        self, losses: list[Tensor], extra: list[Tensor | None], n: int | None, repeated: Sequence[Tensor] = ()
+    ) -> Callable[[], Energy]:
         """Begin to send this process's losses and prior terms to all others; the energies of all replicas when they are there."""
         n = len(losses[0]) if n is None else n
         terms = torch.stack(losses)
@@ -233,7 +273,10 @@ class ModuleEnsemble(ModuleReplicas):
             )
             return lambda: _energy_of(sums(), None, n, self.n_data)
         numbers = self.mesh.begin_gather(torch.cat([own, terms.double()], dim=1), n)
-        return lambda: _energy_of(numbers(), terms.dtype, n, self.n_data)
+        if not repeated:
+            return lambda: _energy_of(numbers(), terms.dtype, n, self.n_data)
+        others = self.mesh.begin_gather(torch.cat([own, torch.stack(list(repeated)).double()], dim=1), n)
+        return lambda: _energy_of(numbers(), terms.dtype, n, self.n_data)._replace(repeated=others()[:, None, 1:])
 
     def _average_buffers(self) -> None:
         """Running statistics are those of all examples of a minibatch, not of this process's share."""
@@ -310,9 +353,22 @@ class ModuleEnsemble(ModuleReplicas):
 
     def batch_of(self, noise: Noise, replica: int) -> tuple[Batch, int | None]:
         """What the replica of that place on this process is shown, and of how many examples that is a share, if it is one."""
-        batch = noise["batch"] if self.shares_minibatch else noise["batch"][self.mesh.mine[replica]]
+        return self._part_of(self._given(noise, replica))
+
+    def repeated_batch_of(self, noise: Noise, replica: int) -> Batch | None:
+        """The same examples once more: augmented again, or as they are if only the model is random; None if unknown."""
+        given = self._given(noise, replica, repeated=True)
+        return None if given is None else self._part_of(given)[0]
+
+    def _given(self, noise: Noise, replica: int, *, repeated: bool = False) -> Batch:
+        batch: Any = noise["batch"] if self.shares_minibatch else noise["batch"][self.mesh.mine[replica]]
         if self.mesh.is_spread and not self.shares_minibatch:  # what other processes gather must be as wide as what this one does
             require_one_size([size_of(each) for each in noise["batch"]])
+        if isinstance(batch, Twice):
+            return batch.repeated if repeated else batch.batch
+        return None if repeated and "data" in self._random_parts else batch
+
+    def _part_of(self, batch: Batch) -> tuple[Batch, int | None]:
         return self.mesh.part_of(batch) if self.mesh.shares_examples else (batch, None)
 
     @contextlib.contextmanager
@@ -387,6 +443,7 @@ class ModuleEnsemble(ModuleReplicas):
             **({"shared": ", ".join(self.shared)} if self.shared else {}),
             "minibatches": "shared" if self.shares_minibatch else "independent",
             "replacement": str(self.replacement),
+            "random_losses": str(self._random_losses),
             "device": self.device.type,
             "autocast": str(self._autocast),
         }

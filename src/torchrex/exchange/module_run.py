@@ -25,11 +25,12 @@ from torchrex.exchange.forward_rng import ForwardRandomness
 from torchrex.exchange.module_ensemble import ModuleEnsemble
 from torchrex.exchange.module_replicas import copied
 from torchrex.exchange.module_work import evaluating, telling_of_one, untouched_buffers
-from torchrex.exchange.noise import PerExample, RepeatedDraws, warn_of_no_measurement
+from torchrex.exchange.noise import NoiseShape, PerExample, RepeatedDraws, warn_of_no_measurement
 from torchrex.exchange.pairing import NoSwaps
 from torchrex.exchange.records import Records
 from torchrex.exchange.run import ReplicaExchange
 from torchrex.exchange.side_by_side import BLOCK, SideBySide
+from torchrex.exchange.standing import take
 from torchrex.rng import Streams
 from torchrex.samplers import AdamStart
 from torchrex.targets import Batch
@@ -85,6 +86,7 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         self.forward = ForwardRandomness(self.streams, self.device, self.mesh)
         ensemble.turn_of = self.forward.turn_of
         ensemble.shares_losses = isinstance(rules.noise.feed, PerExample)
+        ensemble.separates_noise = rules.noise.is_of_this_batch
         self._guest: nn.Module | None = None  # for a replica of another process
         self._looking_writes: bool | None = None  # does a module in evaluation mode write its buffers? None until one was seen
         self._block_start, self._streams_at_block = -1, self.streams.state_dict()
@@ -99,7 +101,7 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         self.respawns: list[dict[str, int]] = []
         self._standing: tuple[int, list[int]] | None = None
         # The step of the first measurement of repeated energies, until one is made or it is said that there is none.
-        self._first_measurement = rules.noise.feed.every if isinstance(rules.noise.feed, RepeatedDraws) else None
+        self._first_measurement = rules.noise.first_measurement if isinstance(rules.noise.feed, RepeatedDraws) else None
         self.alone = SideBySide([self])
 
     # Looking at it
@@ -211,6 +213,30 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         with torch.no_grad(), self.forward, self._eager_algorithms(), telling_of_one():
             energies = [self._ensemble.energies({"batch": self.to_device(batch)}).total for batch in batches]
         self.learn_variance(torch.stack(energies))
+
+    def noise_shape(self, batch: Any = None, *more: Any) -> NoiseShape | None:
+        """Is the energy noise Gaussian, by the losses of this batch and more of its size? None if there is nothing to compare.
+
+        On several processes all of them must ask.
+        """
+        if batch is None:
+            raise InvalidArgumentError("the noise of a network's energy is that of a batch: run.noise_shape((x, y))")
+        if not self.rules.ladder.n_pairs or not self._ensemble.shares_losses:
+            return None
+        state = self.forward.state_dict()
+        try:
+            with torch.no_grad(), self.forward, self._eager_algorithms():
+                seen = [self._ensemble.energies({"batch": self.to_device(each)}).per_example for each in (batch, *more)]
+        finally:
+            self.forward.load_state_dict(state)
+        losses = [each for each in seen if each is not None]
+        if not losses or losses[0].shape[-1] < 2:
+            return None
+        n, terms = losses[0].shape[-1], torch.cat(losses, -1)
+        gap = (1.0 / self.temperatures_at(max(0, self.n_steps - 1))).neg().diff()
+        at_rung = take(terms, self._state.replica_at).cpu()
+        paired, scale = self._ensemble.shares_minibatch, float(self._ensemble.n_data)
+        return NoiseShape.of(at_rung, gap, paired=paired, scale=scale, n_summed=n)
 
     # What `SideBySide` asks of a run
 

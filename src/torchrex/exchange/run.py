@@ -21,8 +21,8 @@ from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo
 from torchrex.exchange.correction import FactorRule, as_rule
 from torchrex.exchange.ladder import Ladder
 from torchrex.exchange.momentum import POLICIES, MomentumPolicy
-from torchrex.exchange.noise import KnownVariance, NoiseEstimator, default_estimator
-from torchrex.exchange.pairing import EvenOdd, Pairing
+from torchrex.exchange.noise import KnownVariance, NoiseEstimator, NoiseShape, default_estimator
+from torchrex.exchange.pairing import NoSwaps, Pairing, default_pairing
 from torchrex.rng import Streams
 
 logger = logging.getLogger("torchrex")
@@ -111,20 +111,14 @@ class ReplicaExchange:
             ladder=ladder,
             noise=noise,
             factor=as_rule(correction_factor),
-            pairing=EvenOdd() if pairing is None else pairing,
+            pairing=default_pairing(target, ladder.n_pairs) if pairing is None else pairing,
             swap_interval=swap_interval,
             swap_start=swap_start,
             swap_rest=swap_rest,
             swap_intensity=swap_intensity,
             momentum=momentum,
         )
-        if swap_rest and ladder.anneal is None:
-            logger.warning(
-                "swap_rest=%d changes the law of rung 0: a pair that rests after each swap stays too long where it has just "
-                "come to. Use swap_interval=%d for rarer tests",
-                swap_rest,
-                swap_rest + 1,
-            )
+        _warn_of_biased_rules(self.rules, target)
         known = list(inspect.signature(self._start).parameters)[4:]
         for name in options:
             if name not in known:
@@ -183,6 +177,10 @@ class ReplicaExchange:
         """On a network, with RepeatedDraws: feed the variance of the energies of some batches at the current weights."""
         raise self._for_networks("measure", "a density is measured by itself")
 
+    def noise_shape(self, batch: Any = None, *more: Any) -> NoiseShape | None:
+        """Is the energy noise Gaussian, as the swap test takes it to be? None without noise or swaps; a network needs batches."""
+        raise NotImplementedError
+
     @staticmethod
     def _for_networks(name: str, instead: str) -> InvalidArgumentError:
         return InvalidArgumentError(f"{name} is for runs on networks, and this run is on a density: {instead}")
@@ -199,8 +197,9 @@ class ReplicaExchange:
 
     @property
     def correction_factor(self) -> Tensor:
-        """F of the next test of each pair, (pairs, runs)."""
-        first_gap, gap = ((1.0 / self.temperatures_at(step)).neg().diff().unsqueeze(-1) for step in (0, self.n_steps))
+        """F of each pair, (pairs, runs), at the temperatures of the latest step."""
+        steps = (0, max(0, self.n_steps - 1))
+        first_gap, gap = ((1.0 / self.temperatures_at(step)).neg().diff().unsqueeze(-1) for step in steps)
         learnt = self._state.correction_factor.cpu().double()
         return self.rules.factor.factor(learnt, gap, first_gap).expand(learnt.shape[-2:]).clone()
 
@@ -266,6 +265,28 @@ def require_every(every: int | None) -> None:
 def joined(infos: Sequence[StepInfo]) -> StepInfo:
     """One after the other."""
     return infos[0] if len(infos) == 1 else StepInfo(*(torch.cat(values) for values in zip(*infos, strict=True)))
+
+
+def _warn_of_biased_rules(rules: Rules, target: Any) -> None:
+    """Warn of rules under which rung 0 does not have its law. Where temperatures are annealed nothing is sampled anyway."""
+    ladder = rules.ladder
+    if ladder.anneal is not None or not ladder.n_pairs or isinstance(rules.pairing, NoSwaps):
+        return
+    if rules.swap_rest:
+        logger.warning(
+            "swap_rest=%d changes the law of rung 0: a pair that rests after each swap stays too long where it has just "
+            "come to. Use swap_interval=%d for rarer tests",
+            rules.swap_rest,
+            rules.swap_rest + 1,
+        )
+    # A swap decides which lr a replica moves with. If it looked at the move's own minibatch, the two are correlated.
+    if len(set(ladder.lrs)) > 1 and rules.swap_interval == 1 and target.n_data is not None:
+        logger.warning(
+            "the rungs have unequal learning rates %s and swaps are tested at every step, on the minibatch of the move: rung 0 "
+            "is biased (for example, at a ratio of 3 its variance can be 0.91 of the right one). Use equal learning rates, or "
+            "swap_interval=20",
+            ladder.lrs,
+        )
 
 
 def steps_on(device: torch.device | str) -> torch.device:

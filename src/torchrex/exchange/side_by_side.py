@@ -18,13 +18,14 @@ from torchrex.exchange.batches import batches_of, require_same_everywhere, try_b
 from torchrex.exchange.capture import Captured
 from torchrex.exchange.graphs import Graphs
 from torchrex.exchange.module_work import size_of
-from torchrex.exchange.noise import PerExample, RepeatedDraws, require_two_examples, warn_of_one_example
+from torchrex.exchange.noise import PerExample, RepeatedDraws, require_two_examples, warn_of_one_example, warn_of_shape
 from torchrex.exchange.run import joined, require_every
-from torchrex.targets import Batch, DeviceLoader
+from torchrex.targets import Batch, DeviceLoader, Twice
 
 if TYPE_CHECKING:
     from torchrex.exchange.module_run import ModuleExchange
 
+BATCHES_LOOKED_AT = 8  # for the shape of the noise, at the end of a run
 BLOCK = 256  # steps whose exchange inputs are drawn at once; part of the random stream
 
 
@@ -45,17 +46,19 @@ class SideBySide:
             raise InvalidArgumentError(f"runs side by side must be on one device, got {', '.join(devices)}")
         if len(runs) > 1 and not all(run.ensemble.shares_minibatch for run in runs):
             raise InvalidArgumentError("runs side by side share every batch; make their ensembles with shared_batches=True")
-        feeds = {run.rules.noise.feed for run in runs if isinstance(run.rules.noise.feed, RepeatedDraws)}
-        rhythms = {(feed.every, feed.n_draws) for feed in feeds if isinstance(feed, RepeatedDraws)}
+        feeds = [(run.rules.noise.first_measurement, run.rules.noise.feed) for run in runs]
+        rhythms = {(first, feed.every, feed.n_draws) for first, feed in feeds if isinstance(feed, RepeatedDraws)}
         if len(rhythms) > 1:
             raise InvalidArgumentError(
-                f"runs side by side measure repeated energies at the same steps, got (every, n_draws) {sorted(rhythms)}"
+                f"runs side by side measure repeated energies at the same steps, got (first, every, n_draws) {sorted(rhythms)}"
             )
         self.runs = list(runs)
         self.failures: dict[int, NonFiniteEnergyError] = {}
         self.graphs: Graphs | None = None
         self._device = runs[0].device
         self._feeding: tuple[Any, Any, Callable[[], Batch], Callable[[], Batch]] | None = None
+        self._twice = False  # does the loader augment the examples of a step a second time, see `Twice`?
+        self._last_batch: Batch | None = None  # of data that are not on the device as a whole
         self._batch_tried = False
         self._first_of_one = False  # had the first batch one example?
         self._compared = False  # with what the other processes see
@@ -103,8 +106,11 @@ class SideBySide:
             if isinstance(data, DeviceLoader):  # the batch_size of others may be counted before they are put together
                 for run in self.runs:
                     require_two_examples(run.rules.noise, data.batch_size)
+                    if data.augment is not None:
+                        run.ensemble.note_random_losses("data")
+                self._twice = any(run.ensemble.separates_noise_of(data.batch_size) for run in self.runs)
             n_at_once = 1 if self.runs[0].ensemble.shares_minibatch else self.runs[0].n_rungs
-            following = batches_of(data, n_at_once)
+            following = batches_of(data, n_at_once, twice=self._twice)
             self._feeding = (data, extra, following, following if extra is None else batches_of(extra, n_at_once))
         _, _, next_batch, next_extra = self._feeding
         try:
@@ -178,12 +184,31 @@ class SideBySide:
                 raise
             self.failures[k] = failure
 
+    def warn_of_noise_shapes(self) -> None:
+        """Warn of runs whose energy noise is not Gaussian, by the batches that come next, which stay the next ones."""
+        data = None if self._feeding is None else self._feeding[0]
+        batches = [] if self._last_batch is None else [self._last_batch]
+        if isinstance(data, DeviceLoader):
+            position = data.state_dict()
+            following = batches_of(data, 1 if self.runs[0].ensemble.shares_minibatch else self.runs[0].n_rungs)
+            batches = [following() for _ in range(BATCHES_LOOKED_AT)]
+            data.load_state_dict(position)
+        for k, run in enumerate(self.runs):
+            if not batches or k in self.failures or run.rules.ladder.anneal is not None:  # annealed runs sample nothing
+                continue
+            shape = run.noise_shape(*batches)
+            if run.mesh.crew.is_first:
+                warn_of_shape(shape, run.correction_factor[:, 0])
+
     # One step
 
     def _step(self, batch: Batch) -> list[StepInfo | None]:
         """One step of each run on a batch that is on the device; None where it was captured and is in the records."""
+        if isinstance(batch, Twice):
+            for run in self.runs:
+                run.ensemble.note_random_losses("data")
         self._try_batch(batch)
-        first = self.runs[0]
+        self._last_batch, first = batch, self.runs[0]
         if first.n_steps % BLOCK == 0 or not self._compared:  # loaders may begin alike and part later
             require_same_everywhere(first.mesh.crew, [run.streams.seed for run in self.runs], batch)
             self._compared = True
@@ -209,7 +234,7 @@ class SideBySide:
             self._try_batch(data.next())
             data.load_state_dict(position)
         size = data.prepare()
-        graph = graphs.for_loader(data, size)
+        graph = graphs.for_loader(data, size, twice=self._twice)
         if graph is None:
             return False
         self._replay(graph)
@@ -226,7 +251,7 @@ class SideBySide:
         first = next(iter(going.values()))  # all have the same rhythm
         feed = first.rules.noise.feed
         assert isinstance(feed, RepeatedDraws)
-        if first.n_steps == 0 or first.n_steps % feed.every:
+        if first.n_steps < first.rules.noise.first_measurement or first.n_steps % feed.every:
             return
         n_draws = feed.n_draws
         graphs = self._captured()

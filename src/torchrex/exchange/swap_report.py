@@ -18,9 +18,11 @@ from torchrex.exchange.criterion import expected_acceptance
 logger = logging.getLogger("torchrex")
 
 # A pair that swaps at 2 % of its tests makes no swap in 150 of them one time in twenty; a few tests are enough where the noise
-# leaves next to nothing.
+# leaves next to nothing. Replicas that start alike swap for certain at first: one swap of every run proves nothing, but takes as
+# many tests again.
 ENOUGH_TESTS, SOME_TESTS, HARDLY_ANY = 150, 20, 1e-3
 LOUD = 2.0  # s above which the noise is the first thing to change
+MOST_LOOKED_AT = 2**20  # noise variances whose acceptance is computed
 
 
 class PairReport(NamedTuple):
@@ -29,9 +31,10 @@ class PairReport(NamedTuple):
     pair: int  # of the rungs `pair` and `pair + 1`
     accepted: int
     proposed: int
-    noise_std: float  # s = sqrt(2) * gap * sigma, the standard deviation of the noise in log S
+    noise_std: float  # s = sqrt(2) * gap * sigma, the standard deviation of the noise in log S: rms over steps and runs
     factor: float  # F
-    expected: float  # acceptance between equal energies at this s and F
+    expected: float  # acceptance between equal energies at F and the s of each step: mean over steps and runs
+    n_runs: int = 1
 
     @property
     def rate(self) -> float:
@@ -39,19 +42,28 @@ class PairReport(NamedTuple):
 
     @property
     def is_dead(self) -> bool:
-        """It was tested often enough to have swapped, and never did."""
-        enough = SOME_TESTS if self.expected < HARDLY_ANY else ENOUGH_TESTS
-        return self.accepted == 0 and self.proposed >= enough and math.isfinite(self.noise_std)
+        """It was tested often enough to have swapped, and has not, but for one swap of each run."""
+        enough = (SOME_TESTS if self.expected < HARDLY_ANY else ENOUGH_TESTS) * (1 + self.accepted)
+        return self.accepted <= self.n_runs and self.proposed >= enough and math.isfinite(self.noise_std)
 
 
 def report_pairs(
-    accepted: Tensor, proposed: Tensor, noise_variance: Tensor, *, inverse_gap: Tensor, factor: Tensor
+    accepted: Tensor, proposed: Tensor, noise_variance: Tensor, *, inverse_gap: Tensor, factor: Tensor, n_runs: int
 ) -> list[PairReport]:
-    """All of shape (pairs,), of any device: counts over all steps and runs; the rest as it is now, mean over runs."""
-    s = math.sqrt(2.0) * inverse_gap.double().cpu() * noise_variance.double().cpu().sqrt()
-    expected = expected_acceptance(0.0, s, factor.double().cpu())
-    columns = (accepted.tolist(), proposed.tolist(), s.tolist(), factor.tolist(), expected.tolist())
-    return [PairReport(pair, int(a), int(p), *more) for pair, (a, p, *more) in enumerate(zip(*columns, strict=True))]
+    """Of any device: the noise variances of some steps, (k, pairs, runs), and the rest (pairs,): counts over all steps and runs,
+    gaps and F as they are now.
+    """
+    per_s2 = 2.0 * inverse_gap.double().cpu().square()
+    rms = (per_s2 * noise_variance.mean((0, 2), dtype=torch.float64).cpu()).sqrt()
+    some = noise_variance[:: -(-noise_variance.numel() // MOST_LOOKED_AT) or 1].double().cpu()
+    expected = expected_acceptance(0.0, (per_s2[:, None] * some).sqrt(), factor.double().cpu()[:, None]).mean((0, 2))
+    columns = (accepted.tolist(), proposed.tolist(), rms.tolist(), factor.tolist(), expected.tolist())
+    return [PairReport(pair, int(a), int(p), s, f, e, n_runs) for pair, (a, p, s, f, e) in enumerate(zip(*columns, strict=True))]
+
+
+def percent(share: float) -> str:
+    """As 100 %, 58.3 % or < 0.001 %."""
+    return f"{100 * share:.3g} %" if share >= 1e-5 else "< 0.001 %"
 
 
 def in_words(pairs: Sequence[PairReport]) -> str:
@@ -63,12 +75,16 @@ def in_words(pairs: Sequence[PairReport]) -> str:
     more = f" and {len(dead) - 4} more pairs" if len(dead) > 4 else ""
     worst = max(dead, key=lambda each: each.noise_std)
     if worst.noise_std > LOUD:
-        at = f"at s = {worst.noise_std:.3g} and F = {worst.factor:.3g} equal energies swap with probability {worst.expected:.2g}"
-        cure = "use closer temperatures (more rungs), or larger or shared minibatches, until s is 2 or less"
+        chance = percent(float(expected_acceptance(0.0, worst.noise_std, worst.factor)))
+        at = f"at s = {worst.noise_std:.3g} and F = {worst.factor:.3g} equal energies swap with probability {chance}"
+        between = math.ceil(worst.noise_std / LOUD) - 1  # s is proportional to the gap
+        rungs = f"more rungs: between {worst.pair} and {worst.pair + 1} about {between:,}"
+        cure = f"use closer temperatures ({rungs}), or larger or shared minibatches, until s is {LOUD:g} or less"
     else:
         at = "their noise is small, so their energies lie too far apart"
         cure = "use closer temperatures (more rungs)"
-    return f"no swap in {worst.proposed:,} tests between rungs {named}{more}: {at}; {cure}"
+    swaps = f"{worst.accepted:,} swap{'s' if worst.accepted > 1 else ''}" if worst.accepted else "no swap"
+    return f"{swaps} in {worst.proposed:,} tests between rungs {named}{more}: {at}; {cure}"
 
 
 def warn_of_dead_pairs(pairs: Sequence[PairReport], name: str = "") -> None:

@@ -67,8 +67,8 @@ class TensorEnsemble:
         return self.target.n_data
 
     @property
-    def replacement(self) -> bool:
-        return True  # targets draw their own minibatches so
+    def finite_population(self) -> bool:
+        return False  # targets draw their own minibatches with replacement
 
     def evaluate(self, noise: Noise) -> tuple[Energy, Tensor]:
         """Energies and gradients at the current positions, in the ensemble's own precision whatever the target computes in."""

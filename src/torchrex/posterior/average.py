@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchrex import notebook
 from torchrex.distributed import is_first
 from torchrex.errors import CheckpointError, InvalidArgumentError
+from torchrex.exchange.batches import require_no_dataset
 from torchrex.posterior.metrics import classification_metrics, predictive_entropy
 from torchrex.posterior.predictions import Examples, predict_all
 
@@ -62,6 +63,7 @@ class PosteriorAverage:
         whole = all(isinstance(rung, int) and not isinstance(rung, bool) and rung >= 0 for rung in rungs)
         if not whole or not 0 < len(set(rungs)) == len(rungs):
             raise InvalidArgumentError(f"rungs must be different whole numbers >= 0, coldest is 0, got {rungs!r}")
+        require_no_dataset(data, shuffle=False)
         if iter(data) is data:
             raise InvalidArgumentError(
                 f"data can be read only once ({type(data).__name__}); give a list of batches or a DataLoader with shuffle=False"

@@ -53,17 +53,18 @@ class Draws:
         return self.accepted.sum(1).double() / self.proposed.sum(1)
 
     def pairs(self) -> list[PairReport]:
-        """The swaps of each pair of rungs, with the noise s of their tests and F at the end of the run.
+        """The swaps of each pair of rungs, with the noise s of their tests (rms over the draws) and F at the end of the run.
 
-        Both are NaN where the draws do not tell the ladder, as older files do not.
+        `expected` is the mean acceptance between equal energies at the s of every draw. s and F are NaN where
+        the draws do not tell the ladder, as older files do not.
         """
         n_rungs = self.replica_at.shape[1]
         temperature, factor = (
             _numbers(self.settings.get(name), n) for name, n in (("temperatures", n_rungs), ("correction_factor", n_rungs - 1))
         )
         gap = -(1.0 / temperature).diff()
-        sigma2 = self.noise_variance[-1].double().mean(1) if self.n_draws else torch.full_like(gap, math.nan)
-        return report_pairs(self.accepted.sum(1), self.proposed.sum(1), sigma2, inverse_gap=gap, factor=factor)
+        made, tested = self.accepted.sum(1), self.proposed.sum(1)
+        return report_pairs(made, tested, self.noise_variance, inverse_gap=gap, factor=factor, n_runs=self.n_chains)
 
     def after(self, step: int) -> Draws:
         """The draws after the first `step` steps (burn-in left out); the swap counts stay those of the whole run."""
@@ -98,8 +99,8 @@ class Draws:
     def summary(self, *, most: int = 10) -> str:
         """Small tables: coordinates with mean, sd and standard error; pairs of rungs with swaps, s and F; then the round trips.
 
-        `expected` is the acceptance between equal energies at this s and F: 2 Phi(-s/2) at F = 1. A pair that never swapped is
-        named, with what to change.
+        sigma2 and `expected` are means over the draws, s is its rms; `expected` is the acceptance between equal energies,
+        2 Phi(-s/2) at F = 1. A pair that never swapped is named, with what to change.
         """
         return draws_in_text(self, most=most)
 

@@ -6,18 +6,19 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from torchrex import notebook
-from torchrex.exchange.swap_report import count_trips, in_words, rung_of
+from torchrex.exchange.swap_report import count_trips, in_words, percent, rung_of
 
 if TYPE_CHECKING:
     from torchrex.posterior.draws import Draws
 
 MOST_IN_HTML = 10  # coordinates
 MOST_CHAINS = 64  # whose round trips are counted
-PAIRS = ("rungs", "accepted", "proposed", "rate", "expected", "s", "F", "sigma2")
+PAIRS = ("rungs", "accepted", "proposed", "rate", "noise allows", "s", "F", "sigma2")
 
 
 def draws_in_text(draws: Draws, *, most: int) -> str:
@@ -61,10 +62,10 @@ def _coordinates(draws: Draws, most: int, dots: str) -> list[tuple[str, ...]]:
 
 def _swaps(draws: Draws, dash: str) -> list[tuple[str, ...]]:
     rows = []
-    for pair, sigma2 in zip(draws.pairs(), draws.noise_variance[-1:].mean((0, 2)).tolist(), strict=True):
-        rate = f"{100 * pair.rate:.3g} %" if pair.proposed else ""
+    for pair, sigma2 in zip(draws.pairs(), draws.noise_variance.mean((0, 2), dtype=torch.float64).tolist(), strict=True):
+        rate = "" if not pair.proposed else percent(pair.rate) if pair.accepted else "0 %"
         known = [f"{value:.3g}" if math.isfinite(pair.noise_std) else "" for value in (pair.noise_std, pair.factor)]
-        expected = f"{100 * pair.expected:.2g} %" if math.isfinite(pair.expected) else ""
+        expected = percent(pair.expected) if math.isfinite(pair.expected) else ""
         rungs = f"{pair.pair} {dash} {pair.pair + 1}"
         rows.append((rungs, f"{pair.accepted:,}", f"{pair.proposed:,}", rate, expected, *known, f"{sigma2:.4g}"))
     return rows
@@ -77,7 +78,8 @@ def _said(draws: Draws) -> list[str]:
     chains = range(min(draws.n_chains, MOST_CHAINS))
     trips = [float(count_trips(rung_of(draws.replica_at[:, :, [k]]))[1].sum()) for k in chains]  # one by one: memory
     every = draws.n_draws == int(draws.steps[-1]) - int(draws.steps[0]) + 1
-    mean = f"{sum(trips) / len(trips):.3g}"
+    average = sum(trips) / len(trips)
+    mean = f"{average:,.0f}" if average >= 100 else f"{average:.3g}"
     said = [f"round trips of a chain, its replicas together: {mean if every else f'at least {mean} (thinned draws)'}"]
     dead = in_words(draws.pairs())
     return [*said, f"warning: {dead}"] if dead else said

@@ -24,6 +24,7 @@ from torchrex.posterior.shards import Shards, crew_for
 from torchrex.rng import Streams, derive_seed
 from torchrex.samplers import Sampler
 from torchrex.targets import LogDensity, Target
+from torchrex.targets.tall import draw_points
 
 logger = logging.getLogger("torchrex")
 
@@ -253,10 +254,7 @@ def _starting_points(
         return 0.0 if drawn is None else drawn
     if not isinstance(initial, Distribution):
         return initial
-    of_one_number = not initial.batch_shape and not initial.event_shape
-    with torch.random.fork_rng(devices=[]):  # distributions take no generator
-        torch.manual_seed(derive_seed(streams.seed, "initial"))
-        return initial.sample((*shape, target.dim) if of_one_number else shape)
+    return draw_points(initial, shape, target.dim, derive_seed(streams.seed, "initial"))
 
 
 def _require_whole(name: str, value: Any, least: int) -> None:

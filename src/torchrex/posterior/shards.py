@@ -23,6 +23,7 @@ from torch import Tensor
 from torchrex.checkpoint import Checkpoints
 from torchrex.distributed import ALONE, Crew, Rendezvous, join
 from torchrex.errors import CheckpointError, InvalidArgumentError, NonFiniteEnergyError, TorchrexError
+from torchrex.exchange.noise import warn_of_shape
 from torchrex.exchange.tensor_ensemble import TensorEnsemble
 from torchrex.posterior.draws import Draws
 from torchrex.posterior.progress import Callback
@@ -148,6 +149,9 @@ class Shards:
         ends: list[list[Any]] = crew.gather([end.status, self._failure(end)], "end of the sampling")
         status = max((each for each, _ in ends), key=STATUSES.index)
         draws = combine(self._collect(drawings, status, settings))
+        if status == "finished" and crew.is_first and drawings:
+            run = drawings[0].run
+            warn_of_shape(run.noise_shape(), run.correction_factor.mean(1))
         for _, failure in ends:
             if failure is not None:
                 raise NonFiniteEnergyError(**failure, draws=draws)
@@ -158,7 +162,7 @@ class Shards:
         if end.failure is None:
             return None
         error, first = end.failure, self.runs[self.mine[end.failed]].start
-        named = {name: getattr(error, name) for name in ("replica", "rung", "step", "value")}
+        named = {name: getattr(error, name) for name in ("replica", "rung", "step", "value", "advice")}
         return {**named, "run": error.run + first}
 
     def _collect(self, drawings: Sequence[Drawing], status: str, settings: dict[str, Any]) -> list[Draws | None]:

@@ -2,7 +2,7 @@
 
 from torchrex.targets.base import Energy, Noise, Target
 from torchrex.targets.density import LogDensity
-from torchrex.targets.loader import DeviceLoader
+from torchrex.targets.loader import DeviceLoader, Twice
 from torchrex.targets.logistic import laplace, logistic_regression, simulate_logistic
 from torchrex.targets.mixture import GaussianMixture
 from torchrex.targets.noisy import Gaussian, NoiseModel, Noisy, StudentT
@@ -25,6 +25,7 @@ __all__ = [
     "SummedScale",
     "TallPosterior",
     "Target",
+    "Twice",
     "aside",
     "from_sgd",
     "frozen",

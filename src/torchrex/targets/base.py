@@ -22,6 +22,7 @@ class Energy(NamedTuple):
 
     total: Tensor  # (...)
     per_example: Tensor | None = None  # (..., n): minus log likelihood of each example of the minibatch
+    repeated: Tensor | None = None  # (..., n): the same with other random numbers, for models that draw some (dropout)
 
 
 class Target(ABC):

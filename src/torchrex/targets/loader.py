@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,13 @@ from torchrex.rng import derive_seed
 
 LastBatch = Literal["drop", "wrap", "keep"]
 Augment = Callable[[Any, torch.Generator], Any]
+
+
+class Twice(NamedTuple):
+    """The same examples, augmented twice."""
+
+    batch: Any
+    repeated: Any
 
 
 class DeviceLoader:
@@ -65,11 +72,16 @@ class DeviceLoader:
         if last not in ("drop", "wrap", "keep"):
             raise InvalidArgumentError(f"last must be drop, wrap or keep, got {last!r}")
         self.device = torch.device(device) if device is not None else next(iter(named.values())).device
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise InvalidArgumentError(
+                f"device {self.device} was asked for, but torch finds no CUDA device here; leave device out"
+            )
         self._tensors = {name: t.to(self.device) for name, t in named.items()}
         self._is_dict = isinstance(tensors, Mapping)
         self.batch_size, self.seed, self.shuffle, self.last, self.augment = batch_size, seed, shuffle, last, augment
         self.epoch, self.position = 0, 0  # the next batch begins at this place of this epoch's order
         self.generator = torch.Generator(self.device).manual_seed(derive_seed(seed, "augment"))
+        self.repeat_generator = torch.Generator(self.device).manual_seed(derive_seed(seed, "augment.repeat"))
         self._order = torch.empty(self.n_data + batch_size, dtype=torch.int64, device=self.device)
         self.cursor = torch.zeros((), dtype=torch.int64, device=self.device)  # the position, where a captured step can read it
         self._places = torch.arange(batch_size, device=self.device)
@@ -86,10 +98,10 @@ class DeviceLoader:
         while self.epoch == epoch and not self._epoch_is_over():
             yield self.next()
 
-    def next(self) -> Any:
+    def next(self, *, twice: bool = False) -> Any:
         """The next batch, over the ends of epochs."""
         size = self.prepare()
-        batch = self.select(size)
+        batch = self.select(size, twice=twice)
         self.advanced(size)
         return batch
 
@@ -99,13 +111,21 @@ class DeviceLoader:
             self._begin_epoch()
         return self.batch_size if self.last != "keep" else min(self.batch_size, self.n_data - self.position)
 
-    def select(self, size: int) -> Any:
-        """The batch at the cursor, which moves on. Device work only: this may be captured."""
+    def select(self, size: int, *, twice: bool = False) -> Any:
+        """The batch at the cursor, which moves on. Device work only: this may be captured.
+
+        With `twice` its examples are augmented a second time too, by random numbers of their own.
+        """
         index = self._order.index_select(0, self.cursor + self._places[:size])
         self.cursor += size
-        batch = {name: t.index_select(0, index) for name, t in self._tensors.items()}
-        form = batch if self._is_dict else tuple(batch.values())
-        return form if self.augment is None else self.augment(form, self.generator)
+
+        def chosen(generator: torch.Generator) -> Any:
+            batch = {name: t.index_select(0, index) for name, t in self._tensors.items()}
+            form = batch if self._is_dict else tuple(batch.values())
+            return form if self.augment is None else self.augment(form, generator)
+
+        first = chosen(self.generator)
+        return Twice(first, chosen(self.repeat_generator)) if twice else first
 
     def advanced(self, size: int) -> None:
         """Count a batch that `select` has given, here or in a replay."""
@@ -139,6 +159,7 @@ class DeviceLoader:
             "epoch": self.epoch,
             "position": self.position,
             "generator": self.generator.get_state(),
+            "repeat_generator": self.repeat_generator.get_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -147,6 +168,7 @@ class DeviceLoader:
             raise InvalidArgumentError(f"the state is that of {state['setting']}, this is {self!r}")
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         self.generator.set_state(state["generator"])
+        self.repeat_generator.set_state(state["repeat_generator"])
         self._set_order()
 
     def __repr__(self) -> str:

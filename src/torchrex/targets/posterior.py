@@ -187,8 +187,11 @@ class PosteriorEnergy:
         inputs = next((value for key, value in given.items() if key != self.target_key), None)
         if output is None and dtype is not None and isinstance(inputs, Tensor) and isinstance(error, RuntimeError):
             are_numbers = inputs.is_floating_point() or inputs.dtype == torch.uint8  # and not the numbers of words, say
-            if inputs.dtype != dtype and are_numbers:
+            of_types = "same dtype" in str(error) or "should be the same" in str(error)
+            if inputs.dtype != dtype and (are_numbers or of_types):
                 return f"the model is of {_short(dtype)}, but the inputs are {_described(inputs)}; give x.to({dtype})"
+            if (wanted := _features_missed(module, inputs)) is not None:
+                return f"the first layer of the model takes {wanted}, but the inputs are {_described(inputs)}; make both agree"
         target = None if self._per_example is not None else self._target(batch)
         if not isinstance(output, Tensor) or not isinstance(target, Tensor) or not _is_from_torch(error):
             return None
@@ -240,6 +243,18 @@ def _is_from_torch(error: Exception) -> bool:
     while frames is not None and frames.tb_next is not None:
         frames = frames.tb_next
     return frames is not None and str(frames.tb_frame.f_globals.get("__name__")).split(".")[0] == "torch"
+
+
+def _features_missed(module: nn.Module, inputs: Tensor) -> str | None:
+    """What the first layer takes, if the inputs have another number of features or channels."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            fits = inputs.ndim > 0 and layer.in_features in (inputs.shape[-1], inputs.shape[1:].numel())
+            return None if fits else f"{layer.in_features} features"
+        if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            fits = inputs.ndim > 1 and layer.in_channels == inputs.shape[1]
+            return None if fits else f"{layer.in_channels} channels, shape (n, {layer.in_channels}, ...)"
+    return None
 
 
 def _short(dtype: torch.dtype) -> str:

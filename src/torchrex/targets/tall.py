@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 
 from torchrex.errors import InvalidArgumentError, TargetError
 from torchrex.targets.base import Energy, Noise, Target
@@ -16,7 +17,9 @@ class TallPosterior(Target):
     """`-log prior(x) - N/n sum_i log_likelihood(x, d_i)` over a minibatch of n of N examples, drawn with replacement (Eq. 6).
 
     `log_likelihood(x, *batch)` gets positions of shape (..., 1, dim) and, for each data tensor of shape (N, ...), examples of
-    shape (..., n, ...) that broadcast against them; it returns (..., n). `log_prior(x)` maps (..., dim) to (...).
+    shape (..., n, ...) that broadcast against them; it returns (..., n). `log_prior(x)` maps (..., dim) to (...). A
+    distribution of torch.distributions, of one coordinate or of a point, does as well: `sample` then starts every run at its own
+    draw of it.
 
     With `shared=True` the replicas of a run see the same minibatch, so that their energies are strongly correlated and the paired
     estimator needs a far smaller correction. Different runs never share one.
@@ -28,7 +31,7 @@ class TallPosterior(Target):
     def __init__(
         self,
         log_likelihood: Callable[..., Tensor],
-        log_prior: Callable[[Tensor], Tensor],
+        log_prior: Callable[[Tensor], Tensor] | Distribution,
         data: tuple[Tensor, ...],
         dim: int,
         *,
@@ -42,7 +45,9 @@ class TallPosterior(Target):
             raise TargetError(f"the data tensors must have the same first size, got {[tuple(t.shape) for t in data]}")
         if not 1 <= batch_size <= len(data[0]):
             raise InvalidArgumentError(f"batch_size must lie between 1 and the {len(data[0])} examples, got {batch_size}")
-        self.log_likelihood, self.log_prior, self.data = log_likelihood, log_prior, data
+        self.prior = log_prior if isinstance(log_prior, Distribution) else None
+        self.log_prior = _log_density(log_prior, dim) if isinstance(log_prior, Distribution) else log_prior
+        self.log_likelihood, self.data = log_likelihood, data
         self.dim, self.batch_size, self.shares_minibatch = dim, batch_size, shared
         self.n_data = len(data[0])
 
@@ -50,6 +55,9 @@ class TallPosterior(Target):
         *lead, rungs, runs = shape
         index_shape = (n, *lead, 1 if self.shares_minibatch else rungs, runs, self.batch_size)
         return {"index": torch.randint(len(self.data[0]), index_shape, generator=generator, device=generator.device)}
+
+    def draw_initial(self, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor | None:
+        return None if self.prior is None else draw_points(self.prior, shape, self.dim, generator.initial_seed())
 
     def energy(self, position: Tensor, noise: Noise) -> Energy:
         index = noise["index"]
@@ -95,3 +103,20 @@ class TallPosterior(Target):
     def __repr__(self) -> str:
         shared = "shared" if self.shares_minibatch else "independent"
         return f"TallPosterior(n_data={self.n_data}, dim={self.dim}, batch_size={self.batch_size}, {shared} minibatches)"
+
+
+def draw_points(distribution: Distribution, shape: tuple[int, ...], dim: int, seed: int) -> Tensor:
+    """Points (*shape, dim) of a distribution of one coordinate, or of a point."""
+    of_one_number = not distribution.batch_shape and not distribution.event_shape
+    with torch.random.fork_rng(devices=[]):  # distributions take no generator
+        torch.manual_seed(seed)
+        return distribution.sample((*shape, dim) if of_one_number else shape)
+
+
+def _log_density(distribution: Distribution, dim: int) -> Callable[[Tensor], Tensor]:
+    """Its log density at points (..., dim), without checks of their values, which cannot be compiled."""
+    of_one_number = not distribution.batch_shape and not distribution.event_shape
+    # With parameters of their own for each coordinate: the compiler fails on those that are single numbers.
+    each = distribution.expand((dim,)) if of_one_number else copy.copy(distribution)
+    each._validate_args = False
+    return lambda x: each.log_prob(x) if each.event_shape else each.log_prob(x).sum(-1)

@@ -35,7 +35,7 @@ class Loop:
         self.saves = members[0].checkpoints is not None
         self.seconds = 0.0
         self.status = "failed"  # unless it ends otherwise
-        self._swaps: dict[int, tuple[Tensor, Tensor]] = {}  # by the member's id: made and tested of each pair in this call
+        self._swaps: dict[int, tuple[Tensor, ...]] = {}  # by the member's id: made and tested in this call, and the last sigma2s
         self._watching: dict[int, tuple[Watched, list[Observer]]] = {}  # by the member's id
 
     @property
@@ -115,8 +115,9 @@ class Loop:
                     if info is None:
                         continue
                     made, tested = info.accepted.sum((0, 2)), info.proposed.sum((0, 2))
-                    before = self._swaps.get(id(member))
-                    self._swaps[id(member)] = (made, tested) if before is None else (before[0] + made, before[1] + tested)
+                    before, sigma2 = self._swaps.get(id(member)), info.noise_variance
+                    made, tested = (made, tested) if before is None else (before[0] + made, before[1] + tested)
+                    self._swaps[id(member)] = (made, tested, sigma2)
                     here = on_host(info) if self._is_watched(member) else info
                     if member.trace is not None:
                         member.trace.record(here)
@@ -161,18 +162,20 @@ class Loop:
             f"of rungs{kept}"
         )
 
-    def warn_of_dead_pairs(self) -> None:
-        """Which pairs of rungs have made no swap: by the trace where it saw all steps, else in this call."""
+    def warn_of_swaps(self) -> None:
+        """Which pairs of rungs have made no swap, by the trace where it saw all steps, else in this call; and odd noise."""
         for member in self.going if self.crew.is_first else ():
-            run, state = member.run, member.run.state
+            run, seen = member.run, self._swaps.get(id(member))
+            if seen is None or not run.rules.ladder.n_pairs:
+                continue
+            made, tested, sigma2 = seen
             counts = counted_so_far(member.trace, run.n_steps)
-            made, tested = self._swaps.get(id(member), (None, None)) if counts is None else torch.tensor(counts).view(-1, 2).T
-            if made is not None and tested is not None and run.rules.ladder.n_pairs:
-                gap = -(1.0 / run.temperatures_at(run.n_steps - 1)).diff()
-                pairs = report_pairs(
-                    made, tested, state.noise_variance[:, 0], inverse_gap=gap, factor=run.correction_factor[:, 0]
-                )
-                warn_of_dead_pairs(pairs, name_of(member) if len(self.members) > 1 else "")
+            if counts is not None:
+                made, tested = torch.tensor(counts).view(-1, 2).T
+            gap = -(1.0 / run.temperatures_at(run.n_steps - 1)).diff()
+            pairs = report_pairs(made, tested, sigma2, inverse_gap=gap, factor=run.correction_factor[:, 0], n_runs=1)
+            warn_of_dead_pairs(pairs, name_of(member) if len(self.members) > 1 else "")
+        self.together.warn_of_noise_shapes()
 
     def require_finite(self) -> None:
         """The last move is not followed by an energy that would tell."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchrex.checkpoint.folder import Checkpoint
-from torchrex.errors import CheckpointError, TorchrexError
+from torchrex.errors import CheckpointError, InvalidArgumentError, TorchrexError
 from torchrex.exchange.noise import RepeatedDraws
 from torchrex.training.members import Member, setting_of
 
@@ -96,11 +97,12 @@ def _take_up(members: Sequence[Member], found: Sequence[Checkpoint], data: Any, 
         here = _in_words(len(member.averages), traced=member.trace is not None)
         if there != here:
             raise CheckpointError(
-                f"{checkpoint.path} was written with {there}, but now there is {here}; give the same, or another folder"
+                f"{checkpoint.path} was written with {there}, but this call has {here}; give the same, or another folder"
             )
         member.run.load_state_dict({**state["run"], "replicas": state["replicas"]})
         for average, saved in zip(member.averages, state["averages"], strict=True):
-            average.load_state_dict(saved)
+            with _naming(checkpoint.path):
+                average.load_state_dict(saved)
         if member.trace is not None:
             member.trace.load_state_dict(state["trace"])
     state = found[0].state  # the position in the data is the same for all
@@ -112,12 +114,23 @@ def _take_up(members: Sequence[Member], found: Sequence[Checkpoint], data: Any, 
     ]
     for source, saved in ((data, state["data"]), (extra, (measuring or [state])[0].get("extra"))):
         if saved is not None and hasattr(source, "load_state_dict"):
-            source.load_state_dict(saved)
+            with _naming(found[0].path):
+                source.load_state_dict(saved)
         elif source is not None:
             logger.warning(
                 "the data cannot restore their position, so the run goes on with a new epoch; use DeviceLoader for more"
             )
     return float(state["seconds"])
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """What does not fit a part of a checkpoint is told with the folder, and what to do."""
+    try:
+        yield
+    except (CheckpointError, InvalidArgumentError) as error:
+        cure = "" if "another folder" in str(error) else "; go on with the settings it was saved with, or give another folder"
+        raise CheckpointError(f"{path}: {error}{cure}") from None
 
 
 def _in_words(n_averages: int, *, traced: bool) -> str:

@@ -173,7 +173,7 @@ def _train(
                 loop.save()
             stretch = max(1, int(here * min(2.0, SECONDS_BETWEEN_LOOKS / max(took, 1e-9))))
         loop.require_finite()
-        loop.warn_of_dead_pairs()
+        loop.warn_of_swaps()
         (number,) = crew.largest((received[0] if received else 0,))
         return outcome("finished", int(number) or None)
 
