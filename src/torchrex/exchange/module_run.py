@@ -25,7 +25,7 @@ from torchrex.exchange.forward_rng import ForwardRandomness
 from torchrex.exchange.module_ensemble import ModuleEnsemble
 from torchrex.exchange.module_replicas import copied
 from torchrex.exchange.module_work import evaluating, telling_of_one, untouched_buffers
-from torchrex.exchange.noise import NoiseShape, PerExample, RepeatedDraws, warn_of_no_measurement
+from torchrex.exchange.noise import BatchVariance, NoiseShape, PerExample, RepeatedDraws, warn_of_no_measurement
 from torchrex.exchange.pairing import NoSwaps
 from torchrex.exchange.records import Records
 from torchrex.exchange.run import ReplicaExchange
@@ -86,7 +86,7 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         self.forward = ForwardRandomness(self.streams, self.device, self.mesh)
         ensemble.turn_of = self.forward.turn_of
         ensemble.shares_losses = isinstance(rules.noise.feed, PerExample)
-        ensemble.separates_noise = rules.noise.is_of_this_batch
+        ensemble.separates_noise = isinstance(rules.noise, BatchVariance)
         self._guest: nn.Module | None = None  # for a replica of another process
         self._looking_writes: bool | None = None  # does a module in evaluation mode write its buffers? None until one was seen
         self._block_start, self._streams_at_block = -1, self.streams.state_dict()

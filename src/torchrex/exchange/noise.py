@@ -128,7 +128,6 @@ class NoiseEstimator(ABC):
 
     feed: Feed | None
     initial: float
-    is_of_this_batch: ClassVar[bool] = False  # does sigma2 belong to the replicas and the batches of the present?
 
     @abstractmethod
     def gain(self, m: Tensor) -> Tensor | float: ...
@@ -188,7 +187,6 @@ class BatchVariance(NoiseEstimator):
 
     feed: PerExample = field(default_factory=PerExample)
     initial: float = 0.0
-    is_of_this_batch: ClassVar[bool] = True
     own_share: ClassVar[float] = 1.0 / 3.0
 
     def __post_init__(self) -> None:
