@@ -22,7 +22,7 @@ from torchrex.exchange.criterion import acceptance_probability, log_swap_ratio
 from torchrex.exchange.ladder import Ladder
 from torchrex.exchange.momentum import MomentumPolicy
 from torchrex.exchange.noise import BatchVariance, KnownVariance, NoiseEstimator, PerExample, RepeatedDraws
-from torchrex.exchange.pairing import EvenOdd, Pairing
+from torchrex.exchange.pairing import EvenOdd, NoSwaps, Pairing
 from torchrex.exchange.standing import change_places, invert, take
 from torchrex.targets import Energy, Noise
 
@@ -40,6 +40,11 @@ class Rules:
     swap_rest: int = 0  # a pair that has swapped is not tested for so many steps
     swap_intensity: float | None = None  # r of the paper; None fixes r * lr = 1
     momentum: MomentumPolicy = "rescale"
+
+    @property
+    def swaps(self) -> bool:
+        """Is there anybody to swap with?"""
+        return self.ladder.n_pairs > 0 and not isinstance(self.pairing, NoSwaps)
 
 
 class ExchangeState(NamedTuple):

@@ -121,8 +121,8 @@ class DensityExchange(ReplicaExchange, ensemble=TensorEnsemble):
 
     def noise_shape(self, batch: Any = None, *more: Any) -> NoiseShape | None:
         """Is the energy noise at the present positions Gaussian? From fresh random numbers; None without noise or swaps."""
-        target, n_pairs = self._ensemble.target, self.rules.ladder.n_pairs
-        if not (target.has_noise and n_pairs):
+        target = self._ensemble.target
+        if not target.has_noise or not self.rules.swaps:
             return None
         position, replica_at = self._ensemble.position[:, :MOST_LOOKED_AT], self._state.replica_at[:, :MOST_LOOKED_AT]
         generator = torch.Generator(position.device).manual_seed(derive_seed(self.streams.seed, "noise shape"))

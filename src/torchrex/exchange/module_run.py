@@ -221,7 +221,7 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         """
         if batch is None:
             raise InvalidArgumentError("the noise of a network's energy is that of a batch: run.noise_shape((x, y))")
-        if not self.rules.ladder.n_pairs or not self._ensemble.shares_losses:
+        if not self.rules.swaps or not self._ensemble.shares_losses:
             return None
         state = self.forward.state_dict()
         try:

@@ -22,7 +22,7 @@ from torchrex.exchange.correction import FactorRule, as_rule
 from torchrex.exchange.ladder import Ladder
 from torchrex.exchange.momentum import POLICIES, MomentumPolicy
 from torchrex.exchange.noise import KnownVariance, NoiseEstimator, NoiseShape, default_estimator
-from torchrex.exchange.pairing import NoSwaps, Pairing, default_pairing
+from torchrex.exchange.pairing import Pairing, default_pairing
 from torchrex.rng import Streams
 
 logger = logging.getLogger("torchrex")
@@ -197,9 +197,10 @@ class ReplicaExchange:
 
     @property
     def correction_factor(self) -> Tensor:
-        """F of each pair, (pairs, runs), at the temperatures of the latest step."""
-        steps = (0, max(0, self.n_steps - 1))
-        first_gap, gap = ((1.0 / self.temperatures_at(step)).neg().diff().unsqueeze(-1) for step in steps)
+        """F of the next test of each pair, (pairs, runs); at the end of a schedule, of the latest one."""
+        now = self.temperatures_at(self.n_steps)
+        now = now if bool(now.isfinite().all()) else self.temperatures_at(self.n_steps - 1)
+        first_gap, gap = ((1.0 / each).neg().diff().unsqueeze(-1) for each in (self.temperatures_at(0), now))
         learnt = self._state.correction_factor.cpu().double()
         return self.rules.factor.factor(learnt, gap, first_gap).expand(learnt.shape[-2:]).clone()
 
@@ -270,7 +271,7 @@ def joined(infos: Sequence[StepInfo]) -> StepInfo:
 def _warn_of_biased_rules(rules: Rules, target: Any) -> None:
     """Warn of rules under which rung 0 does not have its law. Where temperatures are annealed nothing is sampled anyway."""
     ladder = rules.ladder
-    if ladder.anneal is not None or not ladder.n_pairs or isinstance(rules.pairing, NoSwaps):
+    if ladder.anneal is not None or not rules.swaps:
         return
     if rules.swap_rest:
         logger.warning(
