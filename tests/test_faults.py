@@ -235,8 +235,10 @@ def test_torchrun_gives_a_killed_rank_another_life(tmp_path, whole):
     one = Torchrun(tmp_path / "run", N, "killed", restarts=3)
     said = one.wait()
     assert one.process.returncode == 0, said
-    ends = sorted(re.findall(r"rank \d life \d ends .*", said))
-    assert ends == [f"rank {rank} life 1 ends finished at step {N}" for rank in (0, 1)]
+    ends = re.findall(r"rank (\d) life (\d) ends (.*)", said)
+    assert {rank for rank, _, _ in ends} == {"0", "1"}, said
+    # On a busy machine a rank may be late on its way out, and torchrun gives both one more life, with nothing left to do.
+    assert all(int(life) >= 1 and how == f"finished at step {N}" for _, life, how in ends), said
     assert jobs.contents_of(tmp_path / "run", N) == jobs.contents_of(whole, N)
 
 
