@@ -163,7 +163,7 @@ class ModuleEnsemble(ModuleReplicas):
         self.lanes: list[torch.cuda.Stream] | None = None  # one side stream per replica while a step is captured
         self.turn_of: Callable[[int], contextlib.AbstractContextManager[None]] = lambda k: contextlib.nullcontext()
         self.shares_losses = True  # with the other processes, or only their sums
-        self.separates_noise = False  # is sigma2 estimated from the current batch alone?
+        self.separates_noise = False  # does the estimator of sigma2 want the noise of the losses told from that of sampling?
         self.modules = modules
 
     def use(self, losses_of: Callable[..., LossesOf], assemble: Callable[..., Energy], update: Callable[..., None]) -> None:

@@ -27,8 +27,8 @@ def after_swap(
       step it gives 0.79 of the variance of x: a momentum is correlated with the position it came from, and forgetting that
       at every step is another dynamics.
     - `keep` leaves v alone, as the authors' code does, and is wrong by the ratio until friction has worn it off, with equal
-      lrs too: at temperatures 1 and 2 and swaps at every step rung 0 has 1.34 of the variance of v, and with friction 0.1
-      and lr 0.1 (of a curvature of 1) 1.07 of that of x, where `rescale` has 1.02.
+      lrs too: at temperatures 1 and 2, friction 0.1 and swaps at every step rung 0 has 1.43 of the variance of v and 1.04 of
+      that of x at lr 0.03, where `rescale` has 1.01 and 1.00 (benchmarks/biased_rules.py).
 
     `fresh` is a draw of v in units of the scale, needed by `refresh` alone.
     """
