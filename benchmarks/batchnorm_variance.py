@@ -1,8 +1,10 @@
-"""Is the free variance of the energy, from the terms of one minibatch, that of the energies of many?
+"""Is the free variance of the energy, from the terms of one minibatch, that of the energies of
+many?
 
-The terms are taken to be independent. BatchNorm in training mode makes every term depend on the whole minibatch; in evaluation
-mode it does not. Measured on the semi-supervised GAN of the digits, batches of 50, paired: the free estimate over half the
-variance of the energy difference of the two replicas, over 1,000 minibatches at the weights after 400 steps. A minute on a CPU.
+The terms are taken to be independent. BatchNorm in training mode makes every term depend on the
+whole minibatch; in evaluation mode it does not. Measured on the semi-supervised GAN of the digits,
+batches of 50, paired: the free estimate over half the variance of the energy difference of the two
+replicas, over 1,000 minibatches at the weights after 400 steps. A minute on a CPU.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ def ratios(seed: int) -> dict[str, float]:
     assert isinstance(recipe, GanConfig)
     config = dataclasses.replace(recipe, steps=STEPS + 1, warm_start=STEPS, average_every=1)
     device = torch.device("cpu")
-    run, loader = config.run(seed, device, config.energy()), loader_of(config, images_of(config, seed), seed, device)
+    run, loader = (
+        config.run(seed, device, config.energy()),
+        loader_of(config, images_of(config, seed), seed, device),
+    )
     for _ in run.advance(STEPS, loader):
         pass
     feed = run.rules.noise.feed
@@ -53,14 +58,19 @@ def ratios(seed: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "batchnorm_variance.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "batchnorm_variance.json"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results: list[dict[str, Any]] = []
     for seed in (0, 1, 2):
         results.append({"seed": seed, **ratios(seed)})
         print(results[-1], flush=True)
-    write(arguments.out, {**surroundings(__file__, "torch"), "steps": STEPS, "batches": BATCHES, "results": results})
+    write(
+        arguments.out,
+        {**surroundings(__file__, "torch"), "steps": STEPS, "batches": BATCHES, "results": results},
+    )
 
 
 if __name__ == "__main__":

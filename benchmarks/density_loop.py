@@ -1,8 +1,10 @@
-"""Microseconds a step of the loop over a density, against JAX, blackjax and posteriors, all on one core.
+"""Microseconds a step of the loop over a density, against JAX, blackjax and posteriors, all on one
+core.
 
-Two rungs: case 1 of figure 1 (0.4 N(-3, 0.7^2) + 0.6 N(2, 0.5^2), energies with noise N(0, 2^2), temperatures 1 and 10,
-lr 0.03, sigma2 measured every 100 steps from 10 energies, gain 1/m, F = 1). One rung: SGLD without the noise.
-Noise generation is included, compilation is not. Every contestant must show the right law before its time is stored.
+Two rungs: case 1 of figure 1 (0.4 N(-3, 0.7^2) + 0.6 N(2, 0.5^2), energies with noise N(0, 2^2),
+temperatures 1 and 10, lr 0.03, sigma2 measured every 100 steps from 10 energies, gain 1/m, F = 1).
+One rung: SGLD without the noise. Noise generation is included, compilation is not. Every contestant
+must show the right law before its time is stored.
 """
 
 from __future__ import annotations
@@ -105,11 +107,16 @@ class Contestant:
             slack = 5 * high * math.sqrt(2 / n)
         if not low - slack < value < high + slack:
             expected = f"{low:.4g} to {high:.4g} +- {slack:.2g}"
-            raise AssertionError(f"{self.name}, {self.runs} runs: {name} is {value:.4g}, not {expected}")
+            raise AssertionError(
+                f"{self.name}, {self.runs} runs: {name} is {value:.4g}, not {expected}"
+            )
         return {name: value}
 
     def result(self) -> dict[str, Any]:
-        plain = {name: getattr(self, name) for name in ("name", "rungs", "runs", "block", "n_steps", "compile_seconds")}
+        plain = {
+            name: getattr(self, name)
+            for name in ("name", "rungs", "runs", "block", "n_steps", "compile_seconds")
+        }
         spread = {f.__name__: f(self.microseconds) for f in (statistics.median, min, max)}
         return {**plain, "us_per_step": spread, **self.check()}
 
@@ -126,7 +133,9 @@ def fastest(candidates: list[Contestant]) -> Contestant:
 def torchrex_loop(rungs: int, runs: int, compiled: bool, steps: int) -> Segment:
     """`advance` in a loop; the swaps are counted from what it yields."""
     mixture = torchrex.GaussianMixture(WEIGHTS, means=MEANS, stds=STDS)
-    target = torchrex.Noisy(mixture, energy=torchrex.Gaussian(ENERGY_NOISE)) if rungs == 2 else mixture
+    target = (
+        torchrex.Noisy(mixture, energy=torchrex.Gaussian(ENERGY_NOISE)) if rungs == 2 else mixture
+    )
     run = torchrex.ReplicaExchange(
         torchrex.TensorEnsemble.start(target, n_rungs=rungs, n_runs=runs),
         torchrex.Ladder((COLD, HOT)[:rungs], LR),
@@ -144,17 +153,34 @@ def torchrex_loop(rungs: int, runs: int, compiled: bool, steps: int) -> Segment:
 
 
 def contestants(runs: int) -> Iterator[Contestant]:
-    """All that compete at this number of runs, compiled; peers with a block length get their best one."""
+    """All that compete at this number of runs, compiled; peers with a block length get their best
+    one.
+    """
     steps = max(2_000, 500_000 // runs)
     lengths = [length for length in (100, 1_000, 10_000, 100_000) if length * runs <= 1_000_000]
-    yield Contestant("torchrex, compiled", 2, runs, partial(torchrex_loop, 2, runs, True, steps)).prepare()
-    yield fastest([Contestant("jax, tuned", 2, runs, partial(jax_loop, tuned_block, k, runs), k) for k in lengths])
-    yield Contestant("jax, natural", 2, runs, partial(jax_loop, natural_block, 1_000, runs)).prepare()
+    yield Contestant(
+        "torchrex, compiled", 2, runs, partial(torchrex_loop, 2, runs, True, steps)
+    ).prepare()
+    yield fastest(
+        [
+            Contestant("jax, tuned", 2, runs, partial(jax_loop, tuned_block, k, runs), k)
+            for k in lengths
+        ]
+    )
+    yield Contestant(
+        "jax, natural", 2, runs, partial(jax_loop, natural_block, 1_000, runs)
+    ).prepare()
     yield Contestant("torch scan", 2, runs, partial(scan_loop, runs)).prepare()
-    yield Contestant("torchrex, eager", 2, runs, partial(torchrex_loop, 2, runs, False, 200)).prepare()
+    yield Contestant(
+        "torchrex, eager", 2, runs, partial(torchrex_loop, 2, runs, False, 200)
+    ).prepare()
     if runs <= 64:
-        yield Contestant("torchrex, compiled", 1, runs, partial(torchrex_loop, 1, runs, True, steps)).prepare()
-        yield fastest([Contestant("blackjax", 1, runs, partial(blackjax_loop, runs, k), k) for k in lengths])
+        yield Contestant(
+            "torchrex, compiled", 1, runs, partial(torchrex_loop, 1, runs, True, steps)
+        ).prepare()
+        yield fastest(
+            [Contestant("blackjax", 1, runs, partial(blackjax_loop, runs, k), k) for k in lengths]
+        )
         yield Contestant("posteriors", 1, runs, partial(posteriors_loop, runs, 200)).prepare()
 
 
@@ -166,10 +192,16 @@ class Refuse(logging.Handler):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--seconds", type=float, default=0.5, help="time for one measurement of one contestant")
-    parser.add_argument("--runs", type=int, nargs="+", default=[1, 64, 1024], help="numbers of independent runs")
+    parser.add_argument(
+        "--seconds", type=float, default=0.5, help="time for one measurement of one contestant"
+    )
+    parser.add_argument(
+        "--runs", type=int, nargs="+", default=[1, 64, 1024], help="numbers of independent runs"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("torchrex").addHandler(Refuse())

@@ -1,7 +1,8 @@
-"""Do two processes get the same bits from the same seed on a GPU, and what does it cost to make them?
+"""Do two processes get the same bits from the same seed on a GPU, and what does it cost to make
+them?
 
-Each process trains two replicas of ResNet-20 on random images, and stores a hash of all weights after 1, 5 and 100 steps. Needs a
-CUDA device; takes two minutes.
+Each process trains two replicas of ResNet-20 on random images, and stores a hash of all weights
+after 1, 5 and 100 steps. Needs a CUDA device; takes two minutes.
 """
 
 from __future__ import annotations
@@ -25,25 +26,40 @@ from torchrex.vision import resnet20
 def one_process(*, deterministic: bool) -> dict[str, object]:
     images, labels, _ = data()
     loader = torchrex.DeviceLoader((images, labels), BATCH, augment=make_augment())
-    energy = torchrex.PosteriorEnergy(F.cross_entropy, n_data=N_TRAIN, prior=torchrex.GaussianPrior(PRECISION))
+    energy = torchrex.PosteriorEnergy(
+        F.cross_entropy, n_data=N_TRAIN, prior=torchrex.GaussianPrior(PRECISION)
+    )
     ensemble = torchrex.ModuleEnsemble(
-        resnet20, energy, torchrex.SGHMC(FRICTION), device="cuda", autocast=torch.bfloat16, channels_last=True
+        resnet20,
+        energy,
+        torchrex.SGHMC(FRICTION),
+        device="cuda",
+        autocast=torch.bfloat16,
+        channels_last=True,
     )
     ladder = torchrex.Ladder((0.01, 0.05), (2e-6, 3e-6))
-    run = torchrex.ReplicaExchange(ensemble, ladder, correction_factor=F0, seed=0, deterministic=deterministic)
+    run = torchrex.ReplicaExchange(
+        ensemble, ladder, correction_factor=F0, seed=0, deterministic=deterministic
+    )
     hashes = {}
     for stop in (1, 5, 100):
         for _ in run.advance(stop - run.n_steps, loader):
             pass
         hashes[stop] = hashlib.sha256(ensemble.position.cpu().numpy().tobytes()).hexdigest()[:16]
     seconds = seconds_of(lambda: [None for _ in run.advance(400, loader)] and None)
-    return {"deterministic": deterministic, "weights_after_steps": hashes, "ms_per_step": seconds / 400 * 1000}
+    return {
+        "deterministic": deterministic,
+        "weights_after_steps": hashes,
+        "ms_per_step": seconds / 400 * 1000,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--one", choices=("True", "False"), help="one process, for this script itself")
+    parser.add_argument(
+        "--one", choices=("True", "False"), help="one process, for this script itself"
+    )
     arguments = parser.parse_args()
     if arguments.one:
         print(json.dumps(one_process(deterministic=arguments.one == "True")))

@@ -1,8 +1,9 @@
 """Do the estimators of the noise variance agree on a real checkpoint, within their standard errors?
 
-Two replicas of a network trained on CIFAR-10, at their last checkpoint and on the same augmented minibatches, as in a step: the
-variance of repeated energies (the paper's way, with many more draws than its ten) beside the free ones from per-example losses,
-unpaired and paired. BatchNorm sees its own minibatch in training mode, so the examples of a batch are not quite independent.
+Two replicas of a network trained on CIFAR-10, at their last checkpoint and on the same augmented
+minibatches, as in a step: the variance of repeated energies (the paper's way, with many more draws
+than its ten) beside the free ones from per-example losses, unpaired and paired. BatchNorm sees its
+own minibatch in training mode, so the examples of a batch are not quite independent.
 
     python benchmarks/estimators.py --checkpoint RUN/checkpoints/step=... --out results/estimators.json
 """
@@ -34,7 +35,11 @@ def network(checkpoint: Path, replica: int, model: nn.Module) -> nn.Module:
     state = {}
     for part in ("parameters", "buffers"):
         prefix = f"/replicas/{replica}/{part}/"
-        state |= {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        state |= {
+            name.removeprefix(prefix): value
+            for name, value in tensors.items()
+            if name.startswith(prefix)
+        }
     model.load_state_dict(state)
     return model.train()
 
@@ -68,12 +73,20 @@ def compare(per_example: Tensor, n_data: int) -> dict[str, Any]:
         name = "paired" if paired else "unpaired"
         repeated = RepeatedDraws(GROUP, paired=paired)
         free = PerExample(paired=paired)
-        by_repetition = torch.cat([repeated.sample(group[..., None], STANDING)[0] for group in groups])
+        by_repetition = torch.cat(
+            [repeated.sample(group[..., None], STANDING)[0] for group in groups]
+        )
         scale = free.scale(per_example.shape[-1], n_data, finite_population=True)
-        by_example = scale * torch.cat([free.sample(each[:, None], STANDING)[0] for each in per_example])
+        by_example = scale * torch.cat(
+            [free.sample(each[:, None], STANDING)[0] for each in per_example]
+        )
         one, other = mean_and_error(by_repetition), mean_and_error(by_example)
         z = (one["sigma2"] - other["sigma2"]) / math.hypot(one["se"], other["se"])
-        estimators[name] = {f"{GROUP} repeated draws": one, "per example, free": other, "difference_in_standard_errors": z}
+        estimators[name] = {
+            f"{GROUP} repeated draws": one,
+            "per example, free": other,
+            "difference_in_standard_errors": z,
+        }
     free = (estimators[name]["per example, free"]["sigma2"] for name in ("paired", "unpaired"))
     estimators["paired_over_unpaired"] = next(free) / next(free)
     return estimators

@@ -1,7 +1,9 @@
-"""Do mutated files crash, hang or fool what reads them? 10,000 inputs, each a real file with something done to it.
+"""Do mutated files crash, hang or fool what reads them? 10,000 inputs, each a real file with
+something done to it.
 
-Every one must load as the original does, load in part and say what is damaged, or be refused by an error of ours in one line. A
-file without a checksum, or one whose checksum was made right again, may load as something else that is sound. Takes some minutes.
+Every one must load as the original does, load in part and say what is damaged, or be refused by an
+error of ours in one line. A file without a checksum, or one whose checksum was made right again,
+may load as something else that is sound. Takes some minutes.
 """
 
 from __future__ import annotations
@@ -54,7 +56,10 @@ def main() -> None:
                 print(findings[-1], flush=True)
             outcomes.setdefault(kind.name, Counter())[outcome] += 1
             if (k + 1) % 1000 == 0:
-                print(f"{k + 1:,} inputs, {len(findings)} findings, {time.monotonic() - began:.0f} s", flush=True)
+                print(
+                    f"{k + 1:,} inputs, {len(findings)} findings, {time.monotonic() - began:.0f} s",
+                    flush=True,
+                )
     total = sum(outcomes.values(), Counter())
     print(dict(total))
     if arguments.out is not None:
@@ -67,7 +72,9 @@ def main() -> None:
                 "inputs": arguments.inputs,
                 "seconds": round(time.monotonic() - began, 1),
                 "outcomes": dict(sorted(total.items())),
-                "by_kind": {name: dict(sorted(counts.items())) for name, counts in outcomes.items()},
+                "by_kind": {
+                    name: dict(sorted(counts.items())) for name, counts in outcomes.items()
+                },
                 "by_mutation": dict(sorted(mutations.items())),
                 "findings": findings,
             },

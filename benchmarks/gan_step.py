@@ -1,7 +1,8 @@
-"""What does a step of the Bayesian GAN cost on a GPU? The captured step of both rungs against the same step run eagerly.
+"""What does a step of the Bayesian GAN cost on a GPU? The captured step of both rungs against the
+same step run eagerly.
 
-Random images: the time does not depend on what they show. Batches, variance, swaps and records are on. Needs a CUDA device; takes
-two minutes.
+Random images: the time does not depend on what they show. Batches, variance, swaps and records are
+on. Needs a CUDA device; takes two minutes.
 """
 
 from __future__ import annotations
@@ -51,12 +52,19 @@ def measure(config: GanConfig, *, captured: bool, n_steps: int, repeats: int) ->
     assert not captured or (graphs is not None and not graphs.failed)
     times = sorted(1000 * seconds_of(advance) / n_steps for _ in range(repeats))
     profiled = profile_of(run, loader) if captured else {}
-    return {"ms_per_step": times, "first_seconds": setup, **profiled, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+    return {
+        "ms_per_step": times,
+        "first_seconds": setup,
+        **profiled,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gan_step.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "gan_step.json"
+    )
     parser.add_argument("--steps", type=int, default=250)
     arguments = parser.parse_args()
     cell = gan_cell("cifar10", 4000, "resghmc")
@@ -69,7 +77,12 @@ def main() -> None:
         eager = measure(config, captured=False, n_steps=max(20, arguments.steps // 5), repeats=3)
         ratio = eager["ms_per_step"][1] / found["ms_per_step"][2]
         minutes = found["ms_per_step"][2] * 15_000 / 60_000
-        results[name] = {"captured": found, "eager": eager, "times_as_fast": ratio, "minutes_for_15000_steps": minutes}
+        results[name] = {
+            "captured": found,
+            "eager": eager,
+            "times_as_fast": ratio,
+            "minutes_for_15000_steps": minutes,
+        }
         print(
             f"{name}: captured {found['ms_per_step'][2]:.2f} ms, eager {eager['ms_per_step'][1]:.2f} ms, {ratio:.1f} x",
             flush=True,

@@ -1,7 +1,9 @@
-"""Is anything lost when ranks die? Random `kill -9` of random ranks at random moments, until so many resumes were exact.
+"""Is anything lost when ranks die? Random `kill -9` of random ranks at random moments, until so
+many resumes were exact.
 
-Each job runs on 1, 2 or 4 processes, is killed, and goes on, perhaps on another number of them. What is checked after every kill
-stands in tests/faults/killing.py; the first thing that is not as it should be ends this script. It takes some seconds a kill.
+Each job runs on 1, 2 or 4 processes, is killed, and goes on, perhaps on another number of them.
+What is checked after every kill stands in tests/faults/killing.py; the first thing that is not as
+it should be ends this script. It takes some seconds a kill.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from faults import jobs
 from faults.killing import Killer
 
-JOBS = {"digits": jobs.digits, "mixture": jobs.mixture}  # by name, functions of the folder of their checkpoints
+JOBS = {
+    "digits": jobs.digits,
+    "mixture": jobs.mixture,
+}  # by name, functions of the folder of their checkpoints
 
 
 def main() -> None:
@@ -37,10 +42,23 @@ def main() -> None:
             left -= wanted
             killer.kill(wanted, tell=lambda kill: print(kill, flush=True))
             results[name] = {**killer.summary(), "each": killer.kills}
-    total = {name: sum(result[name] for result in results.values()) for name in ("kills", "exact_resumes")}
-    record = {**surroundings(__file__, "torch", "torchrex"), **total, "seconds": round(time.monotonic() - began), "jobs": results}
+    total = {
+        name: sum(result[name] for result in results.values())
+        for name in ("kills", "exact_resumes")
+    }
+    record = {
+        **surroundings(__file__, "torch", "torchrex"),
+        **total,
+        "seconds": round(time.monotonic() - began),
+        "jobs": results,
+    }
     write(args.out, record)
-    print({name: {key: value for key, value in result.items() if key != "each"} for name, result in results.items()})
+    print(
+        {
+            name: {key: value for key, value in result.items() if key != "each"}
+            for name, result in results.items()
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""What does watching a run cost? The digits run with and without the live display and the logs, in turns in one process.
+"""What does watching a run cost? The digits run with and without the live display and the logs, in
+turns in one process.
 
-`taskset -c 1 python benchmarks/live.py --turns 30`; it also puts its table into benchmarks/README.md.
+`taskset -c 1 python benchmarks/live.py --turns 30`; it also puts its table into
+benchmarks/README.md.
 
 Two answers, both in processor time, so that waiting for other processes is not counted:
 
@@ -10,9 +12,10 @@ Two answers, both in processor time, so that waiting for other processes is not 
             more than 1 % from run to run. Hence the median over turns, which a few disturbed ones do not move, with its standard
             error from 10,000 resamples of the turns
 
-Every turn runs each contestant once, in an order that rotates; the first turn warms up and is not counted. "Nothing asked" is an
-observer that does nothing: its ratio is what the method takes for a difference where there is none. The display draws on a
-pseudo-terminal that is read, as a real one is.
+Every turn runs each contestant once, in an order that rotates; the first turn warms up and is not
+counted. "Nothing asked" is an observer that does nothing: its ratio is what the method takes for a
+difference where there is none. The display draws on a pseudo-terminal that is read, as a real one
+is.
 """
 
 from __future__ import annotations
@@ -59,7 +62,10 @@ def terminal() -> Iterator[tuple[Console, list[int]]]:
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
     with open(writing, "w") as file:
-        yield Console(file=file, force_terminal=True, width=120, height=30, color_system="256"), shown
+        yield (
+            Console(file=file, force_terminal=True, width=120, height=30, color_system="256"),
+            shown,
+        )
     thread.join(timeout=1)
     os.close(reading)
 
@@ -84,7 +90,9 @@ class Timed(Observer):
 
 
 def seconds_of(name: str, epochs: int, console: Console) -> tuple[float, float]:
-    """Processor time of a digits run, and of its observer; waiting for other processes is not counted."""
+    """Processor time of a digits run, and of its observer; waiting for other processes is not
+    counted.
+    """
     config = override(get_recipe("digits/resghmc"), [f"epochs={epochs}"])
     with tempfile.TemporaryDirectory() as folder:
         made: dict[str, Callable[[], Observer]] = {
@@ -120,11 +128,20 @@ def main() -> None:
         assert shown[0] > 1000, "the display showed nothing"
     results = []
     for name in WATCHERS[1:]:
-        ratios = [100 * (with_ / without - 1) for with_, without in zip(times[name], times["none"], strict=True)]
+        ratios = [
+            100 * (with_ / without - 1)
+            for with_, without in zip(times[name], times["none"], strict=True)
+        ]
         shares = [100 * share for share in inside[name]]
-        results.append({"name": name, "share_percent": median_of(shares), "ratio_percent": median_of(ratios)})
+        results.append(
+            {"name": name, "share_percent": median_of(shares), "ratio_percent": median_of(ratios)}
+        )
     record = surroundings(sys.argv[0], "torch", "rich", "tensorboard")
-    record |= {"turns": arguments.turns, "epochs": arguments.epochs, "seconds_bare": median_of(times["none"])}
+    record |= {
+        "turns": arguments.turns,
+        "epochs": arguments.epochs,
+        "seconds_bare": median_of(times["none"]),
+    }
     record["results"] = results
     write(arguments.out, record)
     print(table(record))
@@ -136,12 +153,20 @@ def median_of(values: list[float]) -> dict[str, float]:
     """The median, its standard error by resampling, and the extremes."""
     draw = random.Random(0)
     medians = [statistics.median(draw.choices(values, k=len(values))) for _ in range(10_000)]
-    return {"median": statistics.median(values), "se": statistics.stdev(medians), "min": min(values), "max": max(values)}
+    return {
+        "median": statistics.median(values),
+        "se": statistics.stdev(medians),
+        "min": min(values),
+        "max": max(values),
+    }
 
 
 def table(record: dict[str, Any]) -> str:
     """Percent of a digits run that each observer takes."""
-    lines = ["| watching by | inside its calls, % (min to max) | watched over bare run, % |", "|---|---|---|"]
+    lines = [
+        "| watching by | inside its calls, % (min to max) | watched over bare run, % |",
+        "|---|---|---|",
+    ]
     for r in record["results"]:
         share, ratio = r["share_percent"], r["ratio_percent"]
         inside = f"**{share['median']:.2f}** ({share['min']:.2f} to {share['max']:.2f})"

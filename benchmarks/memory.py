@@ -1,4 +1,6 @@
-"""Peak memory of a long run: 1,000,000 steps x 64 runs of mixture case 1, thinned by 100, in a process of its own."""
+"""Peak memory of a long run: 1,000,000 steps x 64 runs of mixture case 1, thinned by 100, in a
+process of its own.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ def sample() -> dict[str, object]:
     import torchrex
 
     target = torchrex.Noisy(
-        torchrex.GaussianMixture([0.4, 0.6], means=[-3.0, 2.0], stds=[0.7, 0.5]), energy=torchrex.Gaussian(2.0)
+        torchrex.GaussianMixture([0.4, 0.6], means=[-3.0, 2.0], stds=[0.7, 0.5]),
+        energy=torchrex.Gaussian(2.0),
     )
     peaks = {"before sampling, everything imported": peak_mib()}
 
@@ -33,7 +36,13 @@ def sample() -> dict[str, object]:
         peaks.setdefault("after the first block, the loop compiled", peak_mib())
 
     draws = torchrex.sample(
-        target, temperatures=(1.0, 10.0), lr=0.03, n_steps=N_STEPS, n_runs=N_RUNS, thin=THIN, progress=progress
+        target,
+        temperatures=(1.0, 10.0),
+        lr=0.03,
+        n_steps=N_STEPS,
+        n_runs=N_RUNS,
+        thin=THIN,
+        progress=progress,
     )
     peaks["at the end"] = peak_mib()
     stored = (draws.values, draws.noise_variance, draws.replica_at, draws.energy, draws.steps)
@@ -49,7 +58,8 @@ def main() -> None:
     if args.child:
         print(json.dumps(sample()))
         return
-    # A fresh interpreter and an empty compiler cache: the peak is that of this run alone, compilation included.
+    # A fresh interpreter and an empty compiler cache: the peak is that of this run alone,
+    # compilation included.
     child = [sys.executable, __file__, "--child", "--out", str(args.out)]
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}

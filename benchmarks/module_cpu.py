@@ -1,8 +1,9 @@
 """What does a step on a small network cost on one CPU core, beside posteriors' SGHMC?
 
-An MLP (64-64-10, batch 64), where the time goes into overhead, and a small CNN (two 3x3 convolutions on 16x16 images, batch 64),
-where it goes into arithmetic. Both libraries sample the same posterior from the same minibatches of data in memory. torchrex also
-evaluates energies and, from two rungs on, the variance and the swap.
+An MLP (64-64-10, batch 64), where the time goes into overhead, and a small CNN (two 3x3
+convolutions on 16x16 images, batch 64), where it goes into arithmetic. Both libraries sample the
+same posterior from the same minibatches of data in memory. torchrex also evaluates energies and,
+from two rungs on, the variance and the swap.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ def cnn() -> nn.Module:
     )
 
 
-NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {"MLP": (mlp, (64,), 400), "CNN": (cnn, (3, 16, 16), 40)}
+NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+    "MLP": (mlp, (64,), 400),
+    "CNN": (cnn, (3, 16, 16), 40),
+}
 
 
 def data(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -54,10 +58,14 @@ def data(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return torch.randn(N, *shape, generator=generator), torch.randint(10, (N,), generator=generator)
 
 
-def ours(make: Callable[[], nn.Module], shape: tuple[int, ...], rungs: int) -> Callable[[int], None]:
+def ours(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], rungs: int
+) -> Callable[[int], None]:
     energy = torchrex.PosteriorEnergy(F.cross_entropy, n_data=N, prior=torchrex.GaussianPrior(1.0))
     ladder = torchrex.Ladder([1.0 + 0.01 * rung for rung in range(rungs)], 1e-6)
-    run = torchrex.ReplicaExchange(torchrex.ModuleEnsemble(make, energy, torchrex.SGHMC(FRICTION)), ladder)
+    run = torchrex.ReplicaExchange(
+        torchrex.ModuleEnsemble(make, energy, torchrex.SGHMC(FRICTION)), ladder
+    )
     loader = torchrex.DeviceLoader(data(shape), BATCH)
 
     def steps(n: int) -> None:
@@ -68,16 +76,22 @@ def ours(make: Callable[[], nn.Module], shape: tuple[int, ...], rungs: int) -> C
 
 
 def theirs(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Callable[[int], None]:
-    """As in the documentation of posteriors: a log posterior through functional_call, its batches from the same loader."""
+    """As in the documentation of posteriors: a log posterior through functional_call, its batches
+    from the same loader.
+    """
     module = make()
     parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
 
     def log_posterior(values: dict[str, Tensor], batch: Any) -> tuple[Tensor, Tensor]:
         output = torch.func.functional_call(module, values, (batch[0],))
-        prior = -0.5 * sum((value.square().sum() for value in values.values()), start=torch.zeros(()))
+        prior = -0.5 * sum(
+            (value.square().sum() for value in values.values()), start=torch.zeros(())
+        )
         return prior - N * F.cross_entropy(output, batch[1]), output
 
-    transform = posteriors.sgmcmc.sghmc.build(log_posterior, lr=1e-3, alpha=FRICTION, temperature=1.0)
+    transform = posteriors.sgmcmc.sghmc.build(
+        log_posterior, lr=1e-3, alpha=FRICTION, temperature=1.0
+    )
     state = transform.init(parameters)
     loader = torchrex.DeviceLoader(data(shape), BATCH)
 
@@ -113,11 +127,18 @@ def main() -> None:
                     "net": net,
                     "name": name,
                     "rungs": rungs,
-                    "us_per_step": {"median": median(values), "min": min(values), "max": max(values)},
+                    "us_per_step": {
+                        "median": median(values),
+                        "min": min(values),
+                        "max": max(values),
+                    },
                     "times_torchrex_one_rung": median(values) / base,
                 }
             )
-            print(f"{net} {name} rungs={rungs}: {median(values):.0f} us a step, {median(values) / base:.2f} x", flush=True)
+            print(
+                f"{net} {name} rungs={rungs}: {median(values):.0f} us a step, {median(values) / base:.2f} x",
+                flush=True,
+            )
     record = surroundings(__file__, "torch", "torchrex", "posteriors")
     write(arguments.out, {**record, "results": results})
 

@@ -1,7 +1,8 @@
-"""What does a step on ResNet-20 cost on a GPU? Captured replicas against plain PyTorch, one replica after the other.
+"""What does a step on ResNet-20 cost on a GPU? Captured replicas against plain PyTorch, one replica
+after the other.
 
-Random images on the device: the time does not depend on what they show. Augmentation, variance, swaps, records and averaging over
-a test set are on. Needs a CUDA device; takes four minutes.
+Random images on the device: the time does not depend on what they show. Augmentation, variance,
+swaps, records and averaging over a test set are on. Needs a CUDA device; takes four minutes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ FRICTION, PRECISION, F0 = 0.1, 25.0, 3e5
 
 
 def crop_flip_normalise(padded: Tensor, labels: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
-    """Images (n, 40, 40, 3) of bytes to (n, 3, 32, 32): a random place, half of them mirrored. One kernel when compiled."""
+    """Images (n, 40, 40, 3) of bytes to (n, 3, 32, 32): a random place, half of them mirrored. One
+    kernel when compiled.
+    """
     place = torch.arange(32, device=padded.device)
     down, right = (random[0] * 9).long(), (random[1] * 9).long()
     rows = down[:, None] + place
@@ -50,11 +53,15 @@ def make_augment() -> Callable[[Any, torch.Generator], Any]:
         rows = down[:, None] + place
         columns = right[:, None] + torch.where(random[2][:, None] < 0.5, 31 - place, place)
         image = torch.arange(len(padded), device="cuda")[:, None, None]
-        return ((padded[image, rows[:, :, None], columns[:, None, :]].float() - mean) / std).permute(0, 3, 1, 2)
+        return (
+            (padded[image, rows[:, :, None], columns[:, None, :]].float() - mean) / std
+        ).permute(0, 3, 1, 2)
 
     def augment(batch: Any, generator: torch.Generator) -> Any:
         padded, labels = batch
-        return transform(padded, torch.rand((3, len(padded)), device="cuda", generator=generator)), labels
+        return transform(
+            padded, torch.rand((3, len(padded)), device="cuda", generator=generator)
+        ), labels
 
     return augment
 
@@ -62,9 +69,13 @@ def make_augment() -> Callable[[Any, torch.Generator], Any]:
 def data() -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
     """Training images padded to 40 x 40, labels, and test batches ready for the net."""
     generator = torch.Generator("cuda").manual_seed(0)
-    images = torch.randint(0, 256, (N_TRAIN, 40, 40, 3), dtype=torch.uint8, device="cuda", generator=generator)
+    images = torch.randint(
+        0, 256, (N_TRAIN, 40, 40, 3), dtype=torch.uint8, device="cuda", generator=generator
+    )
     labels = torch.randint(10, (N_TRAIN,), device="cuda", generator=generator)
-    test = torch.randn(N_TEST, 3, 32, 32, device="cuda", generator=generator).to(memory_format=torch.channels_last)
+    test = torch.randn(N_TEST, 3, 32, 32, device="cuda", generator=generator).to(
+        memory_format=torch.channels_last
+    )
     truth = torch.randint(10, (N_TEST,), device="cuda", generator=generator)
     return images, labels, list(zip(test.split(1000), truth.split(1000), strict=True))
 
@@ -80,17 +91,31 @@ def seconds_of(work: Callable[[], None]) -> float:
 
 
 def make_run(replicas: int) -> torchrex.ReplicaExchange:
-    energy = torchrex.PosteriorEnergy(F.cross_entropy, n_data=N_TRAIN, prior=torchrex.GaussianPrior(PRECISION))
+    energy = torchrex.PosteriorEnergy(
+        F.cross_entropy, n_data=N_TRAIN, prior=torchrex.GaussianPrior(PRECISION)
+    )
     ensemble = torchrex.ModuleEnsemble(
-        resnet20, energy, torchrex.SGHMC(FRICTION), device="cuda", autocast=torch.bfloat16, channels_last=True
+        resnet20,
+        energy,
+        torchrex.SGHMC(FRICTION),
+        device="cuda",
+        autocast=torch.bfloat16,
+        channels_last=True,
     )
     rungs = range(replicas)
-    ladder = torchrex.Ladder([0.01 * (1 + 4 * k) for k in rungs], [2e-6 * (1 + 0.5 * k / max(1, replicas - 1)) for k in rungs])
+    ladder = torchrex.Ladder(
+        [0.01 * (1 + 4 * k) for k in rungs],
+        [2e-6 * (1 + 0.5 * k / max(1, replicas - 1)) for k in rungs],
+    )
     return torchrex.ReplicaExchange(ensemble, ladder, correction_factor=F0, seed=0)
 
 
-def captured(replicas: int, n_steps: int, repeats: int, *, averaging: bool = True) -> dict[str, Any]:
-    """The captured step of `replicas` replicas; `averaging` takes a draw of rung 0 over the test set every 200 steps."""
+def captured(
+    replicas: int, n_steps: int, repeats: int, *, averaging: bool = True
+) -> dict[str, Any]:
+    """The captured step of `replicas` replicas; `averaging` takes a draw of rung 0 over the test
+    set every 200 steps.
+    """
     images, labels, test = data()
     loader = torchrex.DeviceLoader((images, labels), BATCH, augment=make_augment())
     run = make_run(replicas)
@@ -113,18 +138,27 @@ def captured(replicas: int, n_steps: int, repeats: int, *, averaging: bool = Tru
     assert graphs is not None
     assert not graphs.failed
     times = sorted(seconds_of(advance) / n_steps for _ in range(repeats))
-    return {"ms_per_step": [1000 * t for t in times], "setup_seconds": setup, "run": run, "loader": loader}
+    return {
+        "ms_per_step": [1000 * t for t in times],
+        "setup_seconds": setup,
+        "run": run,
+        "loader": loader,
+    }
 
 
 def without_exchange(replicas: int, n_steps: int, repeats: int) -> list[float]:
-    """The captured step with the exchange taken out (no variance, swap or record): the difference is what they cost."""
+    """The captured step with the exchange taken out (no variance, swap or record): the difference
+    is what they cost.
+    """
     constant: dict[str, Any] = {}
 
     def stand_still(state: Any, energy: Any, table: Any, *_: Any) -> Exchanged:
         if not constant:
             lr, temperature = table.lr[0][:, None], table.temperature[0][:, None]
             scale = (lr * temperature).sqrt()
-            constant["exchanged"] = Exchanged(torch.zeros_like(lr, dtype=torch.bool), scale, scale, lr, temperature)
+            constant["exchanged"] = Exchanged(
+                torch.zeros_like(lr, dtype=torch.bool), scale, scale, lr, temperature
+            )
         exchanged: Exchanged = constant["exchanged"]
         return exchanged
 
@@ -139,7 +173,9 @@ def without_exchange(replicas: int, n_steps: int, repeats: int) -> list[float]:
 
 
 def eager(replicas: int, n_steps: int, repeats: int) -> dict[str, Any]:
-    """As most people write it, and as the authors did: one replica after the other, float32, swaps on the host."""
+    """As most people write it, and as the authors did: one replica after the other, float32, swaps
+    on the host.
+    """
     images, labels, _ = data()
     generator = torch.Generator("cuda").manual_seed(0)
     models = [resnet20().cuda() for _ in range(replicas)]
@@ -165,7 +201,9 @@ def eager(replicas: int, n_steps: int, repeats: int) -> dict[str, Any]:
                     torch._foreach_mul_(velocities[k], 1 - FRICTION)
                     torch._foreach_add_(velocities[k], gradients, alpha=-lrs[k])
                     noise = [torch.randn_like(p) for p in parameters]
-                    torch._foreach_add_(velocities[k], noise, alpha=(2 * FRICTION * lrs[k] * taus[k]) ** 0.5)
+                    torch._foreach_add_(
+                        velocities[k], noise, alpha=(2 * FRICTION * lrs[k] * taus[k]) ** 0.5
+                    )
                     torch._foreach_add_(parameters, velocities[k])
             for cold in range(replicas - 1):
                 if float(energies[cold] - energies[cold + 1]) > 1e9:
@@ -177,24 +215,37 @@ def eager(replicas: int, n_steps: int, repeats: int) -> dict[str, Any]:
 
 
 def profile_of(run: Any, loader: Any, n_steps: int = 20) -> dict[str, Any]:
-    """Kernel time of a step by kind of kernel, in microseconds; replicas overlap, so the sum exceeds the step."""
+    """Kernel time of a step by kind of kernel, in microseconds; replicas overlap, so the sum
+    exceeds the step.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         for _ in run.advance(n_steps, loader):
             pass
         torch.cuda.synchronize()
-    kinds = {"wgrad": "cuDNN, weight gradient", "dgrad": "cuDNN, input gradient", "fprop": "cuDNN, forward"}
-    kinds |= dict.fromkeys(("forward_kernel", "products_kernel", "sum_kernel"), "narrow_conv, all three")
+    kinds = {
+        "wgrad": "cuDNN, weight gradient",
+        "dgrad": "cuDNN, input gradient",
+        "fprop": "cuDNN, forward",
+    }
+    kinds |= dict.fromkeys(
+        ("forward_kernel", "products_kernel", "sum_kernel"), "narrow_conv, all three"
+    )
     sums: dict[str, float] = {}
     n_kernels = 0.0
     for event in profiled.key_averages():
         kind = next((name for part, name in kinds.items() if part in event.key), None)
         if kind is None:
-            kind = "compiled (BatchNorm, ReLU, move, exchange)" if "triton" in event.key else "other"
+            kind = (
+                "compiled (BatchNorm, ReLU, move, exchange)" if "triton" in event.key else "other"
+            )
         sums[kind] = sums.get(kind, 0.0) + event.device_time_total / n_steps
         n_kernels += event.count / n_steps
-    return {"microseconds": dict(sorted(sums.items(), key=lambda item: -item[1])), "kernels_per_step": n_kernels}
+    return {
+        "microseconds": dict(sorted(sums.items(), key=lambda item: -item[1])),
+        "kernels_per_step": n_kernels,
+    }
 
 
 def main() -> None:
@@ -208,8 +259,19 @@ def main() -> None:
 
     def add(name: str, replicas: int, ms: list[float], **more: Any) -> None:
         rate = BATCH * replicas / ms[0] * 1000
-        results.append({"name": name, "replicas": replicas, "ms_per_step": ms, "images_x_replicas_per_second": rate, **more})
-        print(f"{name}, R={replicas}: {ms[0]:.3f} to {ms[-1]:.3f} ms, {rate:,.0f} images x replicas / s", flush=True)
+        results.append(
+            {
+                "name": name,
+                "replicas": replicas,
+                "ms_per_step": ms,
+                "images_x_replicas_per_second": rate,
+                **more,
+            }
+        )
+        print(
+            f"{name}, R={replicas}: {ms[0]:.3f} to {ms[-1]:.3f} ms, {rate:,.0f} images x replicas / s",
+            flush=True,
+        )
 
     record = surroundings(__file__, "torch", "triton")
     record["hardware"]["gpu"] = torch.cuda.get_device_name()
@@ -224,7 +286,9 @@ def main() -> None:
         torch.cuda.empty_cache()
         write(arguments.out, {**record, "results": results})
     for replicas in (2, 4):
-        plain = captured(replicas, arguments.steps, arguments.repeats, averaging=False)["ms_per_step"]
+        plain = captured(replicas, arguments.steps, arguments.repeats, averaging=False)[
+            "ms_per_step"
+        ]
         add("torchrex, captured, no averaging", replicas, plain)
         add(
             "torchrex, captured, no averaging, no exchange",
@@ -233,9 +297,17 @@ def main() -> None:
         )
     ours = vision_resnet.NarrowConv2d
     vision_resnet.NarrowConv2d = torch.nn.Conv2d  # type: ignore[misc,assignment]
-    add("torchrex, captured, convolutions by cuDNN", 2, captured(2, arguments.steps, arguments.repeats)["ms_per_step"])
+    add(
+        "torchrex, captured, convolutions by cuDNN",
+        2,
+        captured(2, arguments.steps, arguments.repeats)["ms_per_step"],
+    )
     for replicas in (1, 2, 4):
-        add("eager PyTorch, one after the other", replicas, eager(replicas, 40, arguments.repeats)["ms_per_step"])
+        add(
+            "eager PyTorch, one after the other",
+            replicas,
+            eager(replicas, 40, arguments.repeats)["ms_per_step"],
+        )
     vision_resnet.NarrowConv2d = ours  # type: ignore[misc]
     write(arguments.out, {**record, "results": results})
 

@@ -1,7 +1,8 @@
-"""The peers in the density-loop benchmark: the two-rung algorithm as a JAX scan, and SGLD of blackjax and posteriors.
+"""The peers in the density-loop benchmark: the two-rung algorithm as a JAX scan, and SGLD of
+blackjax and posteriors.
 
-A segment goes on by some steps. It returns how many and, with two rungs, how many swaps were accepted; with one rung,
-the positions (steps, runs).
+A segment goes on by some steps. It returns how many and, with two rungs, how many swaps were
+accepted; with one rung, the positions (steps, runs).
 """
 
 from __future__ import annotations
@@ -24,15 +25,21 @@ EVERY, N_DRAWS = 100, 10
 
 Segment = Callable[[], tuple[int, Any]]
 
-jax.config.update("jax_threefry_partitionable", False)  # JAX's older order of counters: up to a fifth faster here
+jax.config.update(
+    "jax_threefry_partitionable", False
+)  # JAX's older order of counters: up to a fifth faster here
 
 
 def mixture(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Energy and gradient of the mixture, by hand and from the same exponentials: up to a tenth faster than autodiff.
+    """Energy and gradient of the mixture, by hand and from the same exponentials: up to a tenth
+    faster than autodiff.
 
-    Components stand in front: at 1,024 runs the whole step is a third faster than with components behind.
+    Components stand in front: at 1,024 runs the whole step is a third faster than with components
+    behind.
     """
-    weight, mean, std = (jnp.array(values).reshape(-1, *(1,) * x.ndim) for values in (WEIGHTS, MEANS, STDS))
+    weight, mean, std = (
+        jnp.array(values).reshape(-1, *(1,) * x.ndim) for values in (WEIGHTS, MEANS, STDS)
+    )
     white = (x - mean) / std
     log_parts = jnp.log(weight / std) - 0.5 * jnp.square(white) - 0.5 * math.log(2 * math.pi)
     largest = log_parts.max(axis=0)
@@ -41,8 +48,12 @@ def mixture(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return -largest - jnp.log(total), (parts * white / std).sum(axis=0) / total
 
 
-def jax_step(state: Any, inputs: Any, update: Callable[..., jax.Array]) -> tuple[Any, tuple[jax.Array, ...]]:
-    """Energies and gradients once, SA step, swap of temperatures, move; records what torchrex.StepInfo does."""
+def jax_step(
+    state: Any, inputs: Any, update: Callable[..., jax.Array]
+) -> tuple[Any, tuple[jax.Array, ...]]:
+    """Energies and gradients once, SA step, swap of temperatures, move; records what
+    torchrex.StepInfo does.
+    """
     x, replica_at, variance, m = state
     move_noise, energy_noise, uniform, due, sample = inputs
     energy, gradient = mixture(x)
@@ -61,7 +72,9 @@ def jax_step(state: Any, inputs: Any, update: Callable[..., jax.Array]) -> tuple
 
 
 def measured_variance(key: jax.Array, lead: tuple[int, ...], runs: int) -> jax.Array:
-    """Variance of repeated energies: at one position only their noise varies. Averaged over the two replicas."""
+    """Variance of repeated energies: at one position only their noise varies. Averaged over the two
+    replicas.
+    """
     draws = ENERGY_NOISE * jax.random.normal(key, (*lead, N_DRAWS, 2, runs))
     return draws.var(axis=-3, ddof=1).mean(axis=-2)
 
@@ -70,14 +83,20 @@ def natural_block(length: int, runs: int, state: Any, key: jax.Array, first: jax
     """The key is split inside the scan."""
 
     def update(due: jax.Array, variance: jax.Array, key: jax.Array, m: jax.Array) -> jax.Array:
-        return jax.lax.cond(due, lambda: variance + (measured_variance(key, (), runs) - variance) / m, lambda: variance)
+        return jax.lax.cond(
+            due,
+            lambda: variance + (measured_variance(key, (), runs) - variance) / m,
+            lambda: variance,
+        )
 
     def body(carry: Any, step: jax.Array) -> Any:
         state, key = carry
         key, move, noise, swap, measure = jax.random.split(key, 5)
         due = (step % EVERY == 0) & (step > 0)
         normals = (jax.random.normal(key, (2, runs)) for key in (move, noise))
-        state, info = jax_step(state, (*normals, jax.random.uniform(swap, (runs,)), due, measure), update)
+        state, info = jax_step(
+            state, (*normals, jax.random.uniform(swap, (runs,)), due, measure), update
+        )
         return (state, key), info
 
     (state, _), info = jax.lax.scan(body, (state, key), first + jnp.arange(length))
@@ -119,11 +138,16 @@ def jax_loop(block: Callable[..., Any], length: int, runs: int) -> Segment:
 
 
 def scan_loop(runs: int, length: int = 1_000) -> Segment:
-    """The same algorithm in torch's `scan`, compiled with Inductor's C++ wrapper: the road not taken (see exchange/replay.py)."""
+    """The same algorithm in torch's `scan`, compiled with Inductor's C++ wrapper: the road not
+    taken (see density/replay.py).
+    """
     from torch._higher_order_ops.scan import scan
     from torch._inductor import config
 
-    parts = [(m, s, math.log(w / s / math.sqrt(2 * math.pi))) for w, m, s in zip(WEIGHTS, MEANS, STDS, strict=True)]
+    parts = [
+        (m, s, math.log(w / s / math.sqrt(2 * math.pi)))
+        for w, m, s in zip(WEIGHTS, MEANS, STDS, strict=True)
+    ]
     gap = 1 / COLD - 1 / HOT
 
     def energy_and_gradient(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,20 +172,41 @@ def scan_loop(runs: int, length: int = 1_000) -> Segment:
         x0 = x0 - LR * g0 + (2 * LR * t0).sqrt() * move[0]
         x1 = x1 - LR * g1 + (2 * LR * t1).sqrt() * move[1]
         position = torch.where(swapped, x1, x0)
-        return (x0, x1, swapped, variance, m), (position, cold, hot, accepted.clone(), variance.clone(), swapped.clone())
+        return (x0, x1, swapped, variance, m), (
+            position,
+            cold,
+            hot,
+            accepted.clone(),
+            variance.clone(),
+            swapped.clone(),
+        )
 
-    state = (torch.zeros(runs), torch.zeros(runs), torch.zeros(runs, dtype=torch.bool), torch.zeros(runs), torch.zeros(1))
+    state = (
+        torch.zeros(runs),
+        torch.zeros(runs),
+        torch.zeros(runs, dtype=torch.bool),
+        torch.zeros(runs),
+        torch.zeros(1),
+    )
     due = torch.zeros(length, 1)
     due[::EVERY] = 1.0
     with config.patch(cpp_wrapper=True):
-        advance = torch.compile(lambda state, inputs: scan(step, state, inputs), fullgraph=True, dynamic=False)
+        advance = torch.compile(
+            lambda state, inputs: scan(step, state, inputs), fullgraph=True, dynamic=False
+        )
 
     def segment() -> tuple[int, Any]:
         nonlocal state
         draws = ENERGY_NOISE * torch.randn(length // EVERY, N_DRAWS, 2, runs)
         sample = torch.zeros(length, runs)
         sample[::EVERY] = draws.var(dim=1).mean(1)
-        inputs = (torch.randn(length, 2, runs), torch.randn(length, 2, runs), torch.rand(length, runs), due, sample)
+        inputs = (
+            torch.randn(length, 2, runs),
+            torch.randn(length, 2, runs),
+            torch.rand(length, runs),
+            due,
+            sample,
+        )
         with torch.no_grad(), config.patch(cpp_wrapper=True):
             state, info = advance(state, inputs)
         return length, int(info[3].sum())
@@ -198,7 +243,9 @@ def blackjax_loop(runs: int, length: int) -> Segment:
 
 def posteriors_loop(runs: int, steps: int) -> Segment:
     """Its SGLD as in its documentation: `update` from a Python loop."""
-    components = torch.distributions.Normal(torch.tensor(MEANS), torch.tensor(STDS), validate_args=False)
+    components = torch.distributions.Normal(
+        torch.tensor(MEANS), torch.tensor(STDS), validate_args=False
+    )
     log_weights = torch.tensor(WEIGHTS).log()
 
     def log_posterior(x: torch.Tensor, batch: None) -> tuple[torch.Tensor, torch.Tensor]:

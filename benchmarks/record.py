@@ -1,7 +1,8 @@
-"""What a benchmark writes beside its numbers (machine, versions, date, command), and the tables made from them.
+"""What a benchmark writes beside its numbers (machine, versions, date, command), and the tables
+made from them.
 
-`python benchmarks/record.py` puts the tables of the stored results into benchmarks/README.md, README.md and
-docs/reproduction.md.
+`python benchmarks/record.py` puts the tables of the stored results into benchmarks/README.md,
+README.md and docs/reproduction.md.
 """
 
 from __future__ import annotations
@@ -26,8 +27,15 @@ def surroundings(script: str, *packages: str) -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": shlex.join(["python", f"benchmarks/{Path(script).name}", *sys.argv[1:]]),
-        "hardware": {"cpu": models[0], "cores": os.cpu_count(), "cores_used": len(os.sched_getaffinity(0))},
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+        "hardware": {
+            "cpu": models[0],
+            "cores": os.cpu_count(),
+            "cores_used": len(os.sched_getaffinity(0)),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in packages},
+        },
     }
 
 
@@ -42,9 +50,15 @@ def number(value: float) -> str:
 
 
 def density_loop_table(record: dict[str, Any]) -> str:
-    """Microseconds a step of each contestant, and the ratio to torchrex compiled with as many rungs and runs."""
+    """Microseconds a step of each contestant, and the ratio to torchrex compiled with as many rungs
+    and runs.
+    """
     results = record["results"]
-    ours = {(r["rungs"], r["runs"]): r["us_per_step"] for r in results if r["name"] == "torchrex, compiled"}
+    ours = {
+        (r["rungs"], r["runs"]): r["us_per_step"]
+        for r in results
+        if r["name"] == "torchrex, compiled"
+    }
     lines = [
         "| rungs | runs | sampler | microseconds a step (min to max) | times torchrex compiled | compilation, s |",
         "|---|---|---|---|---|---|",
@@ -54,16 +68,24 @@ def density_loop_table(record: dict[str, Any]) -> str:
         ratio = us["median"] / ours[r["rungs"], r["runs"]]["median"]
         spread = f"**{number(us['median'])}** ({number(us['min'])} to {number(us['max'])})"
         compilation = f"{r['compile_seconds']:.1f}"
-        lines.append(f"| {r['rungs']} | {r['runs']:,} | {r['name']} | {spread} | {number(ratio)} | {compilation} |")
+        lines.append(
+            f"| {r['rungs']} | {r['runs']:,} | {r['name']} | {spread} | {number(ratio)} | {compilation} |"
+        )
     return "\n".join(lines)
 
 
 def speed_table(record: dict[str, Any]) -> str:
-    """The short form for the front page: two rungs, one row a contestant, one column a number of runs."""
+    """The short form for the front page: two rungs, one row a contestant, one column a number of
+    runs.
+    """
     results = [r for r in record["results"] if r["rungs"] == 2]
     runs = sorted({r["runs"] for r in results})
     time = {(r["name"], r["runs"]): r["us_per_step"]["median"] for r in results}
-    lines = ["| microseconds a step | " + " | ".join(f"{n:,} runs" if n > 1 else "1 run" for n in runs) + " |"]
+    lines = [
+        "| microseconds a step | "
+        + " | ".join(f"{n:,} runs" if n > 1 else "1 run" for n in runs)
+        + " |"
+    ]
     lines.append("|---" * (len(runs) + 1) + "|")
     for name in dict.fromkeys(r["name"] for r in results):
         lines.append(f"| {name} | " + " | ".join(number(time[name, n]) for n in runs) + " |")
@@ -73,17 +95,26 @@ def speed_table(record: dict[str, Any]) -> str:
 def memory_table(record: dict[str, Any]) -> str:
     """Peak resident memory at three moments of the run."""
     lines = ["| peak resident memory | MiB |", "|---|---|"]
-    lines += [f"| {moment.replace('_', ' ')} | {mib:.0f} |" for moment, mib in record["peak_mib"].items()]
-    return "\n".join([*lines, f"| for comparison: the draws that are returned | {record['draws_mib']:.1f} |"])
+    lines += [
+        f"| {moment.replace('_', ' ')} | {mib:.0f} |" for moment, mib in record["peak_mib"].items()
+    ]
+    return "\n".join(
+        [*lines, f"| for comparison: the draws that are returned | {record['draws_mib']:.1f} |"]
+    )
 
 
 def module_step_table(record: dict[str, Any]) -> str:
     """Images times replicas per second on a GPU."""
-    lines = ["| way | replicas | ms a step (min to max) | images x replicas / s |", "|---|---|---|---|"]
+    lines = [
+        "| way | replicas | ms a step (min to max) | images x replicas / s |",
+        "|---|---|---|---|",
+    ]
     for r in record["results"]:
         ms = r["ms_per_step"]
         rate = f"{r['images_x_replicas_per_second']:,.0f}"
-        lines.append(f"| {r['name']} | {r['replicas']} | {ms[0]:.3f} to {ms[-1]:.3f} | **{rate}** |")
+        lines.append(
+            f"| {r['name']} | {r['replicas']} | {ms[0]:.3f} to {ms[-1]:.3f} | **{rate}** |"
+        )
     return "\n".join(lines)
 
 
@@ -93,7 +124,9 @@ def module_profile_table(record: dict[str, Any]) -> str:
     lines = ["| kernels | microseconds a step, both replicas |", "|---|---|"]
     lines += [f"| {kind} | {us:,.0f} |" for kind, us in profile["microseconds"].items()]
     total = sum(profile["microseconds"].values())
-    return "\n".join([*lines, f"| all, {profile['kernels_per_step']:.0f} kernels, overlapping | {total:,.0f} |"])
+    return "\n".join(
+        [*lines, f"| all, {profile['kernels_per_step']:.0f} kernels, overlapping | {total:,.0f} |"]
+    )
 
 
 def networks_table(record: dict[str, Any]) -> str:
@@ -102,14 +135,20 @@ def networks_table(record: dict[str, Any]) -> str:
         "torchrex, captured": "torchrex",
         "eager PyTorch, one after the other": "PyTorch, eagerly, one replica after the other",
     }
-    rate = {(r["name"], r["replicas"]): r["images_x_replicas_per_second"] for r in record["results"]}
+    rate = {
+        (r["name"], r["replicas"]): r["images_x_replicas_per_second"] for r in record["results"]
+    }
     columns = sorted({r["replicas"] for r in record["results"] if r["name"] in names})
     lines = [
         "| ResNet-20, images x replicas / s | " + " | ".join(f"R = {n}" for n in columns) + " |",
         "|---" * (len(columns) + 1) + "|",
     ]
     for name, title in names.items():
-        lines.append(f"| {title} | " + " | ".join(f"{rate[name, n]:,.0f}" if (name, n) in rate else "" for n in columns) + " |")
+        lines.append(
+            f"| {title} | "
+            + " | ".join(f"{rate[name, n]:,.0f}" if (name, n) in rate else "" for n in columns)
+            + " |"
+        )
     return "\n".join(lines)
 
 
@@ -122,7 +161,9 @@ def module_cpu_table(record: dict[str, Any]) -> str:
     for r in record["results"]:
         us = r["us_per_step"]
         spread = f"**{number(us['median'])}** ({number(us['min'])} to {number(us['max'])})"
-        lines.append(f"| {r['net']} | {r['name']} | {r['rungs']} | {spread} | {r['times_torchrex_one_rung']:.2f} |")
+        lines.append(
+            f"| {r['net']} | {r['name']} | {r['rungs']} | {spread} | {r['times_torchrex_one_rung']:.2f} |"
+        )
     return "\n".join(lines)
 
 
@@ -130,38 +171,77 @@ def shared_batch_table(record: dict[str, Any]) -> str:
     """Variance of rung 0 over the posterior's, by learning rate, and in the limit."""
     names = list(record["limits"])
     lrs = sorted({r["lr_times_stiffness"] for r in record["results"]}, reverse=True)
-    value = {(r["name"], r["lr_times_stiffness"]): f"{r['variance_ratio']:.3f} ± {r['se']:.3f}" for r in record["results"]}
-    lines = ["| variance ratio of rung 0 | " + " | ".join(f"lr {lr:g}" for lr in lrs) + " | lr to 0 |"]
+    value = {
+        (r["name"], r["lr_times_stiffness"]): f"{r['variance_ratio']:.3f} ± {r['se']:.3f}"
+        for r in record["results"]
+    }
+    lines = [
+        "| variance ratio of rung 0 | " + " | ".join(f"lr {lr:g}" for lr in lrs) + " | lr to 0 |"
+    ]
     lines.append("|---" * (len(lrs) + 2) + "|")
     for name in names:
         end = record["limits"][name]
         lines.append(
-            f"| {name} | " + " | ".join(value[name, lr] for lr in lrs) + f" | **{end['variance_ratio']:.3f}** ± {end['se']:.3f} |"
+            f"| {name} | "
+            + " | ".join(value[name, lr] for lr in lrs)
+            + f" | **{end['variance_ratio']:.3f}** ± {end['se']:.3f} |"
         )
     return "\n".join(lines)
 
 
 def variance_of_rung0_table(record: dict[str, Any]) -> str:
-    """Variance of rung 0 over the right one: an estimator and pairing a row, s and rungs in columns."""
+    """Variance of rung 0 over the right one: an estimator and pairing a row, s and rungs in
+    columns.
+    """
     columns = sorted({(r["s"], r["rungs"]) for r in record["results"]})
     value = {
-        (r["sigma2"], r["dim"], r["pairing"], r["s"], r["rungs"]): f"{r['variance']:.3f} ± {r['se']:.3f}"
+        (
+            r["sigma2"],
+            r["dim"],
+            r["pairing"],
+            r["s"],
+            r["rungs"],
+        ): f"{r['variance']:.3f} ± {r['se']:.3f}"
         for r in record["results"]
     }
-    rows = dict.fromkeys((r["sigma2"], r["dim"], "one pair" if r["rungs"] < 4 else r["pairing"]) for r in record["results"])
+    rows = dict.fromkeys(
+        (r["sigma2"], r["dim"], "one pair" if r["rungs"] < 4 else r["pairing"])
+        for r in record["results"]
+    )
     named = [row for row in rows if row[2] != "one pair"]
-    lines = ["| sigma2 | parameters | pairing | " + " | ".join(f"s = {s:g}, {rungs} rungs" for s, rungs in columns) + " |"]
+    lines = [
+        "| sigma2 | parameters | pairing | "
+        + " | ".join(f"s = {s:g}, {rungs} rungs" for s, rungs in columns)
+        + " |"
+    ]
     lines.append("|---" * (len(columns) + 3) + "|")
     for sigma2, dim, pairing in named:
         cells = [
-            value.get((sigma2, dim, "EvenOdd" if rungs < 4 and pairing == "RandomPair" else pairing, s, rungs), "")
+            value.get(
+                (
+                    sigma2,
+                    dim,
+                    "EvenOdd" if rungs < 4 and pairing == "RandomPair" else pairing,
+                    s,
+                    rungs,
+                ),
+                "",
+            )
             for s, rungs in columns
         ]
         lines.append(f"| {sigma2} | {dim} | `{pairing}` | " + " | ".join(cells) + " |")
-    lines += ["", "| exponential data, s = 1.5 | mean of rung 0, 2 rungs | 4 rungs |", "|---|---|---|"]
-    off = {(r["sigma2"], r["rungs"]): f"{r['bias_of_mean']:+.3f} ± {r['se']:.3f} sd" for r in record["exponential"]}
     lines += [
-        f"| {name} | {off[name, 2]} | {off[name, 4]} |" for name in dict.fromkeys(r["sigma2"] for r in record["exponential"])
+        "",
+        "| exponential data, s = 1.5 | mean of rung 0, 2 rungs | 4 rungs |",
+        "|---|---|---|",
+    ]
+    off = {
+        (r["sigma2"], r["rungs"]): f"{r['bias_of_mean']:+.3f} ± {r['se']:.3f} sd"
+        for r in record["exponential"]
+    }
+    lines += [
+        f"| {name} | {off[name, 2]} | {off[name, 4]} |"
+        for name in dict.fromkeys(r["sigma2"] for r in record["exponential"])
     ]
     return "\n".join(lines)
 
@@ -190,22 +270,59 @@ def difference(effect: dict[str, Any]) -> str:
 
 def images_table(record: dict[str, Any]) -> str:
     """Tables 1 and 2 in short: the paper's number beside ours, and what the swaps did."""
-    heads = ("data", "net", "rules", "method", "paper %", "ours %", "n", "one net %", "NLL", "swaps", "epochs")
+    heads = (
+        "data",
+        "net",
+        "rules",
+        "method",
+        "paper %",
+        "ours %",
+        "n",
+        "one net %",
+        "NLL",
+        "swaps",
+        "epochs",
+    )
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for row in record["rows"]:
         others = settings_of(row)
         net = f"{row['net']} ({others})" if others else row["net"]
-        words = [row["data"], net, row["family"], row["method"], spread(row["paper"]), spread(row["ours"]), str(row["n"])]
-        words += [f"{row['single_accuracy']['mean']:.2f}", f"{row['nll']['mean']:.3f}", swaps_of(row), str(row["epochs"])]
+        words = [
+            row["data"],
+            net,
+            row["family"],
+            row["method"],
+            spread(row["paper"]),
+            spread(row["ours"]),
+            str(row["n"]),
+        ]
+        words += [
+            f"{row['single_accuracy']['mean']:.2f}",
+            f"{row['nll']['mean']:.3f}",
+            swaps_of(row),
+            str(row["epochs"]),
+        ]
         lines.append("| " + " | ".join(words) + " |")
-    lines += ["", "± is two standard deviations over n seeds. Differences in points, paired by seed, ± standard error:", ""]
+    lines += [
+        "",
+        "± is two standard deviations over n seeds. Differences in points, paired by seed, ± standard error:",
+        "",
+    ]
     cells: dict[str, list[str]] = {}
     for effect in record["swaps"]:
-        if effect["n"] and effect["metric"].endswith("accuracy") and effect["metric"] == headline(record, effect):
+        if (
+            effect["n"]
+            and effect["metric"].endswith("accuracy")
+            and effect["metric"] == headline(record, effect)
+        ):
             others = settings_of(effect)
             where = f"{effect['family']}, {effect['data']}, {effect['net']}, {effect['epochs']} epochs{others and f', {others}'}"
-            cells.setdefault(where, []).append(f"{effect['of']} minus {effect['minus']} {difference(effect)}")
-    return "\n".join([*lines, *(f"- {where}: {'; '.join(words)}" for where, words in cells.items())])
+            cells.setdefault(where, []).append(
+                f"{effect['of']} minus {effect['minus']} {difference(effect)}"
+            )
+    return "\n".join(
+        [*lines, *(f"- {where}: {'; '.join(words)}" for where, words in cells.items())]
+    )
 
 
 def factors_table(record: dict[str, Any]) -> str:
@@ -216,7 +333,13 @@ def factors_table(record: dict[str, Any]) -> str:
         for one in row["factors"]:
             others = settings_of(row)
             data = f"{row['data']} ({others})" if others else row["data"]
-            words = [data, str(row["epochs"]), f"{one['f0']:,.0f}", spread(one["accuracy"]), spread(one["both_rungs"])]
+            words = [
+                data,
+                str(row["epochs"]),
+                f"{one['f0']:,.0f}",
+                spread(one["accuracy"]),
+                spread(one["both_rungs"]),
+            ]
             lines.append("| " + " | ".join([*words, str(one["n"]), swaps_of(one)]) + " |")
     return "\n".join(lines)
 
@@ -227,8 +350,21 @@ def headline(record: dict[str, Any], effect: dict[str, Any]) -> str:
 
 
 def table3_table(record: dict[str, Any]) -> str:
-    """Table 3 in short: the paper's number beside ours, and what swaps and unlabelled images contribute."""
-    heads = ("data", "labels", "method", "paper %", "ours %", "n", "both rungs %", "one net %", "their score %", "called fake %")
+    """Table 3 in short: the paper's number beside ours, and what swaps and unlabelled images
+    contribute.
+    """
+    heads = (
+        "data",
+        "labels",
+        "method",
+        "paper %",
+        "ours %",
+        "n",
+        "both rungs %",
+        "one net %",
+        "their score %",
+        "called fake %",
+    )
     heads = (*heads, "NLL", "swaps", "steps", "settings")
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for row in record["rows"]:
@@ -241,10 +377,20 @@ def table3_table(record: dict[str, Any]) -> str:
             str(row["n"]),
         ]
         words += [spread(row["pooled_accuracy"], "-"), f"{row['single_accuracy']['mean']:.2f}"]
-        words += [f"{row['paper_accuracy']['mean']:.2f}", f"{row['called_fake']['mean']:.1f}", f"{row['nll']['mean']:.3f}"]
+        words += [
+            f"{row['paper_accuracy']['mean']:.2f}",
+            f"{row['called_fake']['mean']:.1f}",
+            f"{row['nll']['mean']:.3f}",
+        ]
         settings = ", ".join(filter(None, [row["family"], settings_of(row)]))
-        lines.append("| " + " | ".join([*words, swaps_of(row), f"{row['steps']:,}", settings]) + " |")
-    lines += ["", "± is two standard deviations over n seeds. Differences in points, paired by seed, ± standard error:", ""]
+        lines.append(
+            "| " + " | ".join([*words, swaps_of(row), f"{row['steps']:,}", settings]) + " |"
+        )
+    lines += [
+        "",
+        "± is two standard deviations over n seeds. Differences in points, paired by seed, ± standard error:",
+        "",
+    ]
     cells: dict[str, list[str]] = {}
     for effect in record["contributions"]:
         if effect["n"] and effect["metric"].endswith("accuracy"):
@@ -269,7 +415,9 @@ def setting(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Put the table of results/NAME.json between `<!-- NAME -->` and `<!-- end -->` in the pages; those of runs into the docs."""
+    """Put the table of results/NAME.json between `<!-- NAME -->` and `<!-- end -->` in the pages;
+    those of runs into the docs.
+    """
     tables = {
         "density_loop": (density_loop_table, "density_loop"),
         "memory": (memory_table, "memory"),
@@ -304,7 +452,9 @@ def main() -> None:
 
 
 def between(text: str, name: str, table: str) -> str:
-    """The page with the table between `<!-- NAME -->` and `<!-- end -->`; as it was if it has no such marks."""
+    """The page with the table between `<!-- NAME -->` and `<!-- end -->`; as it was if it has no
+    such marks.
+    """
     before, mark, rest = text.partition(f"<!-- {name} -->\n")
     _, end, after = rest.partition("<!-- end -->")
     return f"{before}{mark}{table}\n{end}{after}" if mark and end else text

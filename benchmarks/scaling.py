@@ -1,19 +1,23 @@
-"""What does it cost to spread replicas over processes? Bytes, the gather alone, whole steps, and a model of them.
+"""What does it cost to spread replicas over processes? Bytes, the gather alone, whole steps, and a
+model of them.
 
     python benchmarks/scaling.py --out benchmarks/results/scaling.json
 
-Real ranks on this machine, over gloo, one thread each. Every layout is measured in three ways that take turns block by block:
+Real ranks on this machine, over gloo, one thread each. Every layout is measured in three ways that
+take turns block by block:
 
     overlapped   as it is: the losses travel while the last replica's gradients are computed
     at once      the gather is waited for where it begins
     silent       nothing travels; every rank pretends that the others have its own losses
 
-All ranks read one clock, so what a rank spends in a gather can be told apart: until the last rank has posted its numbers it waits
-for a slower rank (ranks that share cores are never equally fast), and only what comes after that is transport. Tables and the
-picture of docs/scaling.md are made from the stored numbers (`--pages` makes them anew without measuring).
+All ranks read one clock, so what a rank spends in a gather can be told apart: until the last rank
+has posted its numbers it waits for a slower rank (ranks that share cores are never equally fast),
+and only what comes after that is transport. Tables and the picture of docs/scaling.md are made from
+the stored numbers (`--pages` makes them anew without measuring).
 
-What a rank does stands in scaling_work.py and how it is watched in scaling_probes.py; scaling_measure.py starts ranks and puts
-their numbers together, scaling_model.py has the model, scaling_pages.py the tables and the picture.
+What a rank does stands in scaling_work.py and how it is watched in scaling_probes.py;
+scaling_measure.py starts ranks and puts their numbers together, scaling_model.py has the model,
+scaling_pages.py the tables and the picture.
 """
 
 from __future__ import annotations
@@ -34,11 +38,17 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--turns", type=int, default=6, help="blocks of each way, in every round")
-    parser.add_argument("--rounds", type=int, default=3, help="how often all layouts are gone through")
-    parser.add_argument("--pages", action="store_true", help="only write tables and picture from what is stored")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="how often all layouts are gone through"
+    )
+    parser.add_argument(
+        "--pages", action="store_true", help="only write tables and picture from what is stored"
+    )
     arguments = parser.parse_args()
     if not arguments.pages:
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # two threads that spin on cores which others use would measure that
+        os.environ.setdefault(
+            "OMP_WAIT_POLICY", "passive"
+        )  # two threads that spin on cores which others use would measure that
         record = surroundings(__file__, "torch", "torchrex")
         write(arguments.out, {**record, **measure(arguments.turns, arguments.rounds)})
     record = json.loads(arguments.out.read_text())

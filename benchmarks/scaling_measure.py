@@ -1,4 +1,6 @@
-"""How scaling.py goes through all layouts: starts ranks, splits their time into waiting and transport, puts a record together."""
+"""How scaling.py goes through all layouts: starts ranks, splits their time into waiting and
+transport, puts a record together.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from ranks import Ranks
 
 Layout = tuple[str, int, int, int]
-# Network, replicas, ranks, threads of a rank. Those of one rank and two replicas are for the model's constants.
+# Network, replicas, ranks, threads of a rank. Those of one rank and two replicas are for the
+# model's constants.
 LAYOUTS: list[Layout] = [
     *(("MLP", replicas, 1, 1) for replicas in (2, 4, 8)),
     *(("MLP", replicas, ranks, 1) for replicas in (4, 8) for ranks in (2, 4, 8)),
@@ -35,9 +38,11 @@ LAYOUTS: list[Layout] = [
 
 
 def in_ranks(n: int, function: Callable[..., Any], *arguments: Any, threads: int = 1) -> list[Any]:
-    """What `function(*arguments)` returns on each of n processes that know each other as those of torchrun do.
+    """What `function(*arguments)` returns on each of n processes that know each other as those of
+    torchrun do.
 
-    They are started as those of the tests are. One that fails prints its traceback, and nothing is measured any more.
+    They are started as those of the tests are. One that fails prints its traceback, and nothing is
+    measured any more.
     """
     with tempfile.TemporaryDirectory() as folder:
         ranks = Ranks(n, with_threads, folder, threads, function, arguments, timeout=300)
@@ -47,7 +52,9 @@ def in_ranks(n: int, function: Callable[..., Any], *arguments: Any, threads: int
             ranks.kill()
     for rank, words in enumerate(said):
         if words is None or (isinstance(words, dict) and "error" in words):
-            raise SystemExit(f"rank {rank} of {n} did not finish {function.__name__}{arguments}: {words or 'it was killed'}")
+            raise SystemExit(
+                f"rank {rank} of {n} did not finish {function.__name__}{arguments}: {words or 'it was killed'}"
+            )
     return said
 
 
@@ -72,7 +79,8 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def split(stamps: Tensor) -> tuple[Tensor, Tensor]:
-    """Seconds that each rank waits for a slower one, and seconds of transport, (ranks, collectives), of stamps (..., 4).
+    """Seconds that each rank waits for a slower one, and seconds of transport, (ranks,
+    collectives), of stamps (..., 4).
 
     What the processor does to post the numbers counts as transport.
     """
@@ -83,22 +91,31 @@ def split(stamps: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def summarise(said: list[dict[str, Any]], n: int) -> dict[str, Any]:
-    """Of one layout: milliseconds a step of each block, until all have it; of that processor time, mean over ranks; and
-    microseconds a step in collectives, mean over ranks.
+    """Of one layout: milliseconds a step of each block, until all have it; of that processor time,
+    mean over ranks; and microseconds a step in collectives, mean over ranks.
     """
     found: dict[str, Any] = {}
     for blocks in zip(*(each["blocks"] for each in said), strict=True):
         of = found.setdefault(
-            blocks[0]["way"], {name: [] for name in ("ms", "work", "waiting", "transport", "cpu", "background")}
+            blocks[0]["way"],
+            {name: [] for name in ("ms", "work", "waiting", "transport", "cpu", "background")},
         )
         walls = [block["wall"] for block in blocks]
         of["ms"].append(1e3 * (max(end for _, end in walls) - min(began for began, _ in walls)) / n)
         of["work"].append(1e3 * statistics.mean(block["main"] for block in blocks) / n)
-        of["background"].append(1e6 * statistics.mean(block["cpu"] - block["main"] for block in blocks) / n)
+        of["background"].append(
+            1e6 * statistics.mean(block["cpu"] - block["main"] for block in blocks) / n
+        )
         if blocks[0]["stamps"]:
-            stamps = torch.tensor([block["stamps"] for block in blocks], dtype=torch.float64).view(len(blocks), n, -1, 5)
+            stamps = torch.tensor([block["stamps"] for block in blocks], dtype=torch.float64).view(
+                len(blocks), n, -1, 5
+            )
             waiting, transport = split(stamps[..., :4])
-            for name, values in (("waiting", waiting), ("transport", transport), ("cpu", stamps[..., 4])):
+            for name, values in (
+                ("waiting", waiting),
+                ("transport", transport),
+                ("cpu", stamps[..., 4]),
+            ):
                 of[name] += (1e6 * values.sum(2).mean(0)).tolist()
     return found
 
@@ -111,13 +128,19 @@ def add_gathers(found: dict[tuple[int, int, int], list[float]]) -> None:
     for ranks in (2, 4, 8):
         for n in (16, 256, 4_096, 32_768):
             said = in_ranks(ranks, gathers, ranks, n, 150)
-            times = torch.tensor(said, dtype=torch.float64)  # from the moment the last one began until the last one has it
+            times = torch.tensor(
+                said, dtype=torch.float64
+            )  # from the moment the last one began until the last one has it
             took = times[..., 1].max(0).values - times[..., 0].max(0).values
-            found.setdefault((ranks, n, bytes_each(ranks, ranks, n)), []).extend((1e6 * took).tolist())
+            found.setdefault((ranks, n, bytes_each(ranks, ranks, n)), []).extend(
+                (1e6 * took).tolist()
+            )
 
 
 def add_steps(found: dict[Layout, dict[str, Any]], turns: int) -> None:
-    """What `summarise` says of every layout, to what it said of it before; what rank 0 sends is the same in every round."""
+    """What `summarise` says of every layout, to what it said of it before; what rank 0 sends is the
+    same in every round.
+    """
     for layout in LAYOUTS:
         net, replicas, ranks, threads = layout
         said = in_ranks(ranks, steps, net, replicas, turns, threads=threads)
@@ -127,17 +150,28 @@ def add_steps(found: dict[Layout, dict[str, Any]], turns: int) -> None:
             of = ways.setdefault(way, {name: [] for name in values})
             for name, numbers in values.items():
                 of[name] += numbers
-        print(layout, {way: f"{statistics.median(v['ms']):.3g} ms" for way, v in ways.items()}, flush=True)
+        print(
+            layout,
+            {way: f"{statistics.median(v['ms']):.3g} ms" for way, v in ways.items()},
+            flush=True,
+        )
 
 
 def add_besides(found: dict[int, dict[str, Any]]) -> None:
-    """Milliseconds until the last rank has sent a prediction and saved a checkpoint, to those found by ranks."""
+    """Milliseconds until the last rank has sent a prediction and saved a checkpoint, to those found
+    by ranks.
+    """
     for ranks in (1, 2, 4):
         with tempfile.TemporaryDirectory() as folder:
             said = in_ranks(ranks, besides, folder, 15)
-        of = found.setdefault(ranks, {"sending": [], "saving": [], **{k: said[0][k] for k in ("prediction", "checkpoint")}})
+        of = found.setdefault(
+            ranks,
+            {"sending": [], "saving": [], **{k: said[0][k] for k in ("prediction", "checkpoint")}},
+        )
         for name in ("sending", "saving"):
-            of[name] += [1e3 * max(values) for values in zip(*(each[name] for each in said), strict=True)]
+            of[name] += [
+                1e3 * max(values) for values in zip(*(each[name] for each in said), strict=True)
+            ]
 
 
 def measure(turns: int, rounds: int) -> dict[str, Any]:
@@ -152,12 +186,22 @@ def measure(turns: int, rounds: int) -> dict[str, Any]:
         add_besides(rest)
         load.append(os.getloadavg()[0])
     gather: list[dict[str, Any]] = [
-        {"ranks": ranks, "examples": n, "bytes": size, "us": spread(times)} for (ranks, n, size), times in alone.items()
+        {"ranks": ranks, "examples": n, "bytes": size, "us": spread(times)}
+        for (ranks, n, size), times in alone.items()
     ]
     results = []
     for (net, replicas, ranks, threads), found in layouts.items():
-        one = {"net": net, "replicas": replicas, "ranks": ranks, "threads": threads, "examples": NETS[net][2]}
-        ways = {way: {name: spread(v) for name, v in values.items() if v} for way, values in found["ways"].items()}
+        one = {
+            "net": net,
+            "replicas": replicas,
+            "ranks": ranks,
+            "threads": threads,
+            "examples": NETS[net][2],
+        }
+        ways = {
+            way: {name: spread(v) for name, v in values.items() if v}
+            for way, values in found["ways"].items()
+        }
         results.append({**one, "sent_by_rank_0": found["sent"], "ways": ways})
     cores = len(os.sched_getaffinity(0))
     return {
@@ -165,11 +209,14 @@ def measure(turns: int, rounds: int) -> dict[str, Any]:
         "gather": gather,
         "results": results,
         "besides": [
-            {**of, "ranks": ranks, "sending": spread(of["sending"]), "saving": spread(of["saving"])} for ranks, of in rest.items()
+            {**of, "ranks": ranks, "sending": spread(of["sending"]), "saving": spread(of["saving"])}
+            for ranks, of in rest.items()
         ],
         "model": {
             "cores": cores,
-            "ring": fit_ring([(g["ranks"], g["bytes"], g["us"]["p10"] / 1e6) for g in gather], cores),
+            "ring": fit_ring(
+                [(g["ranks"], g["bytes"], g["us"]["p10"] / 1e6) for g in gather], cores
+            ),
             "work": {net: fit_work(results, net) for net in NETS},
         },
     }

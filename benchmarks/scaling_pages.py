@@ -14,10 +14,16 @@ PAGE = HERE.parent / "docs" / "scaling.md"
 
 def gather_table(record: dict[str, Any]) -> str:
     """The gather alone beside the model, which is fitted to the quietest tenth."""
-    lines = ["| ranks | bytes from each | bytes to each | us, quietest tenth | model | us, median (to 90 %) |", "|---" * 6 + "|"]
+    lines = [
+        "| ranks | bytes from each | bytes to each | us, quietest tenth | model | us, median (to 90 %) |",
+        "|---" * 6 + "|",
+    ]
     model = record["model"]
     for g in record["gather"]:
-        us, predicted = g["us"], 1e6 * ring_seconds(g["ranks"], g["bytes"], cores=model["cores"], **model["ring"])
+        us, predicted = (
+            g["us"],
+            1e6 * ring_seconds(g["ranks"], g["bytes"], cores=model["cores"], **model["ring"]),
+        )
         told = f"**{number(us['p10'])}** | {number(predicted)} | {number(us['median'])} ({number(us['p90'])})"
         lines.append(f"| {g['ranks']} | {g['bytes']:,} | {g['ranks'] * g['bytes']:,} | {told} |")
     return "\n".join(lines)
@@ -27,7 +33,9 @@ def predicted_ms(record: dict[str, Any], r: dict[str, Any]) -> float:
     model = record["model"]
     settings = {**model["work"][r["net"]], "ring": model["ring"], "cores": model["cores"]}
     added = r["sent_by_rank_0"].get("all_reduce", {"calls": 0, "bytes": 0})
-    return 1e3 * step_seconds(r["replicas"], r["ranks"], r["examples"], **settings, sums=(added["calls"], added["bytes"]))
+    return 1e3 * step_seconds(
+        r["replicas"], r["ranks"], r["examples"], **settings, sums=(added["calls"], added["bytes"])
+    )
 
 
 def step_table(record: dict[str, Any]) -> str:
@@ -46,12 +54,20 @@ def step_table(record: dict[str, Any]) -> str:
         parts = ["", "", ""]
         if "transport" in way:
             us = way["transport"]["median"]
-            share = {(name, of): way[name][of] / (10 * ms[of]) for name in ("transport", "waiting") for of in ("median", "mean")}
+            share = {
+                (name, of): way[name][of] / (10 * ms[of])
+                for name in ("transport", "waiting")
+                for of in ("median", "mean")
+            }
             parts = [number(us)]
-            parts.append(f"**{share['transport', 'median']:.2f}** ({share['transport', 'mean']:.2f})")
+            parts.append(
+                f"**{share['transport', 'median']:.2f}** ({share['transport', 'mean']:.2f})"
+            )
             parts.append(f"{share['waiting', 'median']:.1f} ({share['waiting', 'mean']:.1f})")
         ranks = (
-            f"{r['ranks']}" if r["ranks"] <= r["replicas"] else f"{r['ranks']} ({r['replicas']} x {r['ranks'] // r['replicas']})"
+            f"{r['ranks']}"
+            if r["ranks"] <= r["replicas"]
+            else f"{r['ranks']} ({r['replicas']} x {r['ranks'] // r['replicas']})"
         )
         ranks += f" of {r['threads']} threads" if r["threads"] > 1 else ""
         model = number(predicted_ms(record, r)) if r["threads"] == 1 else ""
@@ -72,19 +88,29 @@ def overlap_table(record: dict[str, Any]) -> str:
         if "silent" not in r["ways"] or r["ranks"] > r["replicas"]:
             continue
         ways = r["ways"]
-        inside = [ways[way]["waiting"]["median"] + ways[way]["transport"]["median"] for way in WAYS[:2]]
-        told = [f"{number(inside[k])} ({number(ways[way]['transport']['median'])})" for k, way in enumerate(WAYS[:2])]
+        inside = [
+            ways[way]["waiting"]["median"] + ways[way]["transport"]["median"] for way in WAYS[:2]
+        ]
+        told = [
+            f"{number(inside[k])} ({number(ways[way]['transport']['median'])})"
+            for k, way in enumerate(WAYS[:2])
+        ]
         cpu = ways["overlapped"]["cpu"]["median"] + max(
             0.0, ways["overlapped"]["background"]["median"] - ways["silent"]["background"]["median"]
         )
         ms = " / ".join(number(ways[way]["ms"]["median"]) for way in WAYS)
-        lines.append(f"| {r['net']}, {r['replicas']}, {r['ranks']} | {told[0]} | {told[1]} | {number(cpu)} | {ms} |")
+        lines.append(
+            f"| {r['net']}, {r['replicas']}, {r['ranks']} | {told[0]} | {told[1]} | {number(cpu)} | {ms} |"
+        )
     return "\n".join(lines)
 
 
 def besides_table(record: dict[str, Any]) -> str:
     """Predictions and checkpoints."""
-    lines = ["| ranks | sending 256 x 10 logits, ms | a checkpoint, ms (10 % to 90 %) | its collectives |", "|---|---|---|---|"]
+    lines = [
+        "| ranks | sending 256 x 10 logits, ms | a checkpoint, ms (10 % to 90 %) | its collectives |",
+        "|---|---|---|---|",
+    ]
     for r in record["besides"]:
         saving = f"{number(r['saving']['median'])} ({number(r['saving']['p10'])} to {number(r['saving']['p90'])})"
         sending = number(r["sending"]["median"]) if r["ranks"] > 1 else "0"
@@ -95,7 +121,11 @@ def besides_table(record: dict[str, Any]) -> str:
 
 def headline(record: dict[str, Any]) -> str:
     """The answer in words: four ranks of one replica beside one rank of four."""
-    found = {(r["ranks"], r["threads"]): r["ways"] for r in record["results"] if (r["net"], r["replicas"]) == ("ResNet-20", 4)}
+    found = {
+        (r["ranks"], r["threads"]): r["ways"]
+        for r in record["results"]
+        if (r["net"], r["replicas"]) == ("ResNet-20", 4)
+    }
     four = found[4, 1]["overlapped"]
     share = {of: four["transport"][of] / (10 * four["ms"][of]) for of in ("median", "mean")}
     alone = [number(found[1, threads]["alone"]["ms"]["median"]) for threads in (1, 2)]
@@ -112,7 +142,13 @@ def headline(record: dict[str, Any]) -> str:
     )
 
 
-TABLES = {"headline": headline, "gather": gather_table, "steps": step_table, "overlap": overlap_table, "besides": besides_table}
+TABLES = {
+    "headline": headline,
+    "gather": gather_table,
+    "steps": step_table,
+    "overlap": overlap_table,
+    "besides": besides_table,
+}
 
 
 def picture(record: dict[str, Any], path: Path) -> None:
@@ -126,16 +162,34 @@ def picture(record: dict[str, Any], path: Path) -> None:
     model = record["model"]
     looks = {2: ("#0b3c5d", "-", "o"), 4: ("#c8553d", "--", "s"), 8: ("#5a9367", "-.", "^")}
     for ranks, (colour, line, marker) in looks.items():
-        found = sorted((g for g in record["gather"] if g["ranks"] == ranks), key=lambda g: g["bytes"])
+        found = sorted(
+            (g for g in record["gather"] if g["ranks"] == ranks), key=lambda g: g["bytes"]
+        )
         sizes, us = [g["bytes"] for g in found], [g["us"] for g in found]
         error = [[u["median"] - u["p10"] for u in us], [u["p90"] - u["median"] for u in us]]
-        apart = [size * 1.08 ** (ranks // 2 - 2) for size in sizes]  # so that their bars can be told apart
-        axis.errorbar(apart, [u["median"] for u in us], error, color=colour, marker=marker, linestyle="none", capsize=3)
+        apart = [
+            size * 1.08 ** (ranks // 2 - 2) for size in sizes
+        ]  # so that their bars can be told apart
+        axis.errorbar(
+            apart,
+            [u["median"] for u in us],
+            error,
+            color=colour,
+            marker=marker,
+            linestyle="none",
+            capsize=3,
+        )
         grid = [sizes[0] * (sizes[-1] / sizes[0]) ** (k / 60) for k in range(61)]
-        curve = [1e6 * ring_seconds(ranks, size, cores=model["cores"], **model["ring"]) for size in grid]
+        curve = [
+            1e6 * ring_seconds(ranks, size, cores=model["cores"], **model["ring"]) for size in grid
+        ]
         axis.plot(grid, curve, color=colour, linestyle=line, label=f"{ranks} ranks")
-    axis.set(xscale="log", yscale="log", xlabel="bytes from each rank", ylabel="microseconds of a gather")
-    axis.set_title("gloo on two cores: median with 10 % to 90 %, and the model (of the 10 %)", fontsize=10)
+    axis.set(
+        xscale="log", yscale="log", xlabel="bytes from each rank", ylabel="microseconds of a gather"
+    )
+    axis.set_title(
+        "gloo on two cores: median with 10 % to 90 %, and the model (of the 10 %)", fontsize=10
+    )
     axis.grid(alpha=0.25)
     axis.set_ylim(200, 1e5)
     axis.legend(frameon=False, ncols=3, loc="upper center")

@@ -1,4 +1,6 @@
-"""How scaling.py looks into a step: which collectives it makes, with how many bytes, and when each began and was there."""
+"""How scaling.py looks into a step: which collectives it makes, with how many bytes, and when each
+began and was there.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ from torch import Tensor
 
 from torchrex.distributed import ReplicaMesh
 
-WAYS = ("overlapped", "at once", "silent")  # of making the gather of a step; scaling.py says what they are
+WAYS = (
+    "overlapped",
+    "at once",
+    "silent",
+)  # of making the gather of a step; scaling.py says what they are
 
 
 class Counted:
@@ -21,7 +27,9 @@ class Counted:
         self.seen: list[tuple[str, int]] = []
 
     def __enter__(self) -> Counted:
-        self._before = {name: getattr(dist, name) for name in ("all_gather", "all_reduce", "broadcast")}
+        self._before = {
+            name: getattr(dist, name) for name in ("all_gather", "all_reduce", "broadcast")
+        }
 
         def counting(name: str) -> Callable[..., Any]:
             def call(*arguments: Any, **options: Any) -> Any:
@@ -47,7 +55,9 @@ class Counted:
 
 
 class Stopwatch:
-    """Stands between an ensemble and its mesh: when a collective of a step began, was posted, was asked for and was there."""
+    """Stands between an ensemble and its mesh: when a collective of a step began, was posted, was
+    asked for and was there.
+    """
 
     def __init__(self) -> None:
         self.way = "overlapped"
@@ -64,7 +74,9 @@ class Stopwatch:
             def timed_finish() -> Tensor:
                 cpu, called = time.thread_time(), time.perf_counter()
                 numbers = finish()
-                self.stamps.append([began, posted, called, time.perf_counter(), posting + time.thread_time() - cpu])
+                self.stamps.append(
+                    [began, posted, called, time.perf_counter(), posting + time.thread_time() - cpu]
+                )
                 return numbers
 
             if self.way == "overlapped":

@@ -1,4 +1,6 @@
-"""What each rank does for scaling.py: gathers alone, whole steps, and what comes now and then. All return plain numbers."""
+"""What each rank does for scaling.py: gathers alone, whole steps, and what comes now and then. All
+return plain numbers.
+"""
 
 from __future__ import annotations
 
@@ -47,15 +49,24 @@ def make_run(net: str, replicas: int) -> tuple[torchrex.ReplicaExchange, torchre
     make, shape, size, _ = NETS[net]
     generator = torch.Generator().manual_seed(0)
     n_data = 4_096 if net == "MLP" else 512
-    x, y = torch.randn(n_data, *shape, generator=generator), torch.randint(10, (n_data,), generator=generator)
-    energy = torchrex.PosteriorEnergy(F.cross_entropy, n_data=n_data, prior=torchrex.GaussianPrior(1.0))
-    ensemble = torchrex.ModuleEnsemble(make, energy, torchrex.SGHMC(0.1), mesh=replica_mesh(replicas))
+    x, y = (
+        torch.randn(n_data, *shape, generator=generator),
+        torch.randint(10, (n_data,), generator=generator),
+    )
+    energy = torchrex.PosteriorEnergy(
+        F.cross_entropy, n_data=n_data, prior=torchrex.GaussianPrior(1.0)
+    )
+    ensemble = torchrex.ModuleEnsemble(
+        make, energy, torchrex.SGHMC(0.1), mesh=replica_mesh(replicas)
+    )
     ladder = torchrex.Ladder([1.0 + 0.01 * rung for rung in range(replicas)], 1e-6)
     return torchrex.ReplicaExchange(ensemble, ladder), torchrex.DeviceLoader((x, y), size)
 
 
 def steps(net: str, replicas: int, turns: int) -> dict[str, Any]:
-    """Blocks of steps in every way, by turns: when they began and ended, their processor time, and their stamps."""
+    """Blocks of steps in every way, by turns: when they began and ended, their processor time, and
+    their stamps.
+    """
     run, loader = make_run(net, replicas)
     n, alone = NETS[net][3], not dist.is_initialized()
     with Counted() as counted:
@@ -74,8 +85,20 @@ def steps(net: str, replicas: int, turns: int) -> dict[str, Any]:
             main, everything, began = time.thread_time(), time.process_time(), time.perf_counter()
             for _ in run.advance(n, loader):
                 pass
-            ended, main, everything = time.perf_counter(), time.thread_time() - main, time.process_time() - everything
-            blocks.append({"way": way, "wall": [began, ended], "main": main, "cpu": everything, "stamps": watch.stamps})
+            ended, main, everything = (
+                time.perf_counter(),
+                time.thread_time() - main,
+                time.process_time() - everything,
+            )
+            blocks.append(
+                {
+                    "way": way,
+                    "wall": [began, ended],
+                    "main": main,
+                    "cpu": everything,
+                    "stamps": watch.stamps,
+                }
+            )
     return {"blocks": blocks, "sent": counted.summary()}
 
 
@@ -99,4 +122,9 @@ def besides(folder: str, repeats: int) -> dict[str, Any]:
             state = {"replicas": state.pop("replicas"), "run": state}
             Checkpoints(Path(folder)).save(repeat, state, crew=run.mesh.crew)
             saving.append(time.perf_counter() - began)
-    return {"sending": sending, "saving": saving, "prediction": prediction, "checkpoint": counted.summary()}
+    return {
+        "sending": sending,
+        "saving": saving,
+        "prediction": prediction,
+        "checkpoint": counted.summary(),
+    }

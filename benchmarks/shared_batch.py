@@ -1,9 +1,11 @@
-"""What does it cost that a swap and the move after it look at the same minibatch, when the rungs have unequal learning rates?
+"""What does it cost that a swap and the move after it look at the same minibatch, when the rungs
+have unequal learning rates?
 
-A mean of Gaussian data in one dimension, whose posterior is exact; two rungs at temperatures 1 and 2, SGLD, the paired variance,
-F = 1. The lr a replica gets then depends on the swap, the swap on the minibatch, and so does the gradient it is multiplied with.
-Stored is the variance of rung 0 over that of the posterior, at several learning rates; SGLD's own excess vanishes with the lr, a
-bias of the exchange does not.
+A mean of Gaussian data in one dimension, whose posterior is exact; two rungs at temperatures 1 and
+2, SGLD, the paired variance, F = 1. The lr a replica gets then depends on the swap, the swap on the
+minibatch, and so does the gradient it is multiplied with. Stored is the variance of rung 0 over
+that of the posterior, at several learning rates; SGLD's own excess vanishes with the lr, a bias of
+the exchange does not.
 """
 
 from __future__ import annotations
@@ -29,9 +31,12 @@ WAYS = {
 
 
 def target(noise: float) -> tuple[torchrex.TallPosterior, float, float]:
-    """Data whose minibatch gradient has `noise` times the variance that the posterior's stiffness has; mean and variance."""
+    """Data whose minibatch gradient has `noise` times the variance that the posterior's stiffness
+    has; mean and variance.
+    """
     generator = torch.Generator().manual_seed(0)
-    # y_i of variance v and a likelihood of variance s2: stiffness N / s2, gradient noise N^2 v / (n s2^2) = noise * stiffness.
+    # y_i of variance v and a likelihood of variance s2: stiffness N / s2, gradient noise N^2 v / (n
+    # s2^2) = noise * stiffness.
     spread = noise * BATCH / N
     y = torch.randn(N, generator=generator, dtype=torch.float64)
     y = (y - y.mean()) / y.std(correction=0) * math.sqrt(spread)
@@ -42,10 +47,16 @@ def target(noise: float) -> tuple[torchrex.TallPosterior, float, float]:
     def log_prior(w: Tensor) -> Tensor:
         return 0.0 * w.squeeze(-1)
 
-    return torchrex.TallPosterior(log_likelihood, log_prior, (y,), dim=1, batch_size=BATCH), 0.0, 1.0 / N
+    return (
+        torchrex.TallPosterior(log_likelihood, log_prior, (y,), dim=1, batch_size=BATCH),
+        0.0,
+        1.0 / N,
+    )
 
 
-def measure(noise: float, ratio: float, interval: int, lr: float, *, n_runs: int, n_steps: int) -> dict[str, Any]:
+def measure(
+    noise: float, ratio: float, interval: int, lr: float, *, n_runs: int, n_steps: int
+) -> dict[str, Any]:
     posterior, mean, variance = target(noise)
     temperatures = (1.0, 2.0)
     generator = torch.Generator().manual_seed(1)
@@ -83,7 +94,12 @@ def limit(results: list[dict[str, Any]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--noise", type=float, default=4.0, help="variance of the minibatch gradient over the stiffness")
+    parser.add_argument(
+        "--noise",
+        type=float,
+        default=4.0,
+        help="variance of the minibatch gradient over the stiffness",
+    )
     parser.add_argument("--runs", type=int, default=512)
     parser.add_argument("--steps", type=int, default=20_000)
     arguments = parser.parse_args()
@@ -91,7 +107,9 @@ def main() -> None:
     results = []
     for name, (ratio, interval) in WAYS.items():
         for lr in (0.02, 0.01, 0.005):
-            one = measure(arguments.noise, ratio, interval, lr, n_runs=arguments.runs, n_steps=arguments.steps)
+            one = measure(
+                arguments.noise, ratio, interval, lr, n_runs=arguments.runs, n_steps=arguments.steps
+            )
             results.append({"name": name, **one})
             print(
                 f"{name}, lr {lr}: {one['variance_ratio']:.4f} ± {one['se']:.4f}, {one['acceptance_rate']:.2f} accepted",

@@ -1,7 +1,9 @@
-"""Does anything grow in a long run? Memory, open files and disk of every process of a job, while it trains and saves.
+"""Does anything grow in a long run? Memory, open files and disk of every process of a job, while it
+trains and saves.
 
-A job is a function of a folder, a number of steps and the steps between checkpoints; what it does is looked at from outside, in
-/proc and in the folder. Growth is a straight line through the second half of the run: the first half warms up.
+A job is a function of a folder, a number of steps and the steps between checkpoints; what it does
+is looked at from outside, in /proc and in the folder. Growth is a straight line through the second
+half of the run: the first half warms up.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ def digits(folder: str, n_steps: int, every: int) -> dict[str, Any]:
 
 
 def mixture(folder: str, n_steps: int, every: int) -> dict[str, Any]:
-    # A checkpoint holds all draws so far, so they are thinned: 8 chains x 100 draws of a million steps.
+    # A checkpoint holds all draws so far, so they are thinned: 8 chains x 100 draws of a million
+    # steps.
     return jobs.mixture(folder, n_steps, every, KEEP, compiled=True, thin=n_steps // 100)
 
 
@@ -43,7 +46,10 @@ JOBS = {"digits": digits, "mixture": mixture}
 def look(folder: Path, pids: Sequence[int]) -> dict[str, Any] | None:
     """What there is now; None when a process has ended."""
     try:
-        resident = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") for pid in pids]
+        resident = [
+            int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            for pid in pids
+        ]
         files = [len(os.listdir(f"/proc/{pid}/fd")) for pid in pids]
     except (FileNotFoundError, ProcessLookupError):
         return None
@@ -55,7 +61,10 @@ def look(folder: Path, pids: Sequence[int]) -> dict[str, Any] | None:
         "resident_mib": [round(n / 2**20, 2) for n in resident],
         "open_files": files,
         "disk_kib": round(_disk(folder) / 1024, 1),
-        "folders": max(sum(1 for _ in each.iterdir()) if each.is_dir() else 0 for each in jobs.folders_of(folder)),
+        "folders": max(
+            sum(1 for _ in each.iterdir()) if each.is_dir() else 0
+            for each in jobs.folders_of(folder)
+        ),
     }
 
 
@@ -76,7 +85,9 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
     return sum((x - mean_x) * (y - mean_y) for x, y in points) / square if square else 0.0
 
 
-def soak(job: str, n_ranks: int, n_steps: int, every: int, folder: Path, seconds: float) -> dict[str, Any]:
+def soak(
+    job: str, n_ranks: int, n_steps: int, every: int, folder: Path, seconds: float
+) -> dict[str, Any]:
     """Run it, and look `FEW` times or more."""
     began, seen = time.monotonic(), []
     ranks = Ranks(n_ranks, JOBS[job], folder, str(folder / "run"), n_steps, every)
@@ -88,7 +99,10 @@ def soak(job: str, n_ranks: int, n_steps: int, every: int, folder: Path, seconds
         raise RuntimeError(f"the job ended otherwise: {said}")
     took = time.monotonic() - began
     half = [here for here in seen if here["step"] >= n_steps / 2]
-    memory = [slope([(here["step"], here["resident_mib"][rank]) for here in half]) for rank in range(n_ranks)]
+    memory = [
+        slope([(here["step"], here["resident_mib"][rank]) for here in half])
+        for rank in range(n_ranks)
+    ]
     last = {"step": n_steps, "disk_kib": round(_disk(folder / "run") / 1024, 1)}
     return {
         "job": job,
@@ -99,10 +113,17 @@ def soak(job: str, n_ranks: int, n_steps: int, every: int, folder: Path, seconds
         "looks": len(seen),
         "growth_in_second_half": {
             "resident_kib_per_1000_steps": [round(1000 * 1024 * each, 3) for each in memory],
-            "open_files": [max(h["open_files"][r] for h in half) - min(h["open_files"][r] for h in half) for r in range(n_ranks)],
-            "disk_kib_per_1000_steps": round(1000 * slope([(here["step"], here["disk_kib"]) for here in half]), 3),
+            "open_files": [
+                max(h["open_files"][r] for h in half) - min(h["open_files"][r] for h in half)
+                for r in range(n_ranks)
+            ],
+            "disk_kib_per_1000_steps": round(
+                1000 * slope([(here["step"], here["disk_kib"]) for here in half]), 3
+            ),
         },
-        "most_folders": max(here["folders"] for here in seen),  # those kept, and the one being written
+        "most_folders": max(
+            here["folders"] for here in seen
+        ),  # those kept, and the one being written
         "curve": [*seen[:: max(1, len(seen) // FEW)], last],
     }
 
@@ -111,8 +132,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--job", choices=JOBS, nargs="+", default=["digits", "digits", "mixture"])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 1], help="one number for each job")
-    parser.add_argument("--steps", type=int, nargs="+", default=[200_000, 50_000, 1_000_000], help="one number for each job")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2, 1], help="one number for each job"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        nargs="+",
+        default=[200_000, 50_000, 1_000_000],
+        help="one number for each job",
+    )
     parser.add_argument("--every", type=int, default=1000, help="steps between checkpoints")
     parser.add_argument("--seconds", type=float, default=1.0, help="between looks")
     args = parser.parse_args()

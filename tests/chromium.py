@@ -1,4 +1,6 @@
-"""A real browser for tests: Chromium, headless, driven over a pipe by the DevTools protocol. Nothing to install but Chromium."""
+"""A real browser for tests: Chromium, headless, driven over a pipe by the DevTools protocol.
+Nothing to install but Chromium.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,34 @@ from pathlib import Path
 from typing import Any
 
 FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
-    *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--remote-debugging-pipe", "--hide-scrollbars"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+    ),
+    *(
+        "--disable-component-update",
+        "--disable-sync",
+        "--disable-dev-shm-usage",
+        "--remote-debugging-pipe",
+        "--hide-scrollbars",
+    ),
 )
 PATIENCE = 60.0
 
 
 def find_chromium() -> str | None:
-    return next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+    return next(
+        (
+            found
+            for name in ("chromium", "chromium-browser", "google-chrome")
+            if (found := shutil.which(name))
+        ),
+        None,
+    )
 
 
 class Browser:
@@ -38,7 +60,9 @@ class Browser:
         self.errors: list[str] = []
         self.loaded = False
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
 
@@ -72,11 +96,17 @@ class Browser:
             self.loaded = True
         elif method == "Runtime.exceptionThrown":
             self.errors.append(json.dumps(params["exceptionDetails"])[:400])
-        elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+        elif method == "Runtime.consoleAPICalled" and params["type"] in (
+            "error",
+            "warning",
+            "assert",
+        ):
             self.errors.append(json.dumps(params["args"])[:400])
         elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
             self.errors.append(params["entry"]["text"])
-        elif method == "Network.requestWillBeSent" and not params["request"]["url"].startswith(("file:", "data:", "about:")):
+        elif method == "Network.requestWillBeSent" and not params["request"]["url"].startswith(
+            ("file:", "data:", "about:")
+        ):
             self.errors.append(f"the page asked for {params['request']['url']}")
 
     def open(self, path: Path) -> float:
@@ -92,12 +122,20 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression; a promise is waited for."""
-        answer = self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        answer = self.send(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def look(self, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
         self.run("new Promise(done => setTimeout(done, 150))")
@@ -118,7 +156,9 @@ def chromium(profile: Path) -> Iterator[Browser]:
     """A fresh browser with its profile in an empty folder; it ends with the block."""
     program = find_chromium()
     assert program is not None
-    ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 50) for end in (*os.pipe(), *os.pipe())]  # away from 3 and 4
+    ends = [
+        fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 50) for end in (*os.pipe(), *os.pipe())
+    ]  # away from 3 and 4
     its_in, write, read, its_out = ends
 
     def plug() -> None:

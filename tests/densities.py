@@ -1,6 +1,8 @@
-"""Runs on densities in all their kinds, small enough to be run whole: every sampler, pairing, noise estimator and rule for F.
+"""Runs on densities in all their kinds, small enough to be run whole: every sampler, pairing, noise
+estimator and rule for F.
 
-`SETUPS` are arguments of `sample`, and of `ReplicaExchange` once target, sampler and ladder are taken out.
+`SETUPS` are arguments of `sample`, and of `ReplicaExchange` once target, sampler and ladder are
+taken out.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ SETUPS = {
         "target": tall,
         "sampler": tr.SGHMC(0.1),
         "ladder": tr.Ladder(
-            (1.0, 1.2), (1e-4, 2e-4), anneal=tr.schedules.geometric(0.999), decay=tr.schedules.cyclical(50, end=0.1)
+            (1.0, 1.2),
+            (1e-4, 2e-4),
+            anneal=tr.schedules.geometric(0.999),
+            decay=tr.schedules.cyclical(50, end=0.1),
         ),
         "correction_factor": tr.ProportionalToGap(2.0),
         "noise": tr.PairedVariance(0.3),

@@ -15,7 +15,9 @@ def classes(n=N_DATA, *, seed=0, dtype=torch.float32):
     """Inputs and labels that a linear map can nearly tell apart."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n, N_FEATURES, generator=generator, dtype=torch.float64)
-    y = (x[:, :N_CLASSES] + 0.5 * torch.randn(n, N_CLASSES, generator=generator, dtype=torch.float64)).argmax(1)
+    y = (
+        x[:, :N_CLASSES] + 0.5 * torch.randn(n, N_CLASSES, generator=generator, dtype=torch.float64)
+    ).argmax(1)
     return x.to(dtype), y
 
 
@@ -43,7 +45,13 @@ def with_dropout():
 
 def with_everything():
     """BatchNorm, whose statistics are state, and dropout, which draws."""
-    return nn.Sequential(nn.Linear(N_FEATURES, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.3), nn.Linear(6, N_CLASSES))
+    return nn.Sequential(
+        nn.Linear(N_FEATURES, 6),
+        nn.BatchNorm1d(6),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Linear(6, N_CLASSES),
+    )
 
 
 def cross_entropy(n_data=N_DATA, prior=None):
@@ -51,7 +59,9 @@ def cross_entropy(n_data=N_DATA, prior=None):
 
 
 def no_energy(module, batch):
-    """Losses of 0 that depend on the parameters: every swap test accepts, and no force moves anything."""
+    """Losses of 0 that depend on the parameters: every swap test accepts, and no force moves
+    anything.
+    """
     return 0.0 * module(batch[0]).sum(1)
 
 
@@ -61,14 +71,24 @@ def flat_energy(n_data=N_DATA):
 
 def make_run(model=linear, energy=None, ladder=None, *, sampler=None, **options):
     """Two rungs close enough to swap now and then, unless the test says otherwise."""
-    of_ensemble = {name: options.pop(name) for name in ("initial", "shared_batches", "replacement") if name in options}
-    ensemble = tr.ModuleEnsemble(model, cross_entropy() if energy is None else energy, sampler, **of_ensemble)
-    return tr.ReplicaExchange(ensemble, tr.Ladder((0.5, 1.0), (1e-3, 2e-3)) if ladder is None else ladder, **options)
+    of_ensemble = {
+        name: options.pop(name)
+        for name in ("initial", "shared_batches", "replacement")
+        if name in options
+    }
+    ensemble = tr.ModuleEnsemble(
+        model, cross_entropy() if energy is None else energy, sampler, **of_ensemble
+    )
+    return tr.ReplicaExchange(
+        ensemble, tr.Ladder((0.5, 1.0), (1e-3, 2e-3)) if ladder is None else ladder, **options
+    )
 
 
 def weights_of(run, replica):
     """A copy of a replica's parameters by name."""
-    return {name: p.detach().clone() for name, p in run.ensemble.modules[replica].named_parameters()}
+    return {
+        name: p.detach().clone() for name, p in run.ensemble.modules[replica].named_parameters()
+    }
 
 
 def buffers_of(run, replica):
@@ -78,7 +98,11 @@ def buffers_of(run, replica):
 def same(a, b):
     """Two trees, equal down to the last bit; a NaN equals a NaN."""
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(nan=12345.0), b.nan_to_num(nan=12345.0))
+        return (
+            a.dtype == b.dtype
+            and a.shape == b.shape
+            and torch.equal(a.nan_to_num(nan=12345.0), b.nan_to_num(nan=12345.0))
+        )
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):

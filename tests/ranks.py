@@ -1,7 +1,9 @@
-"""Real processes for the tests of distributed runs: as many as asked for, over gloo, told who they are as torchrun would.
+"""Real processes for the tests of distributed runs: as many as asked for, over gloo, told who they
+are as torchrun would.
 
-They are forked from a server that has torchrex imported already, which saves the seconds that an import takes on each of them.
-The store that torchrun's agent would host is hosted by the test, so that any rank may be killed.
+They are forked from a server that has torchrex imported already, which saves the seconds that an
+import takes on each of them. The store that torchrun's agent would host is hosted by the test, so
+that any rank may be killed.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torchrex", "torchrex.distributed", "torchrex.training"])
+CONTEXT.set_forkserver_preload(["torchrex", "torchrex.distributed", "torchrex.network"])
 
 
 class Ranks:
@@ -41,12 +43,17 @@ class Ranks:
                 "TORCHREX_TIMEOUT": timeout,
             }
             out = self.folder / f"{rank}.json"
-            process = CONTEXT.Process(target=_one_rank, args=({k: str(v) for k, v in told.items()}, out, function, arguments))
+            process = CONTEXT.Process(
+                target=_one_rank,
+                args=({k: str(v) for k, v in told.items()}, out, function, arguments),
+            )
             process.start()
             self.processes.append(process)
 
     def wait(self, seconds=120.0):
-        """What each rank returned, or {"error": kind, "said": words, "speaks": bool}, or None for one that was killed."""
+        """What each rank returned, or {"error": kind, "said": words, "speaks": bool}, or None for
+        one that was killed.
+        """
         deadline = time.monotonic() + seconds
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -84,7 +91,11 @@ def _one_rank(environment, out, function, arguments):
     except BaseException as error:
         if not hasattr(error, "speaks"):
             traceback.print_exc()
-        said = {"error": type(error).__name__, "said": str(error), "speaks": getattr(error, "speaks", None)}
+        said = {
+            "error": type(error).__name__,
+            "said": str(error),
+            "speaks": getattr(error, "speaks", None),
+        }
     part = out.with_suffix(".part")
     part.write_text(json.dumps(said))
     part.rename(out)

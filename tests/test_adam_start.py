@@ -1,4 +1,6 @@
-"""AdamStart: torch.optim.Adam step for step, then the sampler from rest, and exact to resume on both sides of the change."""
+"""AdamStart: torch.optim.Adam step for step, then the sampler from rest, and exact to resume on
+both sides of the change.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,29 @@ def double():
 
 def descent(sampler, *, prior=None, decay=None, n_data=N_DATA):
     """One replica at temperature 0, whose lr on the summed energy is LR on its mean."""
-    return make_run(double, cross_entropy(n_data, prior), tr.Ladder.descent(LR / n_data, decay=decay), sampler=sampler, seed=3)
+    return make_run(
+        double,
+        cross_entropy(n_data, prior),
+        tr.Ladder.descent(LR / n_data, decay=decay),
+        sampler=sampler,
+        seed=3,
+    )
 
 
 @pytest.mark.parametrize("precision", [None, 7.0])
 @pytest.mark.parametrize("more", [{}, {"betas": (0.9, 0.99), "eps": 1e-3}, {"betas": (0.0, 0.0)}])
 def test_it_is_torchs_adam_on_the_mean_loss(precision, more):
-    """Batches of 8 out of 40, float64; a prior is weight decay precision / n_data, added to the gradient."""
+    """Batches of 8 out of 40, float64; a prior is weight decay precision / n_data, added to the
+    gradient.
+    """
     prior = None if precision is None else tr.GaussianPrior(precision)
     run = descent(tr.AdamStart(tr.SGHMC(0.5), 60, n_data=N_DATA, **more), prior=prior)
     module = double()
     module.load_state_dict(run.module_at(0).state_dict())
     decayed = 0.0 if precision is None else precision / N_DATA
-    optimiser = torch.optim.Adam(module.parameters(), lr=LR, **{"betas": (0.5, 0.999), **more}, weight_decay=decayed)
+    optimiser = torch.optim.Adam(
+        module.parameters(), lr=LR, **{"betas": (0.5, 0.999), **more}, weight_decay=decayed
+    )
     start = torch.cat([p.detach().flatten() for p in module.parameters()])
     for x, y in batches(60, dtype=torch.float64):
         run.step((x, y))
@@ -63,19 +75,30 @@ def test_the_ladders_decay_is_adams_too():
 def warm(sampler, **options):
     """Two rungs at temperatures that show, without swaps unless the test says otherwise."""
     ladder = tr.Ladder((0.5, 1.0), (1e-3, 2e-3))
-    return make_run(double, cross_entropy(prior=tr.GaussianPrior(1.0)), ladder, sampler=sampler, initial="independent", **options)
+    return make_run(
+        double,
+        cross_entropy(prior=tr.GaussianPrior(1.0)),
+        ladder,
+        sampler=sampler,
+        initial="independent",
+        **options,
+    )
 
 
 @pytest.mark.parametrize("sampler", [tr.SGHMC(0.3), tr.SGLD()])
 def test_after_it_the_sampler_begins_from_rest(sampler):
-    """From where Adam ended, on the same noise: the same numbers as a run of the sampler alone that was put there."""
+    """From where Adam ended, on the same noise: the same numbers as a run of the sampler alone that
+    was put there.
+    """
     run = warm(tr.AdamStart(sampler, 10, n_data=N_DATA), pairing=tr.NoSwaps(), seed=5)
     alone = warm(sampler, pairing=tr.NoSwaps(), seed=5)
     data = batches(30, dtype=torch.float64)
     for batch in data[:10]:
         run.step(batch)
         alone.step(batch)  # for the random numbers that it takes
-    assert float(run.ensemble.velocity.abs().max()) > 1e-3, "Adam left no momentum that could be carried over by mistake"
+    assert float(run.ensemble.velocity.abs().max()) > 1e-3, (
+        "Adam left no momentum that could be carried over by mistake"
+    )
     assert not torch.allclose(alone.ensemble.position, run.ensemble.position)
     alone.ensemble.position.copy_(run.ensemble.position)
     if alone.ensemble.velocity is not None:
@@ -91,7 +114,9 @@ def test_after_it_the_sampler_begins_from_rest(sampler):
 
 
 def test_its_steps_have_no_noise_and_no_temperature():
-    """Another seed of the noise, other temperatures: the same descent; with the first step after it they part."""
+    """Another seed of the noise, other temperatures: the same descent; with the first step after it
+    they part.
+    """
     ends = []
     for seed, temperatures in ((0, (0.5, 1.0)), (1, (50.0, 80.0))):
         sampler = tr.AdamStart(tr.SGHMC(0.3), 10, n_data=N_DATA)
@@ -114,7 +139,9 @@ def test_stopped_and_resumed_equals_never_stopped(tmp_path, stop):
 
     def make():
         sampler = tr.AdamStart(tr.SGHMC(0.3), 10, n_data=N_DATA)
-        return warm(sampler, seed=5, swap_start=10, noise=tr.PairedVariance(0.3), correction_factor=1e9)
+        return warm(
+            sampler, seed=5, swap_start=10, noise=tr.PairedVariance(0.3), correction_factor=1e9
+        )
 
     data = batches(20, dtype=torch.float64)
     whole, first, second = make(), make(), make()
@@ -125,7 +152,10 @@ def test_stopped_and_resumed_equals_never_stopped(tmp_path, stop):
     checkpoints = tr.Checkpoints(tmp_path)
     checkpoints.save(stop, first.state_dict())
     saved = first.state_dict()
-    assert same(saved["replicas"][0]["squares"], dict(first.ensemble.layout.views(first.ensemble.squares[0])))
+    assert same(
+        saved["replicas"][0]["squares"],
+        dict(first.ensemble.layout.views(first.ensemble.squares[0])),
+    )
     second.load_state_dict(checkpoints.load_newest()[1])
     for batch in data[stop:]:
         second.step(batch)
@@ -141,7 +171,10 @@ def test_a_state_of_another_sampler_is_refused():
 
 def test_swaps_in_the_warm_start_are_refused():
     sampler = tr.AdamStart(tr.SGHMC(0.3), 10, n_data=N_DATA)
-    with pytest.raises(InvalidArgumentError, match=r"from step 9 on, while Adam descends for 10 steps .*; say swap_start=10"):
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"from step 9 on, while Adam descends for 10 steps .*; say swap_start=10",
+    ):
         warm(sampler, swap_start=9)
     warm(sampler, swap_start=10)
     warm(sampler, pairing=tr.NoSwaps())
@@ -153,7 +186,10 @@ def test_momenta_refreshed_at_a_swap_are_those_of_the_sampler():
 
 
 def test_it_counts_the_examples_of_the_energy():
-    with pytest.raises(InvalidArgumentError, match=f"AdamStart counts n_data=7 examples and the energy {N_DATA}; give both"):
+    with pytest.raises(
+        InvalidArgumentError,
+        match=f"AdamStart counts n_data=7 examples and the energy {N_DATA}; give both",
+    ):
         warm(tr.AdamStart(tr.SGHMC(0.3), 10, n_data=7))
 
 
@@ -164,7 +200,9 @@ def test_densities_are_refused_in_one_line():
         lambda: tr.TensorEnsemble.start(mixture, sampler, n_rungs=2),
         lambda: tr.sample(mixture, temperatures=(1.0, 2.0), lr=0.1, n_steps=10, sampler=sampler),
     ):
-        with pytest.raises(InvalidArgumentError, match="is for ensembles of modules; give a density SGLD") as caught:
+        with pytest.raises(
+            InvalidArgumentError, match="is for ensembles of modules; give a density SGLD"
+        ) as caught:
             attempt()
         assert "\n" not in str(caught.value)
     one = torch.ones(2)

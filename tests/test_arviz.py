@@ -1,4 +1,6 @@
-"""The export to ArviZ, with the real package and real files; convergence numbers; pictures and notebooks."""
+"""The export to ArviZ, with the real package and real files; convergence numbers; pictures and
+notebooks.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,16 @@ def mixture():
 
 @pytest.fixture(scope="module")
 def three_rungs():
-    return tr.sample(gaussian, dim=3, temperatures=(1.0, 2.0, 4.0), lr=0.1, n_steps=60, n_runs=5, thin=4, burn_in=20)
+    return tr.sample(
+        gaussian,
+        dim=3,
+        temperatures=(1.0, 2.0, 4.0),
+        lr=0.1,
+        n_steps=60,
+        n_runs=5,
+        thin=4,
+        burn_in=20,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +65,10 @@ def digits_traces(tmp_path_factory):
     # Naive swaps, because the unbiased test makes none in so few steps.
     naive = {"correction_factor": math.inf, "epochs": 4, "burn_in_epochs": 1, "hidden": 8}
     config = replace(digits_recipes()["digits/resghmc"], **naive)
-    return [run_recipe(config, seed, tmp_path_factory.mktemp("runs"), device="cpu").trace() for seed in (0, 1)]
+    return [
+        run_recipe(config, seed, tmp_path_factory.mktemp("runs"), device="cpu").trace()
+        for seed in (0, 1)
+    ]
 
 
 # ---- the tree
@@ -67,26 +81,45 @@ def test_groups_axes_and_values(three_rungs):
     assert x.dims == ("chain", "draw", "coordinate")
     assert np.array_equal(x.sel(coordinate="b"), draws.values[:, :, 1])
     stats, ladder = tree["sample_stats"], tree["replica_exchange"]
-    # Axes of the tensors are (draws, rungs, chains): every one of the five chains and three rungs must land in its place.
+    # Axes of the tensors are (draws, rungs, chains): every one of the five chains and three rungs
+    # must land in its place.
     for chain in range(5):
         assert np.array_equal(stats["minibatch_energy"].sel(chain=chain), draws.energy[:, 0, chain])
         for rung in range(3):
-            assert np.array_equal(ladder["energy"].sel(chain=chain, rung=rung), draws.energy[:, rung, chain])
-            assert np.array_equal(ladder["replica_at"].sel(chain=chain, rung=rung), draws.replica_at[:, rung, chain])
+            assert np.array_equal(
+                ladder["energy"].sel(chain=chain, rung=rung), draws.energy[:, rung, chain]
+            )
+            assert np.array_equal(
+                ladder["replica_at"].sel(chain=chain, rung=rung), draws.replica_at[:, rung, chain]
+            )
         for pair in range(2):
-            assert np.array_equal(ladder["noise_variance"].sel(chain=chain, pair=pair), draws.noise_variance[:, pair, chain])
-            assert np.array_equal(stats["noise_variance"].sel(chain=chain, pair=pair), draws.noise_variance[:, pair, chain])
-            assert int(ladder["accepted"].sel(chain=chain, pair=pair)) == int(draws.accepted[pair, chain])
-            assert int(ladder["proposed"].sel(chain=chain, pair=pair)) == int(draws.proposed[pair, chain])
+            assert np.array_equal(
+                ladder["noise_variance"].sel(chain=chain, pair=pair),
+                draws.noise_variance[:, pair, chain],
+            )
+            assert np.array_equal(
+                stats["noise_variance"].sel(chain=chain, pair=pair),
+                draws.noise_variance[:, pair, chain],
+            )
+            assert int(ladder["accepted"].sel(chain=chain, pair=pair)) == int(
+                draws.accepted[pair, chain]
+            )
+            assert int(ladder["proposed"].sel(chain=chain, pair=pair)) == int(
+                draws.proposed[pair, chain]
+            )
     for group in tree.children.values():
         assert group["step"].values.tolist() == draws.steps.tolist() == list(range(24, 61, 4))
-    assert not {"lp", "energy"} & set(stats.data_vars)  # a minibatch estimate does not go by the name of an exact one
+    assert not {"lp", "energy"} & set(
+        stats.data_vars
+    )  # a minibatch estimate does not go by the name of an exact one
     assert all({"chain", "draw"} <= set(variable.dims) for variable in stats.data_vars.values())
 
 
 def test_swapped_marks_the_draws_at_which_rung_0_has_another_replica(three_rungs):
     replica = three_rungs.replica_at[:, 0].T
-    expected = [[0] + [int(a != b) for a, b in zip(row[1:], row, strict=False)] for row in replica.tolist()]
+    expected = [
+        [0] + [int(a != b) for a, b in zip(row[1:], row, strict=False)] for row in replica.tolist()
+    ]
     assert three_rungs.to_datatree()["sample_stats"]["swapped"].values.tolist() == expected
     assert 0 < np.sum(expected) < replica.numel()
 
@@ -94,7 +127,10 @@ def test_swapped_marks_the_draws_at_which_rung_0_has_another_replica(three_rungs
 def test_attributes(three_rungs):
     tree = three_rungs.to_datatree()
     for attrs in (tree.attrs, tree["posterior"].attrs):
-        assert (attrs["inference_library"], attrs["inference_library_version"]) == ("torchrex", tr.__version__)
+        assert (attrs["inference_library"], attrs["inference_library_version"]) == (
+            "torchrex",
+            tr.__version__,
+        )
         assert (attrs["n_steps"], attrs["status"]) == (60, "finished")
         assert json.loads(attrs["settings"]) == three_rungs.settings
         assert "step 0" not in attrs["settings"]
@@ -102,13 +138,17 @@ def test_attributes(three_rungs):
 
 
 def test_one_rung_has_no_pairs():
-    tree = tr.sample(gaussian, dim=1, temperatures=(1.0,), lr=0.1, n_steps=20, n_runs=2).to_datatree()
+    tree = tr.sample(
+        gaussian, dim=1, temperatures=(1.0,), lr=0.1, n_steps=20, n_runs=2
+    ).to_datatree()
     assert set(tree["sample_stats"].data_vars) == {"minibatch_energy"}
     assert set(tree["replica_exchange"].data_vars) == {"energy", "replica_at"}
     assert "coordinate" not in tree["posterior"].coords
 
 
-@pytest.mark.parametrize(("names", "row"), [(None, "x"), (["x"], "x"), (["mass"], "mass"), ("mass", "mass")])
+@pytest.mark.parametrize(
+    ("names", "row"), [(None, "x"), (["x"], "x"), (["mass"], "mass"), ("mass", "mass")]
+)
 def test_one_coordinate_is_a_scalar(mixture, names, row):
     tree = mixture.to_datatree(names)
     assert list(tree["posterior"].data_vars) == [row]
@@ -120,7 +160,9 @@ def test_one_coordinate_is_a_scalar(mixture, names, row):
 
 @pytest.mark.parametrize("name", ["chain", "draw", "step", "a/b"])
 def test_names_that_no_variable_can_have(mixture, name):
-    with pytest.raises(InvalidArgumentError, match="no slash and be none of chain, draw, step") as caught:
+    with pytest.raises(
+        InvalidArgumentError, match="no slash and be none of chain, draw, step"
+    ) as caught:
         mixture.to_datatree([name])
     assert "\n" not in str(caught.value)
 
@@ -130,9 +172,16 @@ def test_half_precision_is_widened(three_rungs):
     assert np.array_equal(half.to_datatree()["posterior"]["x"], half.values.float())
 
 
-@pytest.mark.parametrize("names", [["a"], ["a", "b", "b"], ["a", "b", 3], "abc", ["a", "b", "c", "d"]])
+@pytest.mark.parametrize(
+    "names", [["a"], ["a", "b", "b"], ["a", "b", 3], "abc", ["a", "b", "c", "d"]]
+)
 def test_names_must_fit(three_rungs, names):
-    for use in (three_rungs.to_datatree, three_rungs.to_arviz, three_rungs.plot, lambda names: convergence(three_rungs, names)):
+    for use in (
+        three_rungs.to_datatree,
+        three_rungs.to_arviz,
+        three_rungs.plot,
+        lambda names: convergence(three_rungs, names),
+    ):
         with pytest.raises(InvalidArgumentError, match="names must be 3 different strings"):
             use(names)
 
@@ -170,7 +219,11 @@ def test_arviz_reads_the_netcdf_file(three_rungs, tmp_path):
 
 def plot_trace(data, **options):
     """By its name in the installed ArviZ."""
-    return az.plot_trace_dist(data, **options) if hasattr(az, "plot_trace_dist") else az.plot_trace(data, **options)
+    return (
+        az.plot_trace_dist(data, **options)
+        if hasattr(az, "plot_trace_dist")
+        else az.plot_trace(data, **options)
+    )
 
 
 def test_arviz_on_a_mixture(mixture):
@@ -221,7 +274,14 @@ def test_seeds_become_chains(digits_traces):
     ladder = tree["replica_exchange"]
     assert dict(ladder.sizes) == {"chain": 2, "draw": 80, "rung": 2, "pair": 1}
     for chain, trace in enumerate(digits_traces):
-        for name in ("energy", "replica_at", "noise_variance", "correction", "accepted", "proposed"):
+        for name in (
+            "energy",
+            "replica_at",
+            "noise_variance",
+            "correction",
+            "accepted",
+            "proposed",
+        ):
             assert np.array_equal(ladder[name].sel(chain=chain), trace[name], equal_nan=True)
         assert np.array_equal(ladder["swaps"].sel(chain=chain).sum("draw"), trace["accepted"])
         assert 0 < int(trace["accepted"]) < 80
@@ -229,7 +289,9 @@ def test_seeds_become_chains(digits_traces):
     assert json.loads(tree.attrs["settings"]) == {"recipe": "digits/resghmc"}
     later = trace_to_datatree(digits_traces, burn_in=30)
     assert later["sample_stats"]["step"].values.tolist() == list(range(31, 81))
-    assert np.array_equal(later["sample_stats"]["minibatch_energy"][1], digits_traces[1]["energy"][30:, 0])
+    assert np.array_equal(
+        later["sample_stats"]["minibatch_energy"][1], digits_traces[1]["energy"][30:, 0]
+    )
 
 
 def thinned_trace(**changes):
@@ -252,7 +314,9 @@ def test_swaps_are_counted_between_kept_steps():
     assert tree["replica_exchange"]["swaps"].values.tolist() == [[[1, 0], [3, 0], [0, 2]]]
     assert tree["sample_stats"]["swapped"].values.tolist() == [[0, 0, 1]]
     assert tree["sample_stats"]["step"].values.tolist() == [1, 4, 7]
-    assert trace_to_datatree(thinned_trace(), burn_in=1)["replica_exchange"]["swaps"].values.tolist() == [[[3, 0], [0, 2]]]
+    assert trace_to_datatree(thinned_trace(), burn_in=1)["replica_exchange"][
+        "swaps"
+    ].values.tolist() == [[[3, 0], [0, 2]]]
 
 
 @pytest.mark.parametrize(
@@ -283,8 +347,16 @@ N_CHAINS, N_DRAWS, N_REPEATS = 4, 2000, 60
 
 
 def autoregression(rho, *, seed, n_repeats=N_REPEATS):
-    """Stationary x' = rho x + sqrt(1 - rho^2) z with variance 1: (chains, draws, repeats); each repeat is independent."""
-    z = torch.randn(N_DRAWS, N_CHAINS, n_repeats, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    """Stationary x' = rho x + sqrt(1 - rho^2) z with variance 1: (chains, draws, repeats); each
+    repeat is independent.
+    """
+    z = torch.randn(
+        N_DRAWS,
+        N_CHAINS,
+        n_repeats,
+        generator=torch.Generator().manual_seed(seed),
+        dtype=torch.float64,
+    )
     x = [z[0]]
     for row in z[1:]:
         x.append(rho * x[-1] + math.sqrt(1 - rho**2) * row)
@@ -293,7 +365,8 @@ def autoregression(rho, *, seed, n_repeats=N_REPEATS):
 
 @pytest.mark.parametrize("rho", [0.0, 0.5, 0.9])
 def test_ess_and_mcse_of_an_autoregression(rho):
-    """ESS = n (1 - rho) / (1 + rho). Its estimate from 8,000 draws truncates the autocorrelation: 4 % are allowed for that.
+    """ESS = n (1 - rho) / (1 + rho). Its estimate from 8,000 draws truncates the autocorrelation: 4
+    % are allowed for that.
 
     Over 60 independent repeats the mean of ESS is known to a standard error of about 1 %.
     """
@@ -302,14 +375,17 @@ def test_ess_and_mcse_of_an_autoregression(rho):
     for numbers, answer in ((found.ess_bulk, exact), (found.mcse_mean, exact**-0.5)):
         error = float(numbers.std()) / math.sqrt(N_REPEATS)
         assert abs(float(numbers.mean()) / answer - 1) < 0.04 + 5 * error / answer
-    # The standard error is one: means over all draws, in units of it, have variance 1 (chi2 with 60 degrees: +- 5 * 0.18).
+    # The standard error is one: means over all draws, in units of it, have variance 1 (chi2 with 60
+    # degrees: +- 5 * 0.18).
     z = chains.mean((0, 1)) / found.mcse_mean
     assert abs(float(z.square().mean()) - 1) < 5 * math.sqrt(2 / N_REPEATS)
     assert float(found.rhat.mean()) == pytest.approx(1.0, abs=0.01)
     if rho == 0.0:
         assert float(found.ess_tail.mean()) == pytest.approx(exact, rel=0.05)
     else:
-        assert exact < float(found.ess_tail.mean()) < 8000  # indicators of the tail forget sooner than the chain
+        assert (
+            exact < float(found.ess_tail.mean()) < 8000
+        )  # indicators of the tail forget sooner than the chain
 
 
 def test_chains_in_different_modes_have_a_large_rhat():
@@ -327,9 +403,17 @@ def test_chains_in_different_modes_have_a_large_rhat():
 
 
 def test_convergence_agrees_with_the_table_of_arviz(mixture):
-    found, table = convergence(mixture, ["position"]), az.summary(mixture.to_arviz(["position"]), round_to="none")
+    found, table = (
+        convergence(mixture, ["position"]),
+        az.summary(mixture.to_arviz(["position"]), round_to="none"),
+    )
     assert found.names == ("position",)
-    for name, column in (("rhat", "r_hat"), ("ess_bulk", "ess_bulk"), ("ess_tail", "ess_tail"), ("mcse_mean", "mcse_mean")):
+    for name, column in (
+        ("rhat", "r_hat"),
+        ("ess_bulk", "ess_bulk"),
+        ("ess_tail", "ess_tail"),
+        ("mcse_mean", "mcse_mean"),
+    ):
         assert float(getattr(found, name)) == pytest.approx(table.loc["position", column], rel=1e-3)
 
 
@@ -385,7 +469,11 @@ def test_html_without_draws_or_swaps(three_rungs):
     assert "coordinate" not in page
     alone = tr.sample(gaussian, dim=1, temperatures=(1.0,), lr=0.1, n_steps=5)
     assert "swaps" not in alone._repr_html_()
-    never = replace(three_rungs, accepted=torch.zeros(2, 5, dtype=torch.long), proposed=torch.zeros(2, 5, dtype=torch.long))
+    never = replace(
+        three_rungs,
+        accepted=torch.zeros(2, 5, dtype=torch.long),
+        proposed=torch.zeros(2, 5, dtype=torch.long),
+    )
     assert "nan" not in never._repr_html_()
 
 
@@ -399,7 +487,11 @@ def test_plot(three_rungs, mixture):
             assert np.array_equal(line.get_xdata(), three_rungs.steps)
             assert np.allclose(line.get_ydata(), three_rungs.values[chain, :, k])
     for density in axes[:, 0]:
-        area = sum(patch.get_width() * patch.get_height() for patch in density.patches if hasattr(patch, "get_width"))
+        area = sum(
+            patch.get_width() * patch.get_height()
+            for patch in density.patches
+            if hasattr(patch, "get_width")
+        )
         assert area == pytest.approx(1.0)
     _, own = plt.subplots(1, 2)
     assert mixture.plot(axes=own, most_chains=2)[0, 1] is own[1]
@@ -435,7 +527,9 @@ def test_plot_refuses(three_rungs):
 )
 def test_missing_package_names_the_extra(three_rungs, monkeypatch, absent, use, extra):
     monkeypatch.setitem(sys.modules, absent, None)
-    with pytest.raises(MissingDependencyError, match=rf"pip install 'torchrex\[{extra}\]'") as caught:
+    with pytest.raises(
+        MissingDependencyError, match=rf"pip install 'torchrex\[{extra}\]'"
+    ) as caught:
         use(three_rungs)
     assert absent.split(".")[0] in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -452,7 +546,10 @@ def test_the_daily_announcement_of_arviz_does_not_reach_our_users(tmp_path):
     def imports(code, cache):
         command = [sys.executable, "-W", "error::FutureWarning", "-c", code]
         return subprocess.run(
-            command, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / cache)}, capture_output=True, text=True
+            command,
+            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / cache)},
+            capture_output=True,
+            text=True,
         )
 
     assert "undergoing" in imports("import arviz", "a").stderr  # it is there

@@ -1,4 +1,6 @@
-"""Batched augmentation: the same as one image at a time with the same random numbers, and the laws that it promises."""
+"""Batched augmentation: the same as one image at a time with the same random numbers, and the laws
+that it promises.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import torch
 import torchrex
 from assertions import assert_mean_is, assert_mean_is_not
 from torchrex.errors import InvalidArgumentError
-from torchrex.exchange.cuda_modes import no_waiting
+from torchrex.network.cuda_modes import no_waiting
 from torchrex.vision.augment import (
     CIFAR_MEAN,
     CIFAR_STD,
@@ -26,13 +28,17 @@ from torchrex.vision.augment import (
 )
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler"
+)
 SHAPES = [(32, 32), (20, 28)]  # sides that differ, so that rows and columns cannot be mixed up
 
 
 def bytes_of(n, height=32, width=32, channels=3, *, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, 256, (n, height, width, channels), dtype=torch.uint8, generator=generator)  # no black but the border
+    return torch.randint(
+        1, 256, (n, height, width, channels), dtype=torch.uint8, generator=generator
+    )  # no black but the border
 
 
 def numbers(n, *, attempts=8, seed=1):
@@ -63,14 +69,18 @@ def reference_size(u_area, u_aspect, erasing, height, width):
 
 
 def reference(image, u, settings):
-    """The augmented image (channels, height, width), and how many attempts at erasing it took; None if it was left alone."""
+    """The augmented image (channels, height, width), and how many attempts at erasing it took; None
+    if it was left alone.
+    """
     height, width, _ = image.shape
     x = reference_crop_and_flip(image, u, settings.crop_padding, flip=settings.flip)
     x = (x / 255 - np.array(settings.mean)) / np.array(settings.std)
     took = None
     if settings.erase is not None and u[3] < settings.erase.probability:
         for k in range(settings.erase.attempts):
-            h, w = reference_size(u[6 + k], u[6 + settings.erase.attempts + k], settings.erase, height, width)
+            h, w = reference_size(
+                u[6 + k], u[6 + settings.erase.attempts + k], settings.erase, height, width
+            )
             if h < height and w < width:
                 top, left = math.floor(u[4] * (height - h + 1)), math.floor(u[5] * (width - w + 1))
                 x[top : top + h, left : left + w] = settings.erase.fill
@@ -87,14 +97,21 @@ def test_crop_and_flip_byte_for_byte(shape, padding, flip):
     ours = crop_and_flip(images, u, padding, flip=flip)
     assert ours.dtype == torch.uint8
     for k, image in enumerate(images.numpy()):
-        assert np.array_equal(ours[k].numpy(), reference_crop_and_flip(image, u[:, k].tolist(), padding, flip=flip)), k
+        assert np.array_equal(
+            ours[k].numpy(), reference_crop_and_flip(image, u[:, k].tolist(), padding, flip=flip)
+        ), k
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1.0 - 2.0**-24], ids=["least", "greatest"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_ends_of_the_random_numbers(uniform, shape):
-    """The largest float32 below 1 must not become one more than the last place, whatever the number of places."""
-    sizes = [(h / shape[0]) * (w / shape[1]) for h, w in zip(range(1, shape[0]), range(shape[1] - 1, 0, -1), strict=False)]
+    """The largest float32 below 1 must not become one more than the last place, whatever the number
+    of places.
+    """
+    sizes = [
+        (h / shape[0]) * (w / shape[1])
+        for h, w in zip(range(1, shape[0]), range(shape[1] - 1, 0, -1), strict=False)
+    ]
     for size in sizes:
         settings = Augment(erase=Erasing(probability=1.0, area=(size, size), aspect=(1.0, 1.0)))
         u = torch.full((22, 1), uniform)
@@ -112,7 +129,11 @@ def test_the_ends_of_the_random_numbers(uniform, shape):
         Augment(erase=None),
         Augment(flip=False, crop_padding=0),
         Augment(erase=Erasing(probability=0.9, fill=(1.0, 2.0, 3.0), attempts=3)),
-        Augment(erase=Erasing(probability=1.0, area=(0.7, 1.0), attempts=2), mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7)),
+        Augment(
+            erase=Erasing(probability=1.0, area=(0.7, 1.0), attempts=2),
+            mean=(0.1, 0.2, 0.3),
+            std=(0.5, 0.6, 0.7),
+        ),
     ],
     ids=["authors", "no erasing", "only erasing", "three attempts", "large, seldom fit"],
 )
@@ -126,11 +147,15 @@ def test_the_whole_against_one_image_at_a_time(settings, shape):
         took.append(n)
         assert np.allclose(ours[k].numpy(), expected, rtol=1e-5, atol=1e-5), k
     if settings.erase is not None:
-        assert {None, 1, 2} <= set(took), "the case needs images that are left alone and second attempts"
+        assert {None, 1, 2} <= set(took), (
+            "the case needs images that are left alone and second attempts"
+        )
 
 
 def test_what_is_erased_has_the_mean_colour_itself():
-    """Not the normalised one, which would be 0; and the border is black before normalisation, so not 0 either."""
+    """Not the normalised one, which would be 0; and the border is black before normalisation, so
+    not 0 either.
+    """
     settings = Augment(erase=Erasing(probability=1.0))
     x = transform(bytes_of(64), numbers(64), settings)
     for channel in range(3):
@@ -144,7 +169,9 @@ def test_what_is_erased_has_the_mean_colour_itself():
 
 
 def test_crops_and_flips_are_uniform_and_independent():
-    """81 shifts, mirrored or not: 162 cells of equal chances, read from images whose pixels say where they were."""
+    """81 shifts, mirrored or not: 162 cells of equal chances, read from images whose pixels say
+    where they were.
+    """
     n, size, at = 60_000, 10, 5
     place = torch.arange(size, dtype=torch.uint8)
     one = torch.stack([place[:, None].expand(size, size), place[None, :].expand(size, size)], -1)
@@ -152,7 +179,10 @@ def test_crops_and_flips_are_uniform_and_independent():
     x, _ = settings((one.expand(n, -1, -1, -1), None), torch.Generator().manual_seed(2))
     row, column, before = (x[:, 0, at, at], x[:, 1, at, at], x[:, 1, at, at - 1])
     flipped = (before > column).long()
-    down, right = row.round().long() - at + 4, column.round().long() - torch.where(flipped == 1, size - 1 - at, at) + 4
+    down, right = (
+        row.round().long() - at + 4,
+        column.round().long() - torch.where(flipped == 1, size - 1 - at, at) + 4,
+    )
     assert {int(value) for value in (down.min(), right.min())} == {0}
     assert {int(value) for value in (down.max(), right.max())} == {8}
     cell = (down * 9 + right) * 2 + flipped
@@ -161,14 +191,21 @@ def test_crops_and_flips_are_uniform_and_independent():
 
 
 def erased_boxes(settings, n, *, seed, size=32):
-    """Whether erased, and top, left, height and width of what is, from black images of one channel erased in white."""
+    """Whether erased, and top, left, height and width of what is, from black images of one channel
+    erased in white.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for _ in range(n // 10_000):
         x, _ = settings((torch.zeros(10_000, size, size, 1, dtype=torch.uint8), None), generator)
         mask = x[:, 0] == 1.0
         across, along = mask.any(2), mask.any(1)
-        top, left, height, width = across.int().argmax(1), along.int().argmax(1), across.sum(1), along.sum(1)
+        top, left, height, width = (
+            across.int().argmax(1),
+            along.int().argmax(1),
+            across.sum(1),
+            along.sum(1),
+        )
         assert torch.equal(mask.sum((1, 2)), height * width)
         rows.append(torch.stack([height > 0, top, left, height, width]).double())
     return torch.cat(rows, 1)
@@ -202,12 +239,16 @@ def test_half_of_the_images_are_erased():
 
 
 def test_erasing_has_the_law_of_one_attempt_after_the_other():
-    """Mean area, and other moments of sizes and places, against as many rectangles by the reference."""
+    """Mean area, and other moments of sizes and places, against as many rectangles by the
+    reference.
+    """
     n = 40_000
     ours, theirs = erased_boxes(white(probability=1.0), n, seed=5)[1:], reference_boxes(n, seed=6)
     for difference in moments_of(*ours) - moments_of(*theirs):
         assert_mean_is(difference, 0.0)
-    once = erased_boxes(white(probability=1.0, attempts=1), n, seed=7)[1:]  # the mutant that does not try again
+    once = erased_boxes(white(probability=1.0, attempts=1), n, seed=7)[
+        1:
+    ]  # the mutant that does not try again
     assert_mean_is_not(once[2] * once[3] - theirs[2] * theirs[3], 0.0)
 
 
@@ -222,7 +263,9 @@ def test_how_often_an_attempt_is_refused():
     assert 6.2e-11 < refused**8 < 6.4e-11
     assert refused**8 * 50_000 * 500 * 0.5 < 1e-3
     for attempts in (1, 2):
-        left_alone = 1.0 - erased_boxes(white(probability=1.0, attempts=attempts), 40_000, seed=8)[0]
+        left_alone = (
+            1.0 - erased_boxes(white(probability=1.0, attempts=attempts), 40_000, seed=8)[0]
+        )
         assert_mean_is(left_alone, refused**attempts)
 
 
@@ -243,7 +286,9 @@ def test_corners_are_uniform_given_the_size(side):
 def test_erasing_does_not_depend_on_the_flip_or_the_crop():
     n = 10_000
     one = torch.arange(1, 33, dtype=torch.uint8)[None, :, None].expand(32, 32, 1)
-    settings = plain(erase=Erasing(fill=(-1.0,), area=(0.02, 0.05)))  # small: most of a row is left to read
+    settings = plain(
+        erase=Erasing(fill=(-1.0,), area=(0.02, 0.05))
+    )  # small: most of a row is left to read
     x, _ = settings((one.expand(n, -1, -1, -1), None), torch.Generator().manual_seed(3))
     erased = (x[:, 0] == -1.0).any((1, 2)).double()
     kept = torch.where(x[:, 0] > 0.0, x[:, 0], float("nan"))
@@ -272,7 +317,9 @@ def test_the_generator_decides():
     assert not torch.equal(Augment()(batch, generators[0])[0], mine)
 
 
-@pytest.mark.parametrize("settings", [Augment(), Augment(erase=None), Augment(erase=Erasing(probability=0.0))], ids=repr)
+@pytest.mark.parametrize(
+    "settings", [Augment(), Augment(erase=None), Augment(erase=Erasing(probability=0.0))], ids=repr
+)
 def test_the_number_of_draws_does_not_depend_on_what_is_drawn(settings):
     """A captured step moves its generator by a fixed amount."""
     n_rows = 3 if settings.erase is None else 22
@@ -300,8 +347,13 @@ def test_form_of_the_batch(dtype):
 
 def test_in_a_loader():
     images = bytes_of(20)
-    images[:, :, :, 0] = torch.arange(20, dtype=torch.uint8)[:, None, None] + 1  # the label, where the border has 0
-    loaders = [torchrex.DeviceLoader((images, torch.arange(20)), 5, seed=3, augment=plain3()) for _ in range(2)]
+    images[:, :, :, 0] = (
+        torch.arange(20, dtype=torch.uint8)[:, None, None] + 1
+    )  # the label, where the border has 0
+    loaders = [
+        torchrex.DeviceLoader((images, torch.arange(20)), 5, seed=3, augment=plain3())
+        for _ in range(2)
+    ]
     for (x, y), (again, _) in zip(*loaders, strict=True):
         assert torch.equal(x[:, 0].amax((1, 2)).round().long() - 1, y)
         assert torch.equal(x, again)
@@ -338,12 +390,17 @@ def test_nothing_waits_for_the_host():
     images, u = bytes_of(32).cuda(), numbers(32).cuda()
     with no_waiting():
         ours = transform(images, u, Augment())
-    assert torch.allclose(ours.cpu(), transform(images.cpu(), u.cpu(), Augment()), rtol=1e-5, atol=1e-5)
+    assert torch.allclose(
+        ours.cpu(), transform(images.cpu(), u.cpu(), Augment()), rtol=1e-5, atol=1e-5
+    )
 
 
 @needs_cuda
 def test_captured_it_gives_the_same():
-    batch, generator = (bytes_of(32).cuda(), torch.arange(32, device="cuda")), torch.Generator("cuda")
+    batch, generator = (
+        (bytes_of(32).cuda(), torch.arange(32, device="cuda")),
+        torch.Generator("cuda"),
+    )
     Augment()(batch, generator)  # compiles
     generator.manual_seed(3)
     expected = [Augment()(batch, generator)[0] for _ in range(3)]
@@ -387,8 +444,14 @@ def test_evaluation_batches_are_the_whole_set_in_order(batch_size):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Augment(crop_padding=-1), "crop_padding must be a whole number of pixels from 0 on, got -1"),
-        (lambda: Augment(crop_padding=2.0), "crop_padding must be a whole number of pixels from 0 on, got 2.0"),
+        (
+            lambda: Augment(crop_padding=-1),
+            "crop_padding must be a whole number of pixels from 0 on, got -1",
+        ),
+        (
+            lambda: Augment(crop_padding=2.0),
+            "crop_padding must be a whole number of pixels from 0 on, got 2.0",
+        ),
         (lambda: Augment(std=(0.2, 0.0, 0.2)), "those of std above 0"),
         (lambda: Augment(mean=(0.5,)), "one number per channel"),
         (lambda: Augment(dtype=torch.uint8), "floating point one, got torch.uint8"),
@@ -400,12 +463,20 @@ def test_evaluation_batches_are_the_whole_set_in_order(batch_size):
         (lambda: Erasing(aspect=(2.0, 1.0)), "two rising ratios above 0"),
         (lambda: Erasing(attempts=0), "attempts must be at least 1, got 0"),
         (
-            lambda: Augment()((torch.zeros(2, 3, 32, 32, dtype=torch.uint8), None), torch.Generator()),
+            lambda: Augment()(
+                (torch.zeros(2, 3, 32, 32, dtype=torch.uint8), None), torch.Generator()
+            ),
             r"images must be bytes \(n, height, width, 3\), got torch.uint8 of shape \(2, 3, 32, 32\)",
         ),
         (lambda: Normalise()(torch.zeros(2, 32, 32, 3)), "got torch.float32 of shape"),
-        (lambda: evaluation_batches(bytes_of(3), torch.arange(4), Normalise(), 2), "got 3 images and 4 labels"),
-        (lambda: evaluation_batches(bytes_of(3), torch.arange(3), Normalise(), 0), "batch_size must be at least 1, got 0"),
+        (
+            lambda: evaluation_batches(bytes_of(3), torch.arange(4), Normalise(), 2),
+            "got 3 images and 4 labels",
+        ),
+        (
+            lambda: evaluation_batches(bytes_of(3), torch.arange(3), Normalise(), 0),
+            "batch_size must be at least 1, got 0",
+        ),
     ],
 )
 def test_what_is_refused(make, words):
@@ -415,7 +486,10 @@ def test_what_is_refused(make, words):
 
 def test_a_state_of_another_augmentation_is_refused():
     tensors = (torch.zeros(8, 32, 32, 3, dtype=torch.uint8), torch.arange(8))
-    mine, other = (torchrex.DeviceLoader(tensors, 4, augment=augment) for augment in (Augment(), Augment(erase=None)))
+    mine, other = (
+        torchrex.DeviceLoader(tensors, 4, augment=augment)
+        for augment in (Augment(), Augment(erase=None))
+    )
     with pytest.raises(InvalidArgumentError, match="the state is that of"):
         other.load_state_dict(mine.state_dict())
     with pytest.raises(InvalidArgumentError, match="or None for no erasing"):

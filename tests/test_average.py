@@ -1,4 +1,6 @@
-"""The posterior average: known metrics, exact thinning, and a stream that equals the mean over stored predictions."""
+"""The posterior average: known metrics, exact thinning, and a stream that equals the mean over
+stored predictions.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,15 @@ N, CLASSES, FEATURES = 50, 4, 6
 
 
 def make_model() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES))
+    return nn.Sequential(
+        nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES)
+    )
 
 
 class WalkingRun:
-    """A run whose modules take random steps. Like a captured graph, it gives every output in the same memory."""
+    """A run whose modules take random steps. Like a captured graph, it gives every output in the
+    same memory.
+    """
 
     def __init__(self, n_rungs: int = 2, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -44,7 +50,13 @@ class WalkingRun:
 
     @torch.no_grad()
     def predict(self, batch, rung: int = 0) -> Tensor:
-        x = batch if isinstance(batch, Tensor) else batch["x"] if isinstance(batch, dict) else batch[0]
+        x = (
+            batch
+            if isinstance(batch, Tensor)
+            else batch["x"]
+            if isinstance(batch, dict)
+            else batch[0]
+        )
         output = self.modules[rung].eval()(x)
         return self._buffers.setdefault(len(x), torch.empty_like(output)).copy_(output)
 
@@ -55,7 +67,10 @@ class WalkingRun:
 @pytest.fixture(scope="module")
 def dataset():
     generator = torch.Generator().manual_seed(7)
-    return TensorDataset(torch.randn(N, FEATURES, generator=generator), torch.randint(CLASSES, (N,), generator=generator))
+    return TensorDataset(
+        torch.randn(N, FEATURES, generator=generator),
+        torch.randint(CLASSES, (N,), generator=generator),
+    )
 
 
 @pytest.fixture
@@ -65,7 +80,9 @@ def data(dataset):
 
 def random_probabilities(n: int, seed: int = 0, dtype=torch.float64) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    probabilities = (3 * torch.randn(n, CLASSES, generator=generator, dtype=torch.float64)).softmax(1).to(dtype)
+    probabilities = (
+        (3 * torch.randn(n, CLASSES, generator=generator, dtype=torch.float64)).softmax(1).to(dtype)
+    )
     return probabilities, torch.randint(CLASSES, (n,), generator=generator)
 
 
@@ -73,12 +90,20 @@ def random_probabilities(n: int, seed: int = 0, dtype=torch.float64) -> tuple[Te
 
 
 def test_metrics_by_hand():
-    """Two of three are right. Confidences 0.7, 0.5, 0.9 fall into three bins: ece = (|1 - .7| + |0 - .5| + |1 - .9|) / 3."""
-    probabilities = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.3, 0.2], [0.05, 0.05, 0.9]], dtype=torch.float64)
+    """Two of three are right. Confidences 0.7, 0.5, 0.9 fall into three bins: ece = (|1 - .7| + |0
+    - .5| + |1 - .9|) / 3.
+    """
+    probabilities = torch.tensor(
+        [[0.7, 0.2, 0.1], [0.5, 0.3, 0.2], [0.05, 0.05, 0.9]], dtype=torch.float64
+    )
     metrics = classification_metrics(probabilities, torch.tensor([0, 1, 2]))
     assert metrics["accuracy"] == pytest.approx(2 / 3, abs=1e-7)
-    assert metrics["nll"] == pytest.approx(-(math.log(0.7) + math.log(0.3) + math.log(0.9)) / 3, rel=1e-14)
-    assert metrics["brier"] == pytest.approx((0.09 + 0.04 + 0.01 + 0.25 + 0.49 + 0.04 + 0.0025 + 0.0025 + 0.01) / 3, rel=1e-14)
+    assert metrics["nll"] == pytest.approx(
+        -(math.log(0.7) + math.log(0.3) + math.log(0.9)) / 3, rel=1e-14
+    )
+    assert metrics["brier"] == pytest.approx(
+        (0.09 + 0.04 + 0.01 + 0.25 + 0.49 + 0.04 + 0.0025 + 0.0025 + 0.01) / 3, rel=1e-14
+    )
     assert metrics["ece"] == pytest.approx(0.9 / 3, abs=1e-6)
 
 
@@ -88,8 +113,12 @@ def test_metrics_agree_with_independent_ones(dtype):
     metrics = classification_metrics(probabilities, labels.int())
     p, y = probabilities.double().numpy(), labels.numpy()
     assert metrics["accuracy"] == pytest.approx(accuracy_score(y, p.argmax(1)), abs=1e-6)
-    assert metrics["nll"] == pytest.approx(log_loss(y, p / p.sum(1, keepdims=True), labels=range(CLASSES)), rel=1e-6)
-    assert metrics["brier"] == pytest.approx(sum(((p[:, c] - (y == c)) ** 2).mean() for c in range(CLASSES)), rel=1e-12)
+    assert metrics["nll"] == pytest.approx(
+        log_loss(y, p / p.sum(1, keepdims=True), labels=range(CLASSES)), rel=1e-6
+    )
+    assert metrics["brier"] == pytest.approx(
+        sum(((p[:, c] - (y == c)) ** 2).mean() for c in range(CLASSES)), rel=1e-12
+    )
     confidence, right, ece = p.max(1), p.argmax(1) == y, 0.0
     for k in range(15):
         inside = (confidence >= k / 15) & (confidence < (k + 1) / 15)
@@ -101,9 +130,18 @@ def test_metrics_agree_with_independent_ones(dtype):
 
 def test_nll_stays_finite_where_probabilities_underflow():
     certain = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
-    assert classification_metrics(certain, torch.tensor([1, 1]))["nll"] == pytest.approx(126 * math.log(2))
-    assert classification_metrics(certain.double(), torch.tensor([1, 1]))["nll"] == pytest.approx(1022 * math.log(2))
-    assert classification_metrics(certain, torch.tensor([0, 0])) == {"accuracy": 1.0, "nll": 0.0, "brier": 0.0, "ece": 0.0}
+    assert classification_metrics(certain, torch.tensor([1, 1]))["nll"] == pytest.approx(
+        126 * math.log(2)
+    )
+    assert classification_metrics(certain.double(), torch.tensor([1, 1]))["nll"] == pytest.approx(
+        1022 * math.log(2)
+    )
+    assert classification_metrics(certain, torch.tensor([0, 0])) == {
+        "accuracy": 1.0,
+        "nll": 0.0,
+        "brier": 0.0,
+        "ece": 0.0,
+    }
 
 
 def test_a_rounding_error_above_one_is_not_taken_for_logits():
@@ -111,7 +149,10 @@ def test_a_rounding_error_above_one_is_not_taken_for_logits():
     rounded = probabilities.clone()
     rounded[0] = torch.tensor([1 + 1e-12, 0, 0, 0], dtype=torch.float64)
     exact = rounded.clamp(max=1)
-    assert classification_metrics(rounded, labels)["ece"] == classification_metrics(exact, labels)["ece"]
+    assert (
+        classification_metrics(rounded, labels)["ece"]
+        == classification_metrics(exact, labels)["ece"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,16 +210,26 @@ def average_of(script: list[list[list[float]]], labels: list[int], **settings) -
 
 
 def test_uncertainty_of_hand_made_draws():
-    """Example 0: the draws agree on a fair coin. Example 1: each is sure and they contradict each other, all is disagreement."""
+    """Example 0: the draws agree on a fair coin. Example 1: each is sure and they contradict each
+    other, all is disagreement.
+    """
     average = average_of([[[0.5, 0.5], [1.0, 0.0]], [[0.5, 0.5], [0.0, 1.0]]], labels=[0, 0])
     log2 = math.log(2)
-    torch.testing.assert_close(average.probabilities(), torch.full((2, 2), 0.5, dtype=torch.float64))
-    torch.testing.assert_close(average.predictive_entropy(), torch.tensor([log2, log2], dtype=torch.float64))
-    torch.testing.assert_close(average.mutual_information(), torch.tensor([0.0, log2], dtype=torch.float64))
+    torch.testing.assert_close(
+        average.probabilities(), torch.full((2, 2), 0.5, dtype=torch.float64)
+    )
+    torch.testing.assert_close(
+        average.predictive_entropy(), torch.tensor([log2, log2], dtype=torch.float64)
+    )
+    torch.testing.assert_close(
+        average.mutual_information(), torch.tensor([0.0, log2], dtype=torch.float64)
+    )
 
 
 def test_the_three_ways_to_average_differ():
-    """Draws 0.9 and 0.5: mean of probabilities 0.7; of logits sqrt(9) : 1 = 0.75; the last alone 0.5."""
+    """Draws 0.9 and 0.5: mean of probabilities 0.7; of logits sqrt(9) : 1 = 0.75; the last alone
+    0.5.
+    """
     average = average_of([[[0.9, 0.1]], [[0.5, 0.5]]], labels=[0])
     for of, probability in (("probabilities", 0.7), ("logits", 0.75), ("last", 0.5)):
         assert average.metrics(of=of)["nll"] == pytest.approx(-math.log(probability), rel=1e-6)
@@ -189,7 +240,11 @@ def test_the_three_ways_to_average_differ():
 
 
 def test_the_stream_equals_the_mean_over_stored_predictions(data, dataset):
-    run, average, stored = WalkingRun(), PosteriorAverage(data, every=2, rungs=(0, 1)), {0: [], 1: []}
+    run, average, stored = (
+        WalkingRun(),
+        PosteriorAverage(data, every=2, rungs=(0, 1)),
+        {0: [], 1: []},
+    )
     for _ in range(20):
         run.step()
         if average.update(run):
@@ -197,26 +252,44 @@ def test_the_stream_equals_the_mean_over_stored_predictions(data, dataset):
                 with torch.no_grad():
                     stored[rung].append(run.modules[rung].eval()(dataset.tensors[0]).double())
     assert average.n_draws == len(stored[0]) == 10
-    for rung, logits in ((0, torch.stack(stored[0])), (1, torch.stack(stored[1])), (None, torch.stack(stored[0] + stored[1]))):
+    for rung, logits in (
+        (0, torch.stack(stored[0])),
+        (1, torch.stack(stored[1])),
+        (None, torch.stack(stored[0] + stored[1])),
+    ):
         p = logits.softmax(-1)
         torch.testing.assert_close(average.probabilities(rung), p.mean(0), rtol=0, atol=1e-6)
         torch.testing.assert_close(average.logit_sum(rung), logits.sum(0), rtol=0, atol=1e-4)
         entropy = predictive_entropy(p.mean(0))
         torch.testing.assert_close(average.predictive_entropy(rung), entropy, rtol=0, atol=1e-6)
-        torch.testing.assert_close(average.mutual_information(rung), entropy - predictive_entropy(p).mean(0), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            average.mutual_information(rung),
+            entropy - predictive_entropy(p).mean(0),
+            rtol=0,
+            atol=1e-6,
+        )
         assert average.mutual_information(rung).min() > -1e-12
         assert average.metrics(rung)["nll"] == pytest.approx(
             classification_metrics(p.mean(0), dataset.tensors[1])["nll"], rel=1e-6
         )
     last = stored[0][-1].softmax(-1)
-    assert average.metrics(of="last")["nll"] == pytest.approx(classification_metrics(last, dataset.tensors[1])["nll"], rel=1e-6)
+    assert average.metrics(of="last")["nll"] == pytest.approx(
+        classification_metrics(last, dataset.tensors[1])["nll"], rel=1e-6
+    )
     assert torch.equal(average.labels, dataset.tensors[1])
     assert repr(average) == "PosteriorAverage(10 draws of rungs (0, 1), every=2, burn_in=0)"
 
 
 @pytest.mark.parametrize(
     ("every", "burn_in", "expected"),
-    [(1, 0, list(range(1, 21))), (5, 0, [5, 10, 15, 20]), (4, 6, [10, 14, 18]), (3, 19, []), (1, 18, [19, 20]), (20, 0, [20])],
+    [
+        (1, 0, list(range(1, 21))),
+        (5, 0, [5, 10, 15, 20]),
+        (4, 6, [10, 14, 18]),
+        (3, 19, []),
+        (1, 18, [19, 20]),
+        (20, 0, [20]),
+    ],
 )
 def test_thinning_and_burn_in(data, every, burn_in, expected):
     run, average = WalkingRun(), PosteriorAverage(data, every=every, burn_in=burn_in)
@@ -236,7 +309,9 @@ def test_memory_does_not_grow_with_draws(data):
     for _ in range(30):
         run.step()
         average.update(run)
-        sizes.append({name: tensor.shape for name, tensor in average.state_dict()["tensors"].items()})
+        sizes.append(
+            {name: tensor.shape for name, tensor in average.state_dict()["tensors"].items()}
+        )
     assert sizes[0] == sizes[-1]
 
 
@@ -245,19 +320,29 @@ def through_json(tree, tensors):
     if isinstance(tree, Tensor):
         tensors.append(tree)
         return {"tensor": len(tensors) - 1}
-    return {key: through_json(value, tensors) for key, value in tree.items()} if isinstance(tree, dict) else tree
+    return (
+        {key: through_json(value, tensors) for key, value in tree.items()}
+        if isinstance(tree, dict)
+        else tree
+    )
 
 
 def from_json(tree, tensors):
     if isinstance(tree, dict):
-        return tensors[tree["tensor"]] if "tensor" in tree else {key: from_json(value, tensors) for key, value in tree.items()}
+        return (
+            tensors[tree["tensor"]]
+            if "tensor" in tree
+            else {key: from_json(value, tensors) for key, value in tree.items()}
+        )
     return tree
 
 
 @pytest.mark.parametrize("halfway", [0, 3, 7, 8])
 def test_resume_is_exact(data, tmp_path, halfway):
     def new(folder):
-        return PosteriorAverage(data, every=2, rungs=(1, 0), store=DrawStore(folder, capacity=3, keep="reservoir"))
+        return PosteriorAverage(
+            data, every=2, rungs=(1, 0), store=DrawStore(folder, capacity=3, keep="reservoir")
+        )
 
     run, average = WalkingRun(), new(tmp_path / "whole")
     for _ in range(20):
@@ -315,7 +400,9 @@ def assert_untouched(average, run, words):
     with pytest.raises(InvalidArgumentError, match=words):
         average.update(run)
     after = average.state_dict()
-    assert all(torch.equal(before["tensors"][name], after["tensors"][name]) for name in before["tensors"])
+    assert all(
+        torch.equal(before["tensors"][name], after["tensors"][name]) for name in before["tensors"]
+    )
     assert {**before, "tensors": 0} == {**after, "tensors": 0}
 
 
@@ -376,7 +463,10 @@ def test_dict_batches(dataset):
         PosteriorAverage([{"x": x, "label": y}]).update(run)
 
 
-@pytest.mark.parametrize("output", [torch.zeros(N), torch.zeros(N, 1), torch.zeros(N, 2, 3), torch.zeros(N, 3).long(), None])
+@pytest.mark.parametrize(
+    "output",
+    [torch.zeros(N), torch.zeros(N, 1), torch.zeros(N, 2, 3), torch.zeros(N, 3).long(), None],
+)
 def test_outputs_that_are_no_logits(dataset, output):
     run = Scripted([output])
     run.step()
@@ -384,7 +474,9 @@ def test_outputs_that_are_no_logits(dataset, output):
         PosteriorAverage([dataset.tensors]).update(run)
 
 
-@pytest.mark.parametrize("target", [torch.zeros(N), torch.zeros(N, CLASSES).long(), torch.zeros(N - 1).long(), "cat"])
+@pytest.mark.parametrize(
+    "target", [torch.zeros(N), torch.zeros(N, CLASSES).long(), torch.zeros(N - 1).long(), "cat"]
+)
 def test_targets_that_are_no_labels(dataset, target):
     run = WalkingRun()
     run.step()
@@ -394,11 +486,19 @@ def test_targets_that_are_no_labels(dataset, target):
 
 def test_errors_before_the_first_draw(data):
     average = PosteriorAverage(data, every=10, burn_in=5)
-    readouts = (average.probabilities, average.logit_sum, average.predictive_entropy, average.mutual_information, average.metrics)
+    readouts = (
+        average.probabilities,
+        average.logit_sum,
+        average.predictive_entropy,
+        average.mutual_information,
+        average.metrics,
+    )
     for read in (*readouts, lambda: average.labels):
         with pytest.raises(InvalidArgumentError, match="first is due at 15"):
             read()
-    PosteriorAverage(data, every=10, burn_in=5).load_state_dict(average.state_dict())  # an empty state is a state
+    PosteriorAverage(data, every=10, burn_in=5).load_state_dict(
+        average.state_dict()
+    )  # an empty state is a state
 
 
 @pytest.mark.parametrize(

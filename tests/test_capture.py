@@ -1,4 +1,6 @@
-"""The captured step on a GPU: the same numbers as the eager one, exact resume, and a fallback with one reason."""
+"""The captured step on a GPU: the same numbers as the eager one, exact resume, and a fallback with
+one reason.
+"""
 
 from __future__ import annotations
 
@@ -46,15 +48,22 @@ def data(last="drop", augment=flip):
 
 def make(compiled=None, model=Net, rungs=3, **options):
     energy = torchrex.PosteriorEnergy(F.cross_entropy, n_data=N, prior=torchrex.GaussianPrior(2.0))
-    ensemble = torchrex.ModuleEnsemble(model, energy, torchrex.SGHMC(0.1), device="cuda", initial="independent")
-    # Temperatures so close that pairs of one quality swap often: the decisions are part of the comparison.
-    ladder = torchrex.Ladder([1.0 + 0.002 * k for k in range(rungs)], [1e-5 * (1 + 0.5 * k) for k in range(rungs)])
+    ensemble = torchrex.ModuleEnsemble(
+        model, energy, torchrex.SGHMC(0.1), device="cuda", initial="independent"
+    )
+    # Temperatures so close that pairs of one quality swap often: the decisions are part of the
+    # comparison.
+    ladder = torchrex.Ladder(
+        [1.0 + 0.002 * k for k in range(rungs)], [1e-5 * (1 + 0.5 * k) for k in range(rungs)]
+    )
     return torchrex.ReplicaExchange(ensemble, ladder, seed=1, compiled=compiled, **options)
 
 
 def everything(run):
     state = run.state_dict()
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+    return [
+        leaf for leaf in torch.utils._pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor)
+    ]
 
 
 def assert_same(a, b):
@@ -64,7 +73,10 @@ def assert_same(a, b):
 
 def infos(run, n, loader):
     blocks = list(run.advance(n, loader))
-    return {name: torch.cat([getattr(block, name) for block in blocks]) for name in torchrex.exchange.StepInfo._fields}
+    return {
+        name: torch.cat([getattr(block, name) for block in blocks])
+        for name in torchrex.exchange.StepInfo._fields
+    }
 
 
 def test_captured_and_eager_agree(monkeypatch):
@@ -102,7 +114,9 @@ def test_batches_given_one_by_one_equal_the_loader_inside_the_graph():
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("stop", [1, 100, 256, 300])
 def test_resume_is_exact(dropout, stop):
-    """Bit for bit, with cuDNN held to deterministic algorithms; its fastest ones add gradients in any order."""
+    """Bit for bit, with cuDNN held to deterministic algorithms; its fastest ones add gradients in
+    any order.
+    """
 
     def make_net():
         return make(model=lambda: Net(dropout), deterministic=True)
@@ -131,7 +145,9 @@ def test_too_many_shapes_run_eagerly_and_say_so_once(caplog):
     x, y = torch.randn(40, 3, 8, 8, device="cuda"), torch.randint(5, (40,), device="cuda")
     for n in (10, 11, 12, 13, 14, 15, 10):
         run.step((x[:n], y[:n]))
-    (record,) = [r for r in caplog.records if "captured" in r.message and r.levelno == logging.WARNING]
+    (record,) = [
+        r for r in caplog.records if "captured" in r.message and r.levelno == logging.WARNING
+    ]
     assert "more than 4 shapes" in record.message
     assert run.n_steps == 7
 
@@ -144,7 +160,9 @@ class NeedsTheHost(Net):
 def test_a_module_that_cannot_be_captured_runs_eagerly_with_the_same_numbers(caplog):
     run, eager = make(model=NeedsTheHost), make(compiled=False)
     a, b = infos(run, 10, data()), infos(eager, 10, data())
-    (record,) = [r for r in caplog.records if "captured" in r.message and r.levelno == logging.WARNING]
+    (record,) = [
+        r for r in caplog.records if "captured" in r.message and r.levelno == logging.WARNING
+    ]
     assert "cannot be captured" in record.message
     assert run.alone.graphs.failed
     torch.rand(1, device="cuda")  # torch's own generator has survived
@@ -195,7 +213,9 @@ class Reassigning(Net):
 def test_a_buffer_that_is_replaced_is_not_captured(caplog):
     run = make(model=Reassigning)
     list(run.advance(10, data()))
-    (record,) = [r for r in caplog.records if "captured" in r.message and r.levelno == logging.WARNING]
+    (record,) = [
+        r for r in caplog.records if "captured" in r.message and r.levelno == logging.WARNING
+    ]
     assert "buffer 'calls'" in record.message
     assert [float(module.calls) for module in run.ensemble.modules] == [10.0, 10.0, 10.0]
 
@@ -212,7 +232,9 @@ def test_data_on_the_cpu_are_copied_into_the_graph():
 
 
 def test_a_graph_made_late_in_a_block_leaves_the_records_alone():
-    """A batch of another size comes first at step 254; its warm-up must not write over what was recorded before."""
+    """A batch of another size comes first at step 254; its warm-up must not write over what was
+    recorded before.
+    """
     run, loader = make(), data()
     first = infos(run, 254, loader)["energy"]
     x, y = torch.randn(7, 3, 8, 8, device="cuda"), torch.randint(5, (7,), device="cuda")

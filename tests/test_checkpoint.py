@@ -1,4 +1,6 @@
-"""Checkpoints: what comes back is what was saved, whatever happens to the process, the disk or the files in between."""
+"""Checkpoints: what comes back is what was saved, whatever happens to the process, the disk or the
+files in between.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,13 @@ from torchrex.checkpoint.contents import read
 from torchrex.checkpoint.tree import DTYPES, encode, tensor_name
 from torchrex.errors import CheckpointError, InvalidArgumentError
 
-FILES = ("replica=0.safetensors", "replica=1.safetensors", "shared.safetensors", "manifest.json", "DONE")
+FILES = (
+    "replica=0.safetensors",
+    "replica=1.safetensors",
+    "shared.safetensors",
+    "manifest.json",
+    "DONE",
+)
 SETTING = {"recipe": "figure1", "temperatures": (1.0, 10.0), "prior": {"precision": 25.0}}
 
 
@@ -42,7 +50,10 @@ def state_at(step, variant=0, size=40):
     """A state that nothing but `step` and `variant` decides."""
     return {
         "replicas": [
-            {"layers.0.weight": torch.arange(float(size)) + 1000 * step + variant, "momentum": [torch.tensor(k), None]}
+            {
+                "layers.0.weight": torch.arange(float(size)) + 1000 * step + variant,
+                "momentum": [torch.tensor(k), None],
+            }
             for k in range(2)
         ],
         "rung_of": torch.tensor([step % 2, 1 - step % 2]),
@@ -53,7 +64,12 @@ def state_at(step, variant=0, size=40):
 def same(a, b):
     """Equal down to the bits and the types; a tuple may have become a list."""
     if isinstance(a, torch.Tensor):
-        if not (isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and b.device.type == "cpu"):
+        if not (
+            isinstance(b, torch.Tensor)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and b.device.type == "cpu"
+        ):
             return False
         return bits(a) == bits(b)
     if isinstance(a, dict):
@@ -70,7 +86,10 @@ def bits(tensor):
 
 def snapshot(folder):
     """Every file below a folder with its bytes, and every folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
 
 
 def reseal(path, change):
@@ -115,11 +134,20 @@ def test_format_on_disk(three):
     path = three.folder / "step=000000003"
     assert sorted(os.listdir(path)) == sorted(FILES)
     manifest = json.loads((path / "manifest.json").read_text())
-    assert (manifest["schema"], manifest["version"], manifest["step"]) == ("torchrex.checkpoint", 4, 3)
+    assert (manifest["schema"], manifest["version"], manifest["step"]) == (
+        "torchrex.checkpoint",
+        4,
+        3,
+    )
     for name in FILES[:3]:
         data = (path / name).read_bytes()
-        assert manifest["files"][name] == {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    assert (path / "DONE").read_text().strip() == hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest()
+        assert manifest["files"][name] == {
+            "size": len(data),
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+    assert (path / "DONE").read_text().strip() == hashlib.sha256(
+        (path / "manifest.json").read_bytes()
+    ).hexdigest()
     first = load_file(path / "replica=0.safetensors")
     assert set(first) == {"/replicas/0/layers.0.weight", "/replicas/0/momentum/0"}
     assert torch.equal(first["/replicas/0/layers.0.weight"], torch.arange(40.0) + 3000)
@@ -127,16 +155,31 @@ def test_format_on_disk(three):
 
 
 def test_a_large_tensor_has_a_file_of_its_own(tmp_path):
-    """4 MiB and more, wherever it is, but those of a replica stay together; so that files can be sent where size is limited."""
-    large, small = torch.arange(2**19, dtype=torch.float64), torch.arange(2**19 - 1, dtype=torch.float64)
-    state = {"replicas": [{"w": large}], "averages": [{"a": large + 1, "b": small}, {"c": large.float().repeat(2)}], "x": 1.5}
+    """4 MiB and more, wherever it is, but those of a replica stay together; so that files can be
+    sent where size is limited.
+    """
+    large, small = (
+        torch.arange(2**19, dtype=torch.float64),
+        torch.arange(2**19 - 1, dtype=torch.float64),
+    )
+    state = {
+        "replicas": [{"w": large}],
+        "averages": [{"a": large + 1, "b": small}, {"c": large.float().repeat(2)}],
+        "x": 1.5,
+    }
     path = Checkpoints(tmp_path).save(1, state)
     assert set(load_file(path / "large=0.safetensors")) == {"/averages/0/a"}
     assert set(load_file(path / "large=1.safetensors")) == {"/averages/1/c"}
     assert set(load_file(path / "shared.safetensors")) == {"/averages/0/b"}
     assert sorted(os.listdir(path)) == [
         "DONE",
-        *("large=0.safetensors", "large=1.safetensors", "manifest.json", "replica=0.safetensors", "shared.safetensors"),
+        *(
+            "large=0.safetensors",
+            "large=1.safetensors",
+            "manifest.json",
+            "replica=0.safetensors",
+            "shared.safetensors",
+        ),
     ]
     assert same(state, Checkpoints(tmp_path).load_newest().state)
     (path / "large=1.safetensors").unlink()
@@ -164,7 +207,9 @@ def test_nothing_saved_is_none(tmp_path):
 SHAPES = st.lists(st.integers(0, 3), max_size=3)
 VIEWS = {
     "plain": lambda tensor: tensor,
-    "transposed": lambda tensor: tensor.T if tensor.dim() == 2 else tensor.movedim(0, -1) if tensor.dim() else tensor,
+    "transposed": lambda tensor: (
+        tensor.T if tensor.dim() == 2 else tensor.movedim(0, -1) if tensor.dim() else tensor
+    ),
     "strided": lambda tensor: tensor[::2] if tensor.dim() else tensor,
     "expanded": lambda tensor: tensor.expand(2, *tensor.shape),
     "with grad": lambda tensor: tensor.requires_grad_() if tensor.is_floating_point() else tensor,
@@ -176,7 +221,10 @@ def tensors(draw):
     """Any bits at all, NaN payloads and signed zeros among them."""
     dtype, shape = draw(st.sampled_from(DTYPES)), draw(SHAPES)
     if dtype == torch.bool:
-        made = torch.tensor(draw(st.lists(st.booleans(), min_size=math.prod(shape), max_size=math.prod(shape))), dtype=dtype)
+        made = torch.tensor(
+            draw(st.lists(st.booleans(), min_size=math.prod(shape), max_size=math.prod(shape))),
+            dtype=dtype,
+        )
     else:
         size = math.prod(shape) * dtype.itemsize
         raw = draw(st.binary(min_size=size, max_size=size))
@@ -185,20 +233,51 @@ def tensors(draw):
 
 
 KEYS = st.text(max_size=5) | st.sampled_from(
-    ["a.b", "a/b", "a%2Fb", "/", "", "0", "..", "replicas", "dict", "tensor", "float", "__metadata__", "\ud800"]
+    [
+        "a.b",
+        "a/b",
+        "a%2Fb",
+        "/",
+        "",
+        "0",
+        "..",
+        "replicas",
+        "dict",
+        "tensor",
+        "float",
+        "__metadata__",
+        "\ud800",
+    ]
 )
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 TREES = st.recursive(
-    PLAIN | tensors(), lambda child: st.lists(child, max_size=3) | st.dictionaries(KEYS, child, max_size=3), max_leaves=12
+    PLAIN | tensors(),
+    lambda child: st.lists(child, max_size=3) | st.dictionaries(KEYS, child, max_size=3),
+    max_leaves=12,
 )
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.dictionaries(KEYS, TREES, max_size=4), st.dictionaries(st.text(max_size=3), PLAIN, max_size=3))
+@given(
+    st.dictionaries(KEYS, TREES, max_size=4),
+    st.dictionaries(st.text(max_size=3), PLAIN, max_size=3),
+)
 @example({"replicas": [torch.ones(2), {"a/b": torch.zeros(1), "a": {"b": torch.ones(1)}}, {}]}, {})
-@example({"replicas": {"0": torch.ones(2)}, "a%2Fb": torch.ones(1), "a/b": torch.zeros(2), "a": {"b": torch.ones(3)}}, {})
 @example(
-    {"x": [math.nan, -math.inf, -0.0, 5e-324, 2**63, -(10**5000), True, 1, "\ud800\n"], "y": {"float": "inf"}}, {"nan": math.nan}
+    {
+        "replicas": {"0": torch.ones(2)},
+        "a%2Fb": torch.ones(1),
+        "a/b": torch.zeros(2),
+        "a": {"b": torch.ones(3)},
+    },
+    {},
+)
+@example(
+    {
+        "x": [math.nan, -math.inf, -0.0, 5e-324, 2**63, -(10**5000), True, 1, "\ud800\n"],
+        "y": {"float": "inf"},
+    },
+    {"nan": math.nan},
 )
 @example({"?": torch.ones(1), "\ud800": torch.ones(2)}, {})
 def test_round_trip(state, setting):
@@ -218,7 +297,13 @@ def test_two_paths_never_share_a_name(paths):
 
 def test_views_that_share_memory_come_back_apart(tmp_path):
     whole = torch.arange(12.0).reshape(3, 4)
-    state = {"whole": whole, "row": whole[1], "again": whole, "columns": whole.T, "one": whole[2, 3]}
+    state = {
+        "whole": whole,
+        "row": whole[1],
+        "again": whole,
+        "columns": whole.T,
+        "one": whole[2, 3],
+    }
     Checkpoints(tmp_path).save(0, state)
     loaded = Checkpoints(tmp_path).load_newest().state
     assert same(state, loaded)
@@ -227,7 +312,11 @@ def test_views_that_share_memory_come_back_apart(tmp_path):
 
 
 def test_tuples_and_other_mappings_become_lists_and_dicts(tmp_path):
-    state = {"betas": (0.9, (1, 2)), "module": collections.OrderedDict(w=torch.ones(1)), "shape": torch.ones(2, 3).shape}
+    state = {
+        "betas": (0.9, (1, 2)),
+        "module": collections.OrderedDict(w=torch.ones(1)),
+        "shape": torch.ones(2, 3).shape,
+    }
     Checkpoints(tmp_path).save(0, state)
     loaded = Checkpoints(tmp_path).load_newest().state
     assert loaded["betas"] == [0.9, [1, 2]]
@@ -237,7 +326,10 @@ def test_tuples_and_other_mappings_become_lists_and_dicts(tmp_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_tensors_on_the_gpu_come_back_on_the_cpu(tmp_path):
-    state = {"x": torch.randn(4, 5, device="cuda").T, "b": torch.ones(2, dtype=torch.bfloat16, device="cuda")}
+    state = {
+        "x": torch.randn(4, 5, device="cuda").T,
+        "b": torch.ones(2, dtype=torch.bfloat16, device="cuda"),
+    }
     Checkpoints(tmp_path).save(0, state)
     assert same(state, Checkpoints(tmp_path).load_newest().state)
 
@@ -284,7 +376,11 @@ def test_the_same_step_is_replaced(three):
     three.save(3, {"other": torch.ones(1)})
     assert three.steps() == [1, 2, 3]
     assert same({"other": torch.ones(1)}, three.load_newest().state)
-    assert sorted(os.listdir(three.folder / "step=000000003")) == ["DONE", "manifest.json", "shared.safetensors"]
+    assert sorted(os.listdir(three.folder / "step=000000003")) == [
+        "DONE",
+        "manifest.json",
+        "shared.safetensors",
+    ]
     assert not list(three.folder.glob(".*"))
 
 
@@ -293,11 +389,20 @@ def test_other_things_in_the_folder_are_left_alone(three):
     (three.folder / "step=best").mkdir()
     (three.folder / "step=0000000004").mkdir()  # ten digits, but none of ours
     Checkpoints(three.folder, keep=1).save(5, state_at(5))
-    assert set(os.listdir(three.folder)) == {"notes.txt", "step=000000005", "step=0000000004", "step=best"}
+    assert set(os.listdir(three.folder)) == {
+        "notes.txt",
+        "step=000000005",
+        "step=0000000004",
+        "step=best",
+    }
 
 
 @pytest.mark.parametrize(
-    ("call", "words"), [(lambda: Checkpoints("x", keep=0), "keep must"), (lambda: Checkpoints("x").save(-1, {}), "step must")]
+    ("call", "words"),
+    [
+        (lambda: Checkpoints("x", keep=0), "keep must"),
+        (lambda: Checkpoints("x").save(-1, {}), "step must"),
+    ],
 )
 def test_impossible_arguments(call, words):
     with pytest.raises(InvalidArgumentError, match=words):
@@ -315,7 +420,9 @@ def assert_all_are_whole(folder):
 
 def in_child(function, *arguments):
     """A forked process, so that it can be killed or limited while it uses the real thing."""
-    process = multiprocessing.get_context("fork").Process(target=function, args=arguments, daemon=True)
+    process = multiprocessing.get_context("fork").Process(
+        target=function, args=arguments, daemon=True
+    )
     process.start()
     return process
 
@@ -360,7 +467,8 @@ def test_killed_at_random_moments(tmp_path):
 
 
 class Faults:
-    """Lets `happen` happen at the n-th call that changes the disk, and at all later ones if `lasting`.
+    """Lets `happen` happen at the n-th call that changes the disk, and at all later ones if
+    `lasting`.
 
     A write that is chosen gets half of its bytes onto the disk before.
     """
@@ -370,7 +478,9 @@ class Faults:
         for name in ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir"):
             monkeypatch.setattr(os, name, functools.partial(self.call, getattr(os, name)))
         opened = builtins.open
-        monkeypatch.setattr(builtins, "open", lambda *words, **more: self.watch(opened(*words, **more)))
+        monkeypatch.setattr(
+            builtins, "open", lambda *words, **more: self.watch(opened(*words, **more))
+        )
 
     def call(self, function, *arguments, **more):
         self.calls += 1
@@ -452,7 +562,9 @@ def test_every_call_that_fails_leaves_the_folder_as_it_was(tmp_path, step, happe
             assert "\n" not in str(error)
         assert_all_are_whole(folder)
         loaded = Checkpoints(folder).load_newest()
-        if loaded.state["counts"]["variant"] == 9:  # the fault came after it was complete, while others were removed
+        if (
+            loaded.state["counts"]["variant"] == 9
+        ):  # the fault came after it was complete, while others were removed
             outcomes["new"] += 1
             assert error is None or happen is interrupted
             assert same(state_at(step, variant=9), loaded.state)
@@ -528,12 +640,16 @@ def test_a_crash_in_the_first_save_leaves_none(tmp_path):
 
 
 def test_everything_is_synced_before_it_is_named(tmp_path, monkeypatch):
-    """What a power cut leaves cannot be tried here, but the order of calls that decides it can be read."""
+    """What a power cut leaves cannot be tried here, but the order of calls that decides it can be
+    read.
+    """
     order = []
     calls = {name: getattr(os, name) for name in ("fsync", "rename", "replace")}
 
     def fsync(descriptor):
-        order.append(("fsync", os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path)))
+        order.append(
+            ("fsync", os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path))
+        )
         calls["fsync"](descriptor)
 
     def renaming(name, source, target):
@@ -627,8 +743,16 @@ def message_without_rights(folder, use, answer):
 @pytest.mark.parametrize(
     ("closed", "use", "words"),
     [
-        (".", lambda checkpoints: checkpoints.save(4, state_at(4)), "cannot save step=000000004 (Permission denied)"),
-        ("step=000000003", lambda checkpoints: checkpoints.load_newest(), "cannot look into step=000000003 (Permission denied)"),
+        (
+            ".",
+            lambda checkpoints: checkpoints.save(4, state_at(4)),
+            "cannot save step=000000004 (Permission denied)",
+        ),
+        (
+            "step=000000003",
+            lambda checkpoints: checkpoints.load_newest(),
+            "cannot look into step=000000003 (Permission denied)",
+        ),
     ],
     ids=["save", "load"],
 )
@@ -682,7 +806,9 @@ def test_truncated_or_too_long(three, warnings_of, caplog, name):
         path.write_bytes(damaged)
         caplog.clear()
         words = "too long" if len(damaged) > len(data) else "truncated"
-        assert_falls_back(three, 2, warnings_of, name, words if name.endswith("safetensors") else "checksum")
+        assert_falls_back(
+            three, 2, warnings_of, name, words if name.endswith("safetensors") else "checksum"
+        )
 
 
 @pytest.mark.parametrize("name", FILES[:-1])
@@ -702,16 +828,25 @@ def test_a_folder_in_place_of_a_file(three, warnings_of):
     path = three.folder / "step=000000003" / "shared.safetensors"
     path.unlink()
     path.mkdir()
-    assert_falls_back(three, 2, warnings_of, "shared.safetensors that cannot be read (Is a directory)")
+    assert_falls_back(
+        three, 2, warnings_of, "shared.safetensors that cannot be read (Is a directory)"
+    )
 
 
 def test_two_damaged_in_one_line_and_all_damaged_is_an_error(three, warnings_of):
     (three.folder / "step=000000003" / "manifest.json").unlink()
     (three.folder / "step=000000002" / "replica=1.safetensors").write_bytes(b"")
-    assert_falls_back(three, 1, warnings_of, "lacks manifest.json", "step=000000002 has a truncated replica=1.safetensors")
+    assert_falls_back(
+        three,
+        1,
+        warnings_of,
+        "lacks manifest.json",
+        "step=000000002 has a truncated replica=1.safetensors",
+    )
     (three.folder / "step=000000001" / "shared.safetensors").unlink()
     with pytest.raises(
-        CheckpointError, match=r"no checkpoint in .* can be used: .*step=000000003.*step=000000001 lacks"
+        CheckpointError,
+        match=r"no checkpoint in .* can be used: .*step=000000003.*step=000000001 lacks",
     ) as error:
         three.load_newest()
     assert "\n" not in str(error.value)
@@ -726,7 +861,9 @@ def test_a_checkpoint_under_another_name(three, warnings_of):
 
 def test_files_of_another_checkpoint(three, warnings_of):
     name = "replica=0.safetensors"
-    (three.folder / "step=000000003" / name).write_bytes((three.folder / "step=000000002" / name).read_bytes())
+    (three.folder / "step=000000003" / name).write_bytes(
+        (three.folder / "step=000000002" / name).read_bytes()
+    )
     assert_falls_back(three, 2, warnings_of, "checksum")
 
 
@@ -747,12 +884,17 @@ def pickles(marker):
     zipped, legacy = io.BytesIO(), io.BytesIO()
     torch.save({"x": Bomb(marker)}, zipped)
     torch.save({"x": Bomb(marker)}, legacy, _use_new_zipfile_serialization=False)
-    bare = {f"protocol {protocol}": pickle.dumps(Bomb(marker), protocol) for protocol in (2, 3, 4, 5)}
+    bare = {
+        f"protocol {protocol}": pickle.dumps(Bomb(marker), protocol) for protocol in (2, 3, 4, 5)
+    }
     return {"torch.save": zipped.getvalue(), "torch.save, legacy": legacy.getvalue(), **bare}
 
 
 @pytest.mark.parametrize("sealed", [False, True], ids=["dropped in", "with matching checksums"])
-@pytest.mark.parametrize("kind", ["torch.save", "torch.save, legacy", *(f"protocol {protocol}" for protocol in (2, 3, 4, 5))])
+@pytest.mark.parametrize(
+    "kind",
+    ["torch.save", "torch.save, legacy", *(f"protocol {protocol}" for protocol in (2, 3, 4, 5))],
+)
 def test_a_pickle_is_refused_and_not_executed(three, tmp_path, warnings_of, kind, sealed):
     marker = tmp_path / "executed"
     data = pickles(marker)[kind]
@@ -764,7 +906,14 @@ def test_a_pickle_is_refused_and_not_executed(three, tmp_path, warnings_of, kind
     if sealed:
         entry = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         reseal(path, lambda manifest: manifest["files"].update({"replica=1.safetensors": entry}))
-    assert_falls_back(three, 2, warnings_of, "pickle in place of replica=1.safetensors", "refused", "nothing in it was executed")
+    assert_falls_back(
+        three,
+        2,
+        warnings_of,
+        "pickle in place of replica=1.safetensors",
+        "refused",
+        "nothing in it was executed",
+    )
     assert not marker.exists()
 
 
@@ -773,7 +922,10 @@ def put_tensors(path, name, named):
     data = save(named)
     (path / name).write_bytes(data)
     reseal(
-        path, lambda manifest: manifest["files"].update({name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}})
+        path,
+        lambda manifest: manifest["files"].update(
+            {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
+        ),
     )
 
 
@@ -783,7 +935,10 @@ def put_tensors(path, name, named):
         ({}, "has no 'int64' tensor of shape [2] for state['rung_of']"),
         ({"/rung_of": torch.zeros(2)}, "has no 'int64' tensor"),
         ({"/rung_of": torch.zeros(3, dtype=torch.int64)}, "has no 'int64' tensor"),
-        ({"/rung_of": torch.zeros(2, dtype=torch.int64), "/more": torch.zeros(1)}, "not in its manifest.json"),
+        (
+            {"/rung_of": torch.zeros(2, dtype=torch.int64), "/more": torch.zeros(1)},
+            "not in its manifest.json",
+        ),
     ],
 )
 def test_tensors_and_manifest_disagree(three, warnings_of, named, words):
@@ -807,18 +962,30 @@ def test_safetensors_that_are_none(three, warnings_of):
         lambda manifest: manifest.pop("state") and None,
         lambda manifest: manifest.update(state=[]),
         lambda manifest: manifest.update(state={"dict": []}),
-        lambda manifest: manifest.update(state={"dict": {"replicas": [0, 0], "x": {"float": "1e9"}}}),
-        lambda manifest: manifest.update(state={"dict": {"replicas": [0, 0], "x": {"call": "os.system"}}}),
-        lambda manifest: manifest.update(state={"dict": {"replicas": [0, 0], "x": {"int": "0xg\n"}}}),
+        lambda manifest: manifest.update(
+            state={"dict": {"replicas": [0, 0], "x": {"float": "1e9"}}}
+        ),
+        lambda manifest: manifest.update(
+            state={"dict": {"replicas": [0, 0], "x": {"call": "os.system"}}}
+        ),
+        lambda manifest: manifest.update(
+            state={"dict": {"replicas": [0, 0], "x": {"int": "0xg\n"}}}
+        ),
         lambda manifest: manifest.update(files=None),
         lambda manifest: manifest["files"].pop("shared.safetensors") and None,
-        lambda manifest: manifest["files"].update({"../../secret.safetensors": manifest["files"]["shared.safetensors"]}),
+        lambda manifest: manifest["files"].update(
+            {"../../secret.safetensors": manifest["files"]["shared.safetensors"]}
+        ),
         lambda manifest: manifest["files"].update({"shared.safetensors": {"size": 1}}),
         lambda manifest: manifest["files"].update(
             {"shared.safetensors": {**manifest["files"]["shared.safetensors"], "path": "/etc"}}
         ),
-        lambda manifest: manifest["state"]["dict"]["replicas"].append({"tensor": {"dtype": "float32", "shape": [1]}}),
-        lambda manifest: manifest["state"]["dict"].update(x={"tensor": {"dtype": "float32", "shape": [1], "file": "../x"}}),
+        lambda manifest: manifest["state"]["dict"]["replicas"].append(
+            {"tensor": {"dtype": "float32", "shape": [1]}}
+        ),
+        lambda manifest: manifest["state"]["dict"].update(
+            x={"tensor": {"dtype": "float32", "shape": [1], "file": "../x"}}
+        ),
     ],
 )
 def test_a_manifest_of_another_form(three, warnings_of, change):
@@ -842,30 +1009,60 @@ def test_no_manifest_can_point_outside(three, tmp_path, warnings_of):
 
 
 @pytest.mark.parametrize(
-    "key", ["..", "../..", "../../evil", "/tmp/evil", "a/../../b", "~", "replica=0.safetensors", "DONE", "\0", "x\n"]
+    "key",
+    [
+        "..",
+        "../..",
+        "../../evil",
+        "/tmp/evil",
+        "a/../../b",
+        "~",
+        "replica=0.safetensors",
+        "DONE",
+        "\0",
+        "x\n",
+    ],
 )
 def test_keys_name_no_files(tmp_path, key):
     state = {key: torch.ones(1), "replicas": [{key: {key: torch.zeros(1)}}]}
     path = Checkpoints(tmp_path / "a" / "b").save(1, state, setting={key: key})
     assert same(state, Checkpoints(tmp_path / "a" / "b").load_newest(setting={key: key}).state)
-    assert sorted(os.listdir(path)) == ["DONE", "manifest.json", "replica=0.safetensors", "shared.safetensors"]
-    assert [os.listdir(folder) for folder in (tmp_path, tmp_path / "a", tmp_path / "a" / "b")] == [["a"], ["b"], [path.name]]
+    assert sorted(os.listdir(path)) == [
+        "DONE",
+        "manifest.json",
+        "replica=0.safetensors",
+        "shared.safetensors",
+    ]
+    assert [os.listdir(folder) for folder in (tmp_path, tmp_path / "a", tmp_path / "a" / "b")] == [
+        ["a"],
+        ["b"],
+        [path.name],
+    ]
 
 
 # Another version, another setting
 
 
-@pytest.mark.parametrize(("change", "words"), [({"version": 1}, "version 1,"), ({"schema": "other"}, "schema 'other'")])
+@pytest.mark.parametrize(
+    ("change", "words"), [({"version": 1}, "version 1,"), ({"schema": "other"}, "schema 'other'")]
+)
 def test_another_schema(three, warnings_of, change, words):
     reseal(three.folder / "step=000000003", lambda manifest: manifest.update(change))
-    with pytest.raises(CheckpointError, match=r"understands 'torchrex.checkpoint' version 4; ") as error:
+    with pytest.raises(
+        CheckpointError, match=r"understands 'torchrex.checkpoint' version 4; "
+    ) as error:
         three.load_newest()
     assert words in str(error.value)
     assert not warnings_of()
 
 
 def test_another_setting_names_what_differs(three, warnings_of):
-    given_now = {"recipe": "figure1", "temperatures": [1.0, 12.0], "prior": {"precision": "x\n" * 500}, "seed": 3}
+    given_now = {
+        "recipe": "figure1",
+        "temperatures": [1.0, 12.0],
+        "prior": {"precision": "x\n" * 500},
+        "seed": 3,
+    }
     with pytest.raises(CheckpointError) as error:
         three.load_newest(setting=given_now)
     message = str(error.value)
@@ -885,7 +1082,10 @@ def test_many_differences_stay_one_short_line(three):
 
 def test_the_same_setting_written_otherwise(tmp_path):
     Checkpoints(tmp_path).save(1, {}, setting={"a": (1, math.nan), "b": {"c": math.inf}})
-    assert Checkpoints(tmp_path).load_newest(setting={"b": {"c": math.inf}, "a": [1.0, math.nan]}).step == 1
+    assert (
+        Checkpoints(tmp_path).load_newest(setting={"b": {"c": math.inf}, "a": [1.0, math.nan]}).step
+        == 1
+    )
     assert Checkpoints(tmp_path).load_newest().step == 1
     with pytest.raises(CheckpointError, match=r"setting\['a'\] was \[1, nan\] and is now \[1\]"):
         Checkpoints(tmp_path).load_newest(setting={"b": {"c": math.inf}, "a": [1]})
@@ -925,7 +1125,9 @@ def test_what_cannot_be_saved_is_named_before_anything_is_written(tmp_path, bad,
 
 
 def test_a_setting_holds_no_tensors(tmp_path):
-    with pytest.raises(CheckpointError, match=r"setting\['x'\]\['y'\]: a setting holds plain values"):
+    with pytest.raises(
+        CheckpointError, match=r"setting\['x'\]\['y'\]: a setting holds plain values"
+    ):
         Checkpoints(tmp_path).save(1, {}, setting={"x": {"y": torch.ones(1)}})
     assert list(tmp_path.iterdir()) == []
 

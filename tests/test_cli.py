@@ -48,9 +48,17 @@ def cli(monkeypatch, capsys):
 
 
 def modules_after(*words):
-    """Exit code and what is printed by the command in a process of its own, and which modules it loaded."""
+    """Exit code and what is printed by the command in a process of its own, and which modules it
+    loaded.
+    """
     code = "import sys; from torchrex.cli import main\ntry: main()\nfinally: print('\\nloaded:', *sys.modules, file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     printed, _, loaded = done.stderr.rpartition("loaded: ")
     return done.returncode, done.stdout, printed, set(loaded.split())
 
@@ -75,12 +83,24 @@ def modules_after(*words):
         ),
         (["run", "digits/sghmc", "sgld"], 2, "Got unexpected extra argument(s) (sgld)"),
         (["run", "digits/sghmc", "=1"], 2, "Got unexpected extra argument(s) (=1)"),
-        (["doctor", ".", "epochs=1"], 2, "Got unexpected extra argument(s) (epochs=1)"),  # it has no --set
-        (["run", "table1"], 2, "`torchrex reproduce table1` runs them, `torchrex list table1` shows them"),
+        (
+            ["doctor", ".", "epochs=1"],
+            2,
+            "Got unexpected extra argument(s) (epochs=1)",
+        ),  # it has no --set
+        (
+            ["run", "table1"],
+            2,
+            "`torchrex reproduce table1` runs them, `torchrex list table1` shows them",
+        ),
         (["run", "digits/sghmc", "--budget", "soon"], 2, "--budget must be a time"),
         (["report", ".", "--doctor", "some"], 2, "'some' is not one of 'quick', 'all', 'none'"),
         (["doctor"], 2, "Missing argument 'DIR'"),
-        (["compare", "a", "b", "--out", "table.txt"], 2, "--out must end in .md or .json, got table.txt"),
+        (
+            ["compare", "a", "b", "--out", "table.txt"],
+            2,
+            "--out must end in .md or .json, got table.txt",
+        ),
     ],
 )
 def test_help_and_slips_are_answered_without_torch(words, code, expected):
@@ -100,7 +120,9 @@ def test_the_list_of_commands_says_what_their_help_says():
 
 
 def test_names_of_the_package_are_there_before_they_are_loaded():
-    """Editors, type checkers and `from torchrex import *` see the same names; each is what its room has."""
+    """Editors, type checkers and `from torchrex import *` see the same names; each is what its room
+    has.
+    """
     tree = ast.parse(Path(torchrex.__file__).read_text())
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
     static = {alias.name for node in block.body if node.module != "typing" for alias in node.names}
@@ -115,7 +137,9 @@ def test_names_of_the_package_are_there_before_they_are_loaded():
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_ctrl_c_while_loading_is_one_line(tmp_path, number):
-    """While torch is imported, even where that swallows a KeyboardInterrupt; before the command is parsed; when all is loaded."""
+    """While torch is imported, even where that swallows a KeyboardInterrupt; before the command is
+    parsed; when all is loaded.
+    """
     when = [
         "class F:\n def find_spec(self, name, *_):\n  try: name == 'torch' and os.kill(os.getpid(), 2)\n"
         "  except BaseException: pass\nsys.meta_path.insert(0, F())",
@@ -143,7 +167,9 @@ def test_list_and_help(cli):
     for family in large:  # folded, with how to see them
         assert f"{family}/..." in out
         words = cli("list", f"{family}/")[1].split()
-        assert [word for word in words if word.startswith(f"{family}/")] == [n for n in recipes() if n.startswith(f"{family}/")]
+        assert [word for word in words if word.startswith(f"{family}/")] == [
+            n for n in recipes() if n.startswith(f"{family}/")
+        ]
     code, out, _ = cli("--help")
     assert code == 0
     assert all(command in out for command in ("list", "run", "reproduce"))
@@ -164,8 +190,21 @@ def test_run_writes_a_complete_folder(cli, tmp_path):
             "trace.safetensors",
         ]
         result = json.loads((folder / "result.json").read_text())
-        assert set(result) >= {"recipe", "seed", "status", "metrics", "swaps", "wall_seconds", "device", "versions"}
-        assert (result["recipe"], result["seed"], result["status"]) == ("figure1/case1-resgld", seed, "finished")
+        assert set(result) >= {
+            "recipe",
+            "seed",
+            "status",
+            "metrics",
+            "swaps",
+            "wall_seconds",
+            "device",
+            "versions",
+        }
+        assert (result["recipe"], result["seed"], result["status"]) == (
+            "figure1/case1-resgld",
+            seed,
+            "finished",
+        )
         assert result["swaps"][0]["proposed"] == 1600
         assert all(v is None or isinstance(v, int | float) for v in result["metrics"].values())
         config = json.loads((folder / "config.json").read_text())
@@ -188,7 +227,16 @@ def test_a_finished_run_is_not_replaced_by_accident(cli, tmp_path):
 
 def test_other_recipes_run(cli, tmp_path):
     code, out, err = cli(
-        "run", "tall/logistic", "--set", "n_data=2000", "--set", "n_steps=100", "--set", "n_runs=2", "--out", tmp_path
+        "run",
+        "tall/logistic",
+        "--set",
+        "n_data=2000",
+        "--set",
+        "n_steps=100",
+        "--set",
+        "n_runs=2",
+        "--out",
+        tmp_path,
     )
     assert code == 0, err
     assert "largest ratio of sds" in out
@@ -199,9 +247,15 @@ def test_other_recipes_run(cli, tmp_path):
     [
         (["run", "figure1/case1-regsld"], "did you mean figure1/case1-resgld"),
         (["run", "figure1/case1-sgld", "--set", "n_stepz=3"], "did you mean n_steps"),
-        (["run", "figure1/case1-sgld", "--set", "n_steps=three"], "'n_steps' must be a whole number, got 'three'"),
+        (
+            ["run", "figure1/case1-sgld", "--set", "n_steps=three"],
+            "'n_steps' must be a whole number, got 'three'",
+        ),
         (["run", "figure1/case1-sgld", "--set", "n_steps=0"], "n_steps"),
-        (["run", "figure1/case1-sgld", "--set", "thin=1000", "--set", "n_steps=10"], "keeps no draw"),
+        (
+            ["run", "figure1/case1-sgld", "--set", "thin=1000", "--set", "n_steps=10"],
+            "keeps no draw",
+        ),
         (["run", "figure1/case1-sgld", "--set", "temperatures=3,1"], "rise from cold to hot"),
         (["run", "figure1/case1-sgld", "--set", "lr=-1"], "lrs must be finite and >= 0"),
         (["run", "figure1/case1-resgld", "--set", "correction_factor=-1"], "F must be positive"),
@@ -237,7 +291,9 @@ def test_damaged_result_is_named(cli, tmp_path):
 
 
 def test_divergence_keeps_the_draws(cli, tmp_path):
-    code, _, err = cli("run", "figure1/case1-sgld", *SMALL, "--set", "lr=3", "--set", "thin=1", "--out", tmp_path)
+    code, _, err = cli(
+        "run", "figure1/case1-sgld", *SMALL, "--set", "lr=3", "--set", "thin=1", "--out", tmp_path
+    )
     assert code == 2
     assert "became" in err
     assert "at step" in err
@@ -268,7 +324,16 @@ def test_ctrl_c_while_measuring_keeps_the_draws(cli, tmp_path, monkeypatch):
 
 
 def test_reproduce_runs_what_is_missing_and_draws(cli, tmp_path):
-    arguments = ["reproduce", "figure1", "--set", "n_steps=120", "--set", "n_runs=4", "--out", tmp_path]
+    arguments = [
+        "reproduce",
+        "figure1",
+        "--set",
+        "n_steps=120",
+        "--set",
+        "n_runs=4",
+        "--out",
+        tmp_path,
+    ]
     code, out, err = cli(*arguments, "--only", "case3")
     assert code == 0, err
     assert (tmp_path / "figure1-case3.png").read_bytes().startswith(b"\x89PNG")
@@ -289,7 +354,9 @@ def test_reproduce_runs_what_is_missing_and_draws(cli, tmp_path):
     result = json.loads(first.read_text())
     assert naive["acceptance_rate"] == pytest.approx(result["metrics"]["acceptance_rate"])
     assert f"{100 * naive['acceptance_rate']:.0f}"[:1] in out
-    assert all(len(line) <= 80 for line in out.splitlines() if "figure1" not in line), "the table does not fit a terminal"
+    assert all(len(line) <= 80 for line in out.splitlines() if "figure1" not in line), (
+        "the table does not fit a terminal"
+    )
     code, _, err = cli(*arguments, "--set", "n_steps=500")
     assert code == 2
     assert "other settings" in err
@@ -305,17 +372,38 @@ def test_cuda_absent(cli, tmp_path):
 def test_ctrl_c_writes_what_is_done_and_exits_130(tmp_path):
     """On a terminal there is a progress bar; Ctrl-C once it moves keeps the draws so far."""
     controller, terminal = pty.openpty()
-    command = [sys.executable, "-m", "torchrex", "run", "figure1/case1-resgld", "--out", str(tmp_path)]
-    settings = ["--set", "n_steps=9900", "--set", "n_runs=4000"]  # too few steps to be compiled, enough for half a minute
+    command = [
+        sys.executable,
+        "-m",
+        "torchrex",
+        "run",
+        "figure1/case1-resgld",
+        "--out",
+        str(tmp_path),
+    ]
+    settings = [
+        "--set",
+        "n_steps=9900",
+        "--set",
+        "n_runs=4000",
+    ]  # too few steps to be compiled, enough for half a minute
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
-    process = subprocess.Popen([*command, *settings], stdout=subprocess.PIPE, stderr=terminal, text=True, env=environment)
+    process = subprocess.Popen(
+        [*command, *settings], stdout=subprocess.PIPE, stderr=terminal, text=True, env=environment
+    )
     seen, signalled, deadline = "", False, time.monotonic() + 180
     try:
-        while process.poll() is None:  # keeps reading to the end: a terminal that nobody reads would block the process
-            assert time.monotonic() < deadline, f"signalled: {signalled}; the terminal shows {seen[-500:]!r}"
+        while (
+            process.poll() is None
+        ):  # keeps reading to the end: a terminal that nobody reads would block the process
+            assert time.monotonic() < deadline, (
+                f"signalled: {signalled}; the terminal shows {seen[-500:]!r}"
+            )
             if select.select([controller], [], [], 0.2)[0]:
                 seen += os.read(controller, 4096).decode(errors="replace")
-            if not signalled and re.search(r"[1-9][\d,]* of [\d,]+ steps", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen)):
+            if not signalled and re.search(
+                r"[1-9][\d,]* of [\d,]+ steps", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen)
+            ):
                 process.send_signal(signal.SIGINT)
                 signalled = True
         out = process.stdout.read()
@@ -345,13 +433,18 @@ def test_reproduce_digits_makes_a_table_and_a_picture(cli, tmp_path):
         "digits/resghmc pooled",
         "digits/independent",
     ]
-    metrics = [json.loads((tmp_path / f"digits/sghmc/seed={s}/result.json").read_text())["metrics"] for s in (0, 1)]
+    metrics = [
+        json.loads((tmp_path / f"digits/sghmc/seed={s}/result.json").read_text())["metrics"]
+        for s in (0, 1)
+    ]
     assert rows[1]["nll"]["mean"] == pytest.approx(sum(m["nll"] for m in metrics) / 2)
     assert rows[1]["nll"]["se"] == pytest.approx(abs(metrics[0]["nll"] - metrics[1]["nll"]) / 2)
     assert all(0.5 < row["accuracy"]["mean"] / 100 <= 1 for row in rows)
     assert rows[-1]["swaps"]["mean"] == 0
     assert len((tmp_path / "digits.md").read_text().splitlines()) == 7
-    assert all(len(line) <= 80 for line in out.splitlines() if "digits" not in line), "the table does not fit a terminal"
+    assert all(len(line) <= 80 for line in out.splitlines() if "digits" not in line), (
+        "the table does not fit a terminal"
+    )
     assert "nothing was run again" in cli("reproduce", "digits", *short)[1]
 
 
@@ -361,10 +454,15 @@ def test_a_budget_stops_reproduce_and_the_next_call_goes_on(cli, tmp_path):
     code, out, _ = cli(*arguments, "--budget", "0.01s")
     assert code == 0
     assert "budget is used up" in out
-    assert json.loads((tmp_path / "digits/sghmc/seed=0/result.json").read_text())["status"] == "paused"
+    assert (
+        json.loads((tmp_path / "digits/sghmc/seed=0/result.json").read_text())["status"] == "paused"
+    )
     before = (tmp_path / "digits/sghmc/seed=0/checkpoints").stat().st_ino
     assert cli(*arguments)[0] == 0
-    assert json.loads((tmp_path / "digits/sghmc/seed=0/result.json").read_text())["status"] == "finished"
+    assert (
+        json.loads((tmp_path / "digits/sghmc/seed=0/result.json").read_text())["status"]
+        == "finished"
+    )
     assert (tmp_path / "digits/sghmc/seed=0/checkpoints").stat().st_ino == before, "it began anew"
 
 
@@ -384,7 +482,10 @@ def test_a_burn_in_beyond_the_end_is_told_before_the_work(cli, tmp_path):
 
 
 def test_reproduce_does_not_touch_an_unfinished_run_with_other_settings(cli, tmp_path):
-    assert cli("run", "digits/sghmc", "--set", "epochs=150", "--budget", "0.01s", "--out", tmp_path)[0] == 0
+    assert (
+        cli("run", "digits/sghmc", "--set", "epochs=150", "--budget", "0.01s", "--out", tmp_path)[0]
+        == 0
+    )
     config = (tmp_path / "digits/sghmc/seed=0/config.json").read_text()
     code, _, err = cli("reproduce", "digits", "--only", "sghmc", "--seeds", "1", "--out", tmp_path)
     assert code == 2
@@ -426,10 +527,14 @@ def names_in(out):
 def test_list_takes_words_as_only_of_reproduce_does(cli):
     """After what is in a name as it stands."""
     known = list(recipes())
-    assert names_in(cli("list", "resnet20/cifar10")[1]) == [name for name in known if "/cifar10-resnet20" in name]
+    assert names_in(cli("list", "resnet20/cifar10")[1]) == [
+        name for name in known if "/cifar10-resnet20" in name
+    ]
     wanted = [name for name in known if name.startswith("icml2020/cifar10-resnet20")]
     assert names_in(cli("list", "icml2020/resnet20/cifar10")[1]) == wanted
-    assert names_in(cli("list", "cifar10")[1]) == [name for name in known if "cifar10" in name]  # and cifar100 is
+    assert names_in(cli("list", "cifar10")[1]) == [
+        name for name in known if "cifar10" in name
+    ]  # and cifar100 is
     code, _, err = cli("run", "icml2020/resnet20/cifar10")
     assert (code, "`torchrex list icml2020/resnet20/cifar10` shows all of them" in err) == (2, True)
 
@@ -438,7 +543,9 @@ def test_list_shows_what_a_table_is_made_of(cli):
     for thing, made_of in reproducing.RECIPES.items():
         out = cli("list", thing)[1]
         assert set(names_in(out)) >= set(made_of()), thing
-        assert (f"`torchrex reproduce {thing}` makes" in out) == (thing not in ("figure1", "digits"))  # which are in names
+        assert (f"`torchrex reproduce {thing}` makes" in out) == (
+            thing not in ("figure1", "digits")
+        )  # which are in names
 
 
 def test_list_shows_numbers_to_six_digits(cli):
@@ -448,9 +555,15 @@ def test_list_shows_numbers_to_six_digits(cli):
 
 
 def tensors_of(folder):
-    """Equal means equal bit for bit; the order of the words in a safetensors file changes from one to the next."""
+    """Equal means equal bit for bit; the order of the words in a safetensors file changes from one
+    to the next.
+    """
     files = {name: load_file(folder / f"{name}.safetensors") for name in ("draws", "trace")}
-    kept = {(file, name): tensor.numpy().tobytes() for file, tensors in files.items() for name, tensor in tensors.items()}
+    kept = {
+        (file, name): tensor.numpy().tobytes()
+        for file, tensors in files.items()
+        for name, tensor in tensors.items()
+    }
     draws = Draws.load(folder / "draws.safetensors")
     return kept, draws.n_steps, draws.status, draws.settings
 
@@ -468,7 +581,9 @@ def test_a_density_stops_in_time_and_goes_on(cli, tmp_path):
     code, _, err = cli(*words, tmp_path / "paused")
     assert code == 2
     assert "that was paused; add --resume to go on with it, --overwrite to begin it anew" in err
-    assert "with other settings" in cli(*words, tmp_path / "paused", "--resume", "--set", "lr=0.01")[2]
+    assert (
+        "with other settings" in cli(*words, tmp_path / "paused", "--resume", "--set", "lr=0.01")[2]
+    )
     code, _, err = cli(*words, tmp_path / "paused", "--resume")
     assert code == 0, err
     assert tensors_of(path) == tensors_of(whole)
@@ -482,12 +597,23 @@ def test_a_density_stops_in_time_and_goes_on(cli, tmp_path):
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_density_that_is_killed_goes_on(cli, tmp_path, shards):
     """kill -9 in the middle, also of a run that overwrites a finished one, which waits."""
-    settings = ["--set", "n_steps=6000", "--set", "n_runs=4", "--set", "checkpoint_every=500", "--set", f"shards={shards}"]
+    settings = [
+        "--set",
+        "n_steps=6000",
+        "--set",
+        "n_runs=4",
+        "--set",
+        "checkpoint_every=500",
+        "--set",
+        f"shards={shards}",
+    ]
     words = ["run", "figure1/case1-resgld", *settings, "--out", str(tmp_path / "run")]
     path = tmp_path / "run/figure1/case1-resgld/seed=0"
     assert cli(*words)[0] == 0
     whole = tensors_of(path)
-    process = subprocess.Popen([sys.executable, "-m", "torchrex", *words, "--overwrite"], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torchrex", *words, "--overwrite"], stdout=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 120
     while not list((path / "checkpoints").rglob("step=*/DONE")):
         assert process.poll() is None
@@ -510,9 +636,18 @@ def test_a_density_that_is_killed_goes_on(cli, tmp_path, shards):
 
 @pytest.mark.parametrize("shards", [1, 4])
 def test_reproduce_goes_on_with_an_unfinished_density(cli, tmp_path, monkeypatch, shards):
-    """Nothing that is saved is drawn again, in one piece or in shards; what never got to a step begins anew."""
+    """Nothing that is saved is drawn again, in one piece or in shards; what never got to a step
+    begins anew.
+    """
     settings = ["n_steps=400", "n_runs=4", "checkpoint_every=100", f"shards={shards}"]
-    words = ["reproduce", "figure1", "--only", "case1-resgld", *(word for each in settings for word in ("--set", each)), "--out"]
+    words = [
+        "reproduce",
+        "figure1",
+        "--only",
+        "case1-resgld",
+        *(word for each in settings for word in ("--set", each)),
+        "--out",
+    ]
     seen, draw = [], MixtureConfig.draw
 
     def looking(config, seed, **how):
@@ -535,7 +670,9 @@ def test_reproduce_goes_on_with_an_unfinished_density(cli, tmp_path, monkeypatch
     assert not (path / "checkpoints").exists()
     code, _, err = cli(*words, tmp_path / "paused", "--overwrite", "--budget", "0.0001s")
     assert code == 0, err
-    assert cli(*words, tmp_path / "paused", "--overwrite")[0] == 0  # which begins it anew, as it says
+    assert (
+        cli(*words, tmp_path / "paused", "--overwrite")[0] == 0
+    )  # which begins it anew, as it says
     assert seen[3:] == [(False, False)] * 2
 
 
@@ -543,10 +680,22 @@ def test_a_density_on_several_processes_under_torchrun(cli, tmp_path):
     """One set of folders, one voice, and the draws of one process."""
     words = ["run", "figure1/case1-resgld", *SMALL, "--set", "shards=4", "--out"]
     assert cli(*words, tmp_path / "alone")[0] == 0
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2", "-m", "torchrex"]
+    torchrun = [
+        str(Path(sys.executable).with_name("torchrun")),
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "torchrex",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*torchrun, *words, str(tmp_path / "two")], capture_output=True, text=True, timeout=240, check=False, env=environment
+        [*torchrun, *words, str(tmp_path / "two")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("finished in") == 1
@@ -562,7 +711,9 @@ def test_a_density_on_several_processes_under_torchrun(cli, tmp_path):
         env=environment,
     )
     assert done.returncode != 0
-    assert done.stderr.count("torchrex: 2 processes cannot share 1 shard; give shards=2 or more") == 1
+    assert (
+        done.stderr.count("torchrex: 2 processes cannot share 1 shard; give shards=2 or more") == 1
+    )
     assert not (tmp_path / "refused" / "figure1").exists()
 
 
@@ -604,7 +755,9 @@ def test_the_numbers_that_matter_and_their_mean_over_seeds(cli, tmp_path):
 def test_the_error_of_a_mean_of_densities_is_that_of_their_chains(cli, tmp_path):
     code, out, err = cli("run", "figure1/case1-resgld", *SMALL, "--seeds", 2, "--out", tmp_path)
     assert code == 0, err
-    each = [RunFolder.of(tmp_path, "figure1/case1-resgld", seed).result["metrics"] for seed in range(2)]
+    each = [
+        RunFolder.of(tmp_path, "figure1/case1-resgld", seed).result["metrics"] for seed in range(2)
+    ]
     error = sum(metrics["left_weight_se"] ** 2 for metrics in each) ** 0.5 / 2
     _, mean = out.split("mean ± standard error over 2 seeds, from the chains of each run")
     assert str(Number(sum(metrics["left_weight"] for metrics in each) / 2, error)) in mean
@@ -619,20 +772,36 @@ def test_a_run_that_tests_no_swap_says_so(cli, tmp_path):
 
 
 def test_numbers_have_the_digits_of_their_error():
-    said = {Number(0.40123, 0.0031): "0.4012 ± 0.0031", Number(12.3, 0.0): "12.3", Number(94.126, 1.26): "94.1 ± 1.3"}
-    said |= {Number(0, of=0): "none tested", Number(0.4, exact=True): "0.4000", Number(0.399929, exact=True): "0.3999"}
-    said |= {Number(3, of=4000): "3 of 4,000", Number(float("inf"), 1.0): "inf", Number(1234.5, 40.0): "1234 ± 40"}
+    said = {
+        Number(0.40123, 0.0031): "0.4012 ± 0.0031",
+        Number(12.3, 0.0): "12.3",
+        Number(94.126, 1.26): "94.1 ± 1.3",
+    }
+    said |= {
+        Number(0, of=0): "none tested",
+        Number(0.4, exact=True): "0.4000",
+        Number(0.399929, exact=True): "0.3999",
+    }
+    said |= {
+        Number(3, of=4000): "3 of 4,000",
+        Number(float("inf"), 1.0): "inf",
+        Number(1234.5, 40.0): "1234 ± 40",
+    }
     assert {number: str(number) for number in said} == said
 
 
 @pytest.mark.parametrize(
-    ("recipe", "settings"), [("digits/sghmc", QUICK), ("figure1/case1-sgld", [*SMALL, "--set", "checkpoint_every=100"])]
+    ("recipe", "settings"),
+    [("digits/sghmc", QUICK), ("figure1/case1-sgld", [*SMALL, "--set", "checkpoint_every=100"])],
 )
 def test_the_time_of_a_run_is_that_of_all_sittings(cli, tmp_path, recipe, settings):
     words = ["run", recipe, *settings, "--out", tmp_path]
-    assert "s in all" not in cli(*words, "--resume", "--budget", "0.001s")[1]  # there was nothing to go on with
+    assert (
+        "s in all" not in cli(*words, "--resume", "--budget", "0.001s")[1]
+    )  # there was nothing to go on with
     assert re.search(
-        r"seed 0: paused at step [\d,]+ of [\d,]+ in [\d.]+ s in all\n", cli(*words, "--resume", "--budget", "0.001s")[1]
+        r"seed 0: paused at step [\d,]+ of [\d,]+ in [\d.]+ s in all\n",
+        cli(*words, "--resume", "--budget", "0.001s")[1],
     )
     assert re.search(r"seed 0: finished in [\d.]+ s in all\n", cli(*words, "--resume")[1])
     out = cli(*words, "--resume", "--seeds", 2)[1]
@@ -642,7 +811,17 @@ def test_the_time_of_a_run_is_that_of_all_sittings(cli, tmp_path, recipe, settin
 
 
 def test_reproduce_says_that_a_time_is_that_of_all_sittings(cli, tmp_path):
-    words = ["reproduce", "digits", "--only", "digits/sghmc", *QUICK, "--seeds", 2, "--out", tmp_path]
+    words = [
+        "reproduce",
+        "digits",
+        "--only",
+        "digits/sghmc",
+        *QUICK,
+        "--seeds",
+        2,
+        "--out",
+        tmp_path,
+    ]
     assert cli(*words, "--budget", "0.001s")[0] == 0
     assert re.search(r"seed 0: [\d.]+ s in all\n.*seed 1: [\d.]+ s\n", cli(*words)[1])
 
@@ -654,18 +833,26 @@ def test_ctrl_c_says_how_many_runs_go_on(tmp_path, n, more, are):
     for folder in folders:
         (folder.path / "checkpoints").mkdir(parents=True)
         folder.write_text("result.json", dumps({"status": "interrupted"}))
-    with pytest.raises(Interrupted, match=f"^interrupted; what was done is in {folders[0].path}{more}; the same goes on$"):
+    with pytest.raises(
+        Interrupted,
+        match=f"^interrupted; what was done is in {folders[0].path}{more}; the same goes on$",
+    ):
         running.goes_on(folders, "the same")
     early, words = running.told_if_early, f"in {folders[0].path}{more}, and the same goes on$"
     with pytest.raises(Interrupted, match=words), early(folders, "the same"):
         raise KeyboardInterrupt
     for folder in folders:
         folder.write_text("result.json", dumps({"status": "finished"}))
-    with pytest.raises(Interrupted, match=f"^interrupted; {folders[0].path}{more} {are} finished$"), early(folders, "the same"):
+    with (
+        pytest.raises(Interrupted, match=f"^interrupted; {folders[0].path}{more} {are} finished$"),
+        early(folders, "the same"),
+    ):
         raise KeyboardInterrupt(signal.SIGINT)
 
 
-@pytest.mark.parametrize(("recipe", "settings"), [("digits/sghmc", QUICK), ("figure1/case1-sgld", SMALL)])
+@pytest.mark.parametrize(
+    ("recipe", "settings"), [("digits/sghmc", QUICK), ("figure1/case1-sgld", SMALL)]
+)
 def test_what_is_missing_of_some_seeds(cli, tmp_path, recipe, settings):
     """The refusal comes before anything runs, and names both ways out."""
     words = ["run", recipe, *settings, "--out", tmp_path]
@@ -705,7 +892,9 @@ def test_a_result_without_a_status_is_told(cli, tmp_path, damage):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is present")
-@pytest.mark.parametrize("words", [["run", "digits/sghmc"], ["run", "tall/logistic"], ["reproduce", "digits"]])
+@pytest.mark.parametrize(
+    "words", [["run", "digits/sghmc"], ["run", "tall/logistic"], ["reproduce", "digits"]]
+)
 def test_a_device_that_is_not_there_leaves_nothing(cli, tmp_path, words):
     code, _, err = cli(*words, "--device", "cuda", "--out", tmp_path / "runs")
     assert (code, "no CUDA device" in err) == (2, True)
@@ -760,21 +949,49 @@ def test_a_budget_says_what_was_not_reached(cli, tmp_path):
     assert code == 0
     assert "not reached: digits/sghmc seed 1 (still the old run), digits/sghmc seed 2\n" in out
     assert "1 of them would be taken for finished: give --overwrite again" in out
-    out = cli("reproduce", "digits", "--only", "sghmc", *QUICK, "--seeds", 4, "--out", tmp_path, "--budget", "0.001s")[1]
+    out = cli(
+        "reproduce",
+        "digits",
+        "--only",
+        "sghmc",
+        *QUICK,
+        "--seeds",
+        4,
+        "--out",
+        tmp_path,
+        "--budget",
+        "0.001s",
+    )[1]
     assert (
         "not reached: digits/sghmc seed 2, digits/sghmc seed 3, digits/resghmc seed 0" in out
     )  # seed 0 was unfinished, seed 1 is there
     assert "old run" not in out
     assert cli(*words, "--seed", 3)[0] == 0
     out = cli(*words, "--seeds", 4, "--resume", "--budget", "0.001s")[1]
-    assert "not reached: digits/sghmc seed 2\n" in out  # seeds 1 and 3 are finished, and no one's to replace
+    assert (
+        "not reached: digits/sghmc seed 2\n" in out
+    )  # seeds 1 and 3 are finished, and no one's to replace
     assert "old run" not in out
 
 
 def test_a_budget_that_is_used_up_between_two_runs_pauses_the_next(cli, tmp_path, monkeypatch):
-    """It is not refused as a budget of no seconds: the next run makes its first steps, and the same command goes on."""
-    monkeypatch.setattr(time, "monotonic", iter(range(10**9)).__next__)  # a second passes whenever somebody looks
-    words = ["reproduce", "figure1", "--only", "case1-resgld", *SMALL, "--set", "checkpoint_every=100", "--out", tmp_path]
+    """It is not refused as a budget of no seconds: the next run makes its first steps, and the same
+    command goes on.
+    """
+    monkeypatch.setattr(
+        time, "monotonic", iter(range(10**9)).__next__
+    )  # a second passes whenever somebody looks
+    words = [
+        "reproduce",
+        "figure1",
+        "--only",
+        "case1-resgld",
+        *SMALL,
+        "--set",
+        "checkpoint_every=100",
+        "--out",
+        tmp_path,
+    ]
     code, out, err = cli(*words, "--budget", "0.5s")
     assert code == 0, err
     assert "the budget is used up at step 100; the same command goes on" in out
@@ -800,14 +1017,18 @@ def test_sigterm_before_the_first_step_brings_the_finished_run_back(cli, tmp_pat
 
 
 def test_what_a_killed_process_left_beside_a_run(cli, tmp_path, caplog):
-    """A run that waits comes back if nothing was done in its place, waits on if steps were, and goes if the new one is there."""
+    """A run that waits comes back if nothing was done in its place, waits on if steps were, and
+    goes if the new one is there.
+    """
     words = ["run", "digits/sghmc", *QUICK, "--out", tmp_path]
     assert cli(*words)[0] == 0
     path = tmp_path / "digits/sghmc/seed=0"
     waiting, before = path.with_name("seed=0.replaced"), (path / "result.json").read_bytes()
     path.rename(waiting)
     path.mkdir()
-    (path / "config.json").write_bytes((waiting / "config.json").read_bytes())  # as after `kill -9` while it compiled
+    (path / "config.json").write_bytes(
+        (waiting / "config.json").read_bytes()
+    )  # as after `kill -9` while it compiled
     assert "is finished" in cli(*words)[2]
     assert "the finished run of before is back" in caplog.text
     assert (path / "result.json").read_bytes() == before
@@ -822,11 +1043,25 @@ def test_what_a_killed_process_left_beside_a_run(cli, tmp_path, caplog):
 
 
 def test_a_failure_names_recipe_and_seed(cli, tmp_path):
-    code, _, err = cli("run", "digits/sghmc", *QUICK, "--set", "lr_of_mean=1e20", "--seed", 3, "--out", tmp_path)
+    code, _, err = cli(
+        "run", "digits/sghmc", *QUICK, "--set", "lr_of_mean=1e20", "--seed", 3, "--out", tmp_path
+    )
     assert code == 2
     assert "(digits/sghmc, seed 3)" in err
     assert "(run 0)" not in err
     assert "(digits/sghmc, seed 3)" in RunFolder.of(tmp_path, "digits/sghmc", 3).result["error"]
-    code, _, err = cli("run", "figure1/case1-sgld", *SMALL, "--set", "lr=3", "--set", "thin=1", "--seed", 4, "--out", tmp_path)
+    code, _, err = cli(
+        "run",
+        "figure1/case1-sgld",
+        *SMALL,
+        "--set",
+        "lr=3",
+        "--set",
+        "thin=1",
+        "--seed",
+        4,
+        "--out",
+        tmp_path,
+    )
     assert re.search(r"\(run \d of figure1/case1-sgld, seed 4\)", err)
     assert "seed 4)" in RunFolder.of(tmp_path, "figure1/case1-sgld", 4).result["error"]

@@ -30,7 +30,13 @@ def write(out, recipe, metrics, *, status="finished", swaps=(), name=None, **cha
         folder = out / recipe / (name or f"seed={seed}")
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps({**to_json(get_recipe(recipe)), **changes}))
-        result = {"recipe": recipe, "seed": seed, "status": status, "metrics": numbers, "swaps": list(swaps)}
+        result = {
+            "recipe": recipe,
+            "seed": seed,
+            "status": status,
+            "metrics": numbers,
+            "swaps": list(swaps),
+        }
         (folder / "result.json").write_text(json.dumps(result))
     return out / recipe
 
@@ -41,9 +47,11 @@ def compare_metric(metric, first, other):
 
 
 def test_by_hand():
-    """Differences 1, 2, 6: mean 3, variance 7, error sqrt(7/3), t = 3 / sqrt(7/3) = 1.964 with 2 degrees of freedom.
+    """Differences 1, 2, 6: mean 3, variance 7, error sqrt(7/3), t = 3 / sqrt(7/3) = 1.964 with 2
+    degrees of freedom.
 
-    p = 2 (1 - F(t)) with F(t) = 1/2 + t / (2 sqrt(2 + t^2)) for 2 degrees of freedom, which is 0.188.
+    p = 2 (1 - F(t)) with F(t) = 1/2 + t / (2 sqrt(2 + t^2)) for 2 degrees of freedom, which is
+    0.188.
     """
     row = compare_metric("nll", [1.0, 1.0, 1.0], [2.0, 3.0, 7.0])
     t = 3.0 / math.sqrt(7.0 / 3.0)
@@ -65,7 +73,9 @@ def test_pairing_sees_what_the_spread_over_seeds_hides():
     assert clear.verdict.startswith("higher, better (adjusted p = ")
     assert compare_metric("nll", [*first, 0.3], [*other, 0.315]).verdict.startswith("higher, worse")
     assert compare_metric("nll", [*other, 0.315], [*first, 0.3]).verdict.startswith("lower, better")
-    assert compare_metric("left_weight", [*first, 0.3], [*other, 0.315]).verdict.startswith("higher (adjusted p")
+    assert compare_metric("left_weight", [*first, 0.3], [*other, 0.315]).verdict.startswith(
+        "higher (adjusted p"
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,7 +85,11 @@ def test_pairing_sees_what_the_spread_over_seeds_hides():
         ([1.0], [1.0], "the same on one seed, which tells nothing"),
         ([1.0, 1.0], [9.0, 9.000001], "no claim at n=2"),
         ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], "the same on all 3 seeds"),
-        ([1.0, 2.0, 3.0], [2.0, 3.0, 4.0], "the same difference on all 3 seeds: no spread to test against"),
+        (
+            [1.0, 2.0, 3.0],
+            [2.0, 3.0, 4.0],
+            "the same difference on all 3 seeds: no spread to test against",
+        ),
         ([1.0, 2.0, 3.0], [3.0, 2.5, 1.0], "not distinguishable at n=3"),
     ],
 )
@@ -86,14 +100,20 @@ def test_verdicts_do_not_overclaim(first, other, verdict):
 
 
 def test_false_claims_come_at_the_stated_rate():
-    """Under no difference any of 8 metrics is claimed in 5 % of 1,000 comparisons of 3 seeds: 50 +- 7 expected, 5 sigma allowed.
+    """Under no difference any of 8 metrics is claimed in 5 % of 1,000 comparisons of 3 seeds: 50 +-
+    7 expected, 5 sigma allowed.
 
     The mutant, p of each metric by itself, makes a claim in 1 - 0.95^8 = 34 % of them.
     """
     import torch
 
-    noise = torch.randn(1000, 8, 2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    rows = [compare_metrics({f"m{k}": (a, b) for k, (a, b) in enumerate(each)}) for each in noise.tolist()]
+    noise = torch.randn(
+        1000, 8, 2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    rows = [
+        compare_metrics({f"m{k}": (a, b) for k, (a, b) in enumerate(each)})
+        for each in noise.tolist()
+    ]
     claims = sum(any("p = " in row.verdict for row in each) for each in rows)
     alone = sum(any(row.p_value < LEVEL for row in each) for each in rows)
     assert abs(claims - 50) < 5 * math.sqrt(1000 * 0.05 * 0.95)
@@ -101,13 +121,17 @@ def test_false_claims_come_at_the_stated_rate():
 
 
 def differences(p):
-    """Of 3 seeds, with mean 1 and this p by itself: p = 1 - t / sqrt(2 + t^2), and t = mean * sqrt(3) / standard deviation."""
+    """Of 3 seeds, with mean 1 and this p by itself: p = 1 - t / sqrt(2 + t^2), and t = mean *
+    sqrt(3) / standard deviation.
+    """
     t = math.sqrt(2 * (1 - p) ** 2 / (1 - (1 - p) ** 2))
     return [1 - math.sqrt(3) / t, 1.0, 1 + math.sqrt(3) / t]
 
 
 def test_holm_by_hand():
-    """p of 0.01, 0.04, 0.03: adjusted 3 * 0.01, then 2 * 0.03, then max(0.06, 0.04). A metric that never differs is no test."""
+    """p of 0.01, 0.04, 0.03: adjusted 3 * 0.01, then 2 * 0.03, then max(0.06, 0.04). A metric that
+    never differs is no test.
+    """
     values = {f"p={p}": ([0.0] * 3, differences(p)) for p in (0.01, 0.04, 0.03)}
     rows = compare_metrics({**values, "same": ([1.0] * 3, [1.0] * 3)})
     assert [row.p_value for row in rows[:3]] == pytest.approx([0.01, 0.04, 0.03])
@@ -117,10 +141,16 @@ def test_holm_by_hand():
 
 
 def test_no_verdict_contradicts_the_footnote(tmp_path):
-    """One metric of nine has p = 0.016 by itself: no claim is made of it, and the words name one level for all."""
+    """One metric of nine has p = 0.016 by itself: no claim is made of it, and the words name one
+    level for all.
+    """
     metrics = {"nll": differences(0.016), **{f"m{k}": differences(0.5) for k in range(8)}}
     first = write(tmp_path, "digits/sghmc", {s: dict.fromkeys(metrics, 0.0) for s in range(3)})
-    other = write(tmp_path, "digits/resghmc", {s: {name: each[s] for name, each in metrics.items()} for s in range(3)})
+    other = write(
+        tmp_path,
+        "digits/resghmc",
+        {s: {name: each[s] for name, each in metrics.items()} for s in range(3)},
+    )
     (comparison,) = compare_folders([first, other])
     row = comparison.rows[0]
     assert (row.p_value, row.p_adjusted) == pytest.approx((0.016, 9 * 0.016))
@@ -131,7 +161,14 @@ def test_no_verdict_contradicts_the_footnote(tmp_path):
 
 def test_which_direction_is_better():
     assert {
-        m: direction(m) for m in ("accuracy", "pooled_logits_best_accuracy", "w2", "single_ece", "largest_mean_error_in_sd")
+        m: direction(m)
+        for m in (
+            "accuracy",
+            "pooled_logits_best_accuracy",
+            "w2",
+            "single_ece",
+            "largest_mean_error_in_sd",
+        )
     } == {
         "accuracy": "higher",
         "pooled_logits_best_accuracy": "higher",
@@ -139,13 +176,21 @@ def test_which_direction_is_better():
         "single_ece": "lower",
         "largest_mean_error_in_sd": "lower",
     }
-    for neither in ("acceptance_rate", "left_weight", "noise_variance", "swaps of rungs 0 and 1", "mutual_information"):
+    for neither in (
+        "acceptance_rate",
+        "left_weight",
+        "noise_variance",
+        "swaps of rungs 0 and 1",
+        "mutual_information",
+    ):
         assert direction(neither) == ""
 
 
 def test_seeds_in_one_only_are_named_and_left_out(tmp_path):
     first = write(tmp_path / "a", "digits/sghmc", {s: {"nll": 1.0 + s} for s in (0, 1, 2, 5)})
-    other = write(tmp_path / "b", "digits/resghmc", {s: {"nll": 1.0 + s + 0.1 * s} for s in (2, 0, 1, 7)})
+    other = write(
+        tmp_path / "b", "digits/resghmc", {s: {"nll": 1.0 + s + 0.1 * s} for s in (2, 0, 1, 7)}
+    )
     write(tmp_path / "b", "digits/resghmc", {8: {"nll": 0.0}}, status="paused")
     (comparison,) = compare_folders([first, other])
     assert comparison.seeds == (0, 1, 2)
@@ -169,7 +214,10 @@ def test_fields_that_differ(tmp_path):
         "noise.scale": (2.0, 1.0),
         "correction_factor": (1.0, "inf"),
     }
-    assert differing({"a": 1, "b": None}, {"a": 1, "c": None}) == {"b": (None, "absent"), "c": ("absent", None)}
+    assert differing({"a": 1, "b": None}, {"a": 1, "c": None}) == {
+        "b": (None, "absent"),
+        "c": ("absent", None),
+    }
 
 
 def changed(recipe, **changes):
@@ -192,15 +240,35 @@ def changed(recipe, **changes):
             {"noise__degrees": 7.0},
             {"noise.law": ("gaussian", "student"), "noise.degrees": ("not used", 7.0)},
         ),
-        ("figure1/case1-sgld", {}, {"correction_factor": 9.0, "measure_every": 5, "noise__scale": 7.0}, {}),  # one rung
+        (
+            "figure1/case1-sgld",
+            {},
+            {"correction_factor": 9.0, "measure_every": 5, "noise__scale": 7.0},
+            {},
+        ),  # one rung
         ("figure1/case1-resgld", {}, {"correction_factor": 9.0}, {"correction_factor": (1.0, 9.0)}),
         ("digits/independent", {}, {"correction_factor": 9.0, "smoothing": 0.5}, {}),
         ("digits/resghmc", {}, {"smoothing": 0.5}, {"smoothing": (0.05, 0.5)}),
         ("digits/sghmc", {}, {"hot_lr": 3.0, "checkpoint_every": 7}, {}),
         ("digits/resghmc", {}, {"hot_lr": 3.0}, {"hot_lr": (1.0, 3.0)}),
-        ("clean/cifar10-resnet20-msgd", {}, {"temperature": 1.0, "hot_lr": 2.0, "variance": "repeated"}, {}),
-        ("clean/cifar10-resnet20-sghmc", {}, {"temperature": 1.0, "hot_lr": 2.0}, {"temperature": (0.01, 1.0)}),
-        ("clean/cifar10-resnet20-independent", {}, {"hot_lr": 2.0, "swaps_after": 3.0}, {"hot_lr": (1.5, 2.0)}),
+        (
+            "clean/cifar10-resnet20-msgd",
+            {},
+            {"temperature": 1.0, "hot_lr": 2.0, "variance": "repeated"},
+            {},
+        ),
+        (
+            "clean/cifar10-resnet20-sghmc",
+            {},
+            {"temperature": 1.0, "hot_lr": 2.0},
+            {"temperature": (0.01, 1.0)},
+        ),
+        (
+            "clean/cifar10-resnet20-independent",
+            {},
+            {"hot_lr": 2.0, "swaps_after": 3.0},
+            {"hot_lr": (1.5, 2.0)},
+        ),
     ],
 )
 def test_settings_that_cannot_matter_are_no_differences(recipe, one, other, wanted):
@@ -233,12 +301,18 @@ def test_different_problems_get_no_verdict(tmp_path, recipe, changes, apart):
         return
     assert row.verdict == f"not comparable: different {', '.join(apart)}"
     assert (row.better, row.p_value, row.error) == ("", None, None)
-    for text in (as_markdown([comparison]), "\n".join(lines(comparison)), json.dumps(as_json([comparison]))):
+    for text in (
+        as_markdown([comparison]),
+        "\n".join(lines(comparison)),
+        json.dumps(as_json([comparison])),
+    ):
         assert "higher, worse" not in text
         assert "p = " not in text
         for name in apart:
             assert name in text
-    assert f"they are not comparable: they differ in {', '.join(apart)}" in as_markdown([comparison])
+    assert f"they are not comparable: they differ in {', '.join(apart)}" in as_markdown(
+        [comparison]
+    )
     assert as_json([comparison])[0]["not_comparable_because_of"] == list(apart)
 
 
@@ -259,9 +333,14 @@ def test_a_damaged_config_is_said_and_is_no_difference(tmp_path):
     (comparison,) = compare_folders([first, other])
     assert comparison.settings == {}
     assert comparison.seeds == (1,)
-    assert any("config.json of seed=0 is missing or damaged" in note and "left out" in note for note in comparison.notes)
+    assert any(
+        "config.json of seed=0 is missing or damaged" in note and "left out" in note
+        for note in comparison.notes
+    )
     assert "no setting that matters differs" in "\n".join(lines(comparison))
-    (other / "seed=1" / "config.json").unlink()  # now none of that side is known: then they are compared, and that is said
+    (
+        other / "seed=1" / "config.json"
+    ).unlink()  # now none of that side is known: then they are compared, and that is said
     (comparison,) = compare_folders([first, other])
     text = "\n".join(lines(comparison))
     assert comparison.seeds == (0, 1)
@@ -271,7 +350,9 @@ def test_a_damaged_config_is_said_and_is_no_difference(tmp_path):
     assert not as_json([comparison])[0]["settings_known"]
 
 
-@pytest.mark.parametrize(("n", "words"), [(1, "no test: one seed; 3 are needed"), (2, "no test: 2 seeds; 3 are needed")])
+@pytest.mark.parametrize(
+    ("n", "words"), [(1, "no test: one seed; 3 are needed"), (2, "no test: 2 seeds; 3 are needed")]
+)
 def test_nothing_is_said_of_a_test_that_was_not_made(tmp_path, n, words):
     first = write(tmp_path, "digits/sghmc", {s: {"nll": 1.0 + s} for s in range(n)})
     other = write(tmp_path, "digits/resghmc", {s: {"nll": 2.0 + 1.1 * s} for s in range(n)})
@@ -283,7 +364,9 @@ def test_nothing_is_said_of_a_test_that_was_not_made(tmp_path, n, words):
     assert ("+- its standard error" in text) == (n == 2)
     assert as_json([comparison])[0]["test"]["kind"] == "none"
     command([first, other], out=tmp_path / "table.md")
-    command([first, other], out=tmp_path / "table.md")  # it is known for ours without the name of a test
+    command(
+        [first, other], out=tmp_path / "table.md"
+    )  # it is known for ours without the name of a test
 
 
 def test_different_problems_are_called_so_once(tmp_path):
@@ -304,15 +387,29 @@ LONG = "pooled_logits_best_accuracy_of_all_the_rungs_together"
 @pytest.mark.parametrize("width", [None, 200, 120, 80, 60, 30])
 def test_no_name_is_cut_at_any_width(tmp_path, width):
     numbers = {s: {LONG: 0.123456 + s, "nll": 1.0} for s in range(3)}
-    first, other = write(tmp_path, "digits/sghmc", numbers), write(tmp_path, "digits/resghmc", numbers, epochs=7)
+    first, other = (
+        write(tmp_path, "digits/sghmc", numbers),
+        write(tmp_path, "digits/resghmc", numbers, epochs=7),
+    )
     (comparison,) = compare_folders([first, other])
     made = lines(comparison, width)
     words = [word.rstrip(",;:") for word in " ".join(made).split()]
-    for word in (LONG, "digits/sghmc", "digits/resghmc", "temperatures", "1.12346", "nll", "the", "same"):
+    for word in (
+        LONG,
+        "digits/sghmc",
+        "digits/resghmc",
+        "temperatures",
+        "1.12346",
+        "nll",
+        "the",
+        "same",
+    ):
         assert word in words
     assert "…" not in "".join(made)
     if width is None:
-        assert sum(LONG in line and line.endswith("the same on all 3 seeds") for line in made) == 1, "a row is a line"
+        assert (
+            sum(LONG in line and line.endswith("the same on all 3 seeds") for line in made) == 1
+        ), "a row is a line"
     else:
         assert all(len(line) <= width or len(line.split()) == 1 for line in made)
     assert wrapped(f"of {LONG} and semi-detached", 30) == ["of", LONG, "and semi-detached"]
@@ -332,15 +429,31 @@ def test_the_same_recipe_with_other_settings_is_told_by_folder(tmp_path):
 
 
 def test_only_outcomes_are_compared(tmp_path):
-    numbers = {"n_draws": 3, "w1": 1.0, "w1_se": 0.1, "left_weight_true": 0.4, "nan": None, "flag": True, "accuracy": 1}
+    numbers = {
+        "n_draws": 3,
+        "w1": 1.0,
+        "w1_se": 0.1,
+        "left_weight_true": 0.4,
+        "nan": None,
+        "flag": True,
+        "accuracy": 1,
+    }
     pair = {"pair": [0, 1], "proposed": 10, "accepted": 4, "acceptance_rate": 0.4}
     folder = write(tmp_path, "digits/sghmc", {0: numbers}, swaps=[pair])
-    assert run_metrics(load_run(folder / "seed=0")) == {"w1": 1.0, "accuracy": 1.0, "swaps of rungs 0 and 1": 4.0}
+    assert run_metrics(load_run(folder / "seed=0")) == {
+        "w1": 1.0,
+        "accuracy": 1.0,
+        "swaps of rungs 0 and 1": 4.0,
+    }
 
 
 def test_metrics_that_are_not_everywhere_are_named(tmp_path):
     first = write(tmp_path, "digits/sghmc", {0: {"nll": 1.0, "ece": 1.0}, 1: {"nll": 1.0}})
-    other = write(tmp_path, "digits/resghmc", {0: {"nll": 1.0, "ece": 1.0, "pooled_nll": 1.0}, 1: {"nll": 1.0}})
+    other = write(
+        tmp_path,
+        "digits/resghmc",
+        {0: {"nll": 1.0, "ece": 1.0, "pooled_nll": 1.0}, 1: {"nll": 1.0}},
+    )
     (comparison,) = compare_folders([first, other])
     assert [row.metric for row in comparison.rows] == ["nll"]
     assert "not in all of the runs, left out: ece, pooled_nll" in comparison.notes
@@ -376,7 +489,10 @@ def test_committed_images_against_their_files():
     assert len(seeds) >= 2
     row = next(row for row in comparison.rows if row.metric == "accuracy")
     values = [
-        [json.loads((side / f"seed={s}" / "result.json").read_text())["metrics"]["accuracy"] for s in seeds]
+        [
+            json.loads((side / f"seed={s}" / "result.json").read_text())["metrics"]["accuracy"]
+            for s in seeds
+        ]
         for side in (first, other)
     ]
     assert row.difference == pytest.approx((sum(values[1]) - sum(values[0])) / len(seeds))
@@ -393,22 +509,37 @@ def test_the_command(tmp_path):
     arguments = [str(first), str(other), str(third)]
     shown = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "new" / "table.md")])
     assert shown.exit_code == 0, shown.output
-    for words in ("not distinguishable at n=3", "one seed tells nothing", "temperatures: 0.1 / 0.1,0.1025", "seeds 0, 2 only in"):
-        assert any(words in line for line in shown.output.splitlines()), "a pipe has no edge: nothing is wrapped"
+    for words in (
+        "not distinguishable at n=3",
+        "one seed tells nothing",
+        "temperatures: 0.1 / 0.1,0.1025",
+        "seeds 0, 2 only in",
+    ):
+        assert any(words in line for line in shown.output.splitlines()), (
+            "a pipe has no edge: nothing is wrapped"
+        )
     comparisons = compare_folders([first, other, third])
     assert (tmp_path / "new" / "table.md").read_text() == as_markdown(comparisons)
-    assert "| nll | lower | 2 | 1.9 | -0.1 +- 0.058 | 3 | not distinguishable at n=3 |" in as_markdown(comparisons)
+    assert (
+        "| nll | lower | 2 | 1.9 | -0.1 +- 0.058 | 3 | not distinguishable at n=3 |"
+        in as_markdown(comparisons)
+    )
     CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "table.json")])
     written = json.loads((tmp_path / "table.json").read_text())
     assert written == json.loads(json.dumps(as_json(comparisons)))
     assert written[0]["rows"][0]["n"] == 3
     assert written[0]["test"]["metrics"] == 1
-    assert isinstance(CliRunner().invoke(app, [*arguments, "--out", "x.csv"]).exception, ConfigError)
+    assert isinstance(
+        CliRunner().invoke(app, [*arguments, "--out", "x.csv"]).exception, ConfigError
+    )
 
 
 @pytest.mark.parametrize("suffix", [".md", ".json"])
 def test_only_its_own_files_are_overwritten(tmp_path, suffix):
-    folders = [write(tmp_path / name, "digits/sghmc", {s: {"nll": 1.0 + s} for s in range(3)}) for name in ("a", "b")]
+    folders = [
+        write(tmp_path / name, "digits/sghmc", {s: {"nll": 1.0 + s} for s in range(3)})
+        for name in ("a", "b")
+    ]
     mine = tmp_path / f"notes{suffix}"
     mine.write_text("my notes")
     for precious in (mine, *folders[1].rglob("result.json")) if suffix == ".json" else (mine,):
@@ -424,7 +555,9 @@ def test_nothing_to_compare_is_one_line_and_exit_code_2(tmp_path):
     """By the program itself, as a script sees it."""
     one = write(tmp_path / "a", "digits/sghmc", {0: {"nll": 1.0}})
     other = write(tmp_path / "b", "digits/sghmc", {0: {"w2": 1.0}})
-    done = subprocess.run([sys.executable, "-m", "torchrex", "compare", one, other], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "torchrex", "compare", one, other], capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("torchrex: ")
     assert done.stderr.count("\n") == 1

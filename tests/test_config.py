@@ -90,7 +90,11 @@ def test_recipes_are_complete_and_frozen():
         assert config.recipe == name
         with pytest.raises(FrozenInstanceError):
             config.n_steps = 1
-    factors = [config.correction_factor for name, config in known.items() if "case3-" in name and name[-4:] != "sgld"]
+    factors = [
+        config.correction_factor
+        for name, config in known.items()
+        if "case3-" in name and name[-4:] != "sgld"
+    ]
     assert set(factors) >= {1.0, 2.0, 4.0, math.inf}
     with pytest.raises(ConfigError, match="setting 'recipe' belongs to the recipe and is fixed"):
         override(known["figure1/case1-resgld"], ["recipe=x"])
@@ -99,7 +103,10 @@ def test_recipes_are_complete_and_frozen():
 def test_unknown_recipe_suggests_the_nearest():
     with pytest.raises(RecipeError, match="did you mean figure1/case1-resgld"):
         get_recipe("figure1/case1-regsld")
-    for near, meant in (("resnet21", "resnet20"), ("resnet30", "resnet32")):  # 20 and 32 have as many letters in common
+    for near, meant in (
+        ("resnet21", "resnet20"),
+        ("resnet30", "resnet32"),
+    ):  # 20 and 32 have as many letters in common
         with pytest.raises(RecipeError, match=rf"did you mean icml2020/cifar10-{meant}[?]"):
             get_recipe(f"icml2020/cifar10-{near}")
     with pytest.raises(LookupError, match="torchrex list"):
@@ -108,7 +115,10 @@ def test_unknown_recipe_suggests_the_nearest():
 
 def test_the_beginning_of_a_name_brings_those_that_begin_so():
     resgld = "did you mean figure1/case3-resgld-F1, figure1/case3-resgld-F2 or figure1/case3-resgld-F4[?]"
-    for words, given in ((resgld, "figure1/case3-resgld"), ("figure1/case3-naive, .* or 2 others[?]", "figure1/case3")):
+    for words, given in (
+        (resgld, "figure1/case3-resgld"),
+        ("figure1/case3-naive, .* or 2 others[?]", "figure1/case3"),
+    ):
         with pytest.raises(RecipeError, match=f"{words} `torchrex list {given}` shows"):
             get_recipe(given)
     with pytest.raises(RecipeError, match=r"did you mean tall/logistic[?] `torchrex list logis`"):
@@ -134,6 +144,9 @@ class Commented:
 def test_a_comment_on_a_setting_may_have_several_lines():
     assert descriptions(Commented()) == {"first": "one, two, three"}
     said = descriptions(get_recipe("icml2020/cifar10-resnet20"))
-    assert "as their test has the sum of two variances (the paper's 3e5 is 150000 here)" in said["correction_factor"]
+    assert (
+        "as their test has the sum of two variances (the paper's 3e5 is 150000 here)"
+        in said["correction_factor"]
+    )
     assert said["factor_per_swap"].startswith("F is multiplied")
     assert "repeated: 10 energies once an epoch" in said["variance"]

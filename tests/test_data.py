@@ -1,4 +1,5 @@
-"""Image sets: every form gives the same tensors, the cache is checked and whole, and what is wrong is said in one line.
+"""Image sets: every form gives the same tensors, the cache is checked and whole, and what is wrong
+is said in one line.
 
 The sets here are small ones of the official formats, put in the place of the real ones by `tiny`.
 """
@@ -18,7 +19,14 @@ import torch
 from scipy.io import savemat
 
 from torchrex.errors import DataError
-from torchrex.vision.data import ImageSet, cache, data_folder, import_images, load_images, save_images
+from torchrex.vision.data import (
+    ImageSet,
+    cache,
+    data_folder,
+    import_images,
+    load_images,
+    save_images,
+)
 from torchrex.vision.data.sources import SOURCES, Source, sha256_of
 
 NAMES = ("cifar10", "cifar100", "svhn")
@@ -50,7 +58,10 @@ def records(arrays, part):
         labels = [arrays[f"{part}_labels"][k]]
         if f"{part}_coarse_labels" in arrays:
             labels.insert(0, arrays[f"{part}_coarse_labels"][k])
-        out.append(bytes(int(label) for label in labels) + b"".join(image[:, :, c].tobytes() for c in range(3)))
+        out.append(
+            bytes(int(label) for label in labels)
+            + b"".join(image[:, :, c].tobytes() for c in range(3))
+        )
     return out
 
 
@@ -84,7 +95,10 @@ def official_files(name, arrays):
         buffer = io.BytesIO()
         savemat(
             buffer,
-            {"X": arrays[f"{part}_images"].transpose(1, 2, 3, 0), "y": np.where(labels == 0, 10, labels)[:, None]},
+            {
+                "X": arrays[f"{part}_images"].transpose(1, 2, 3, 0),
+                "y": np.where(labels == 0, 10, labels)[:, None],
+            },
             do_compression=True,
         )
         files[f"{part}_32x32.mat"] = buffer.getvalue()
@@ -100,10 +114,13 @@ def write_npy(name, arrays, folder):
 def small_source(name, arrays, files) -> Source:
     train, test = PER_CLASS[name]
     archives = tuple(
-        dataclasses.replace(archive, md5=hashlib.md5(files[archive.file]).hexdigest()) for archive in SOURCES[name].archives
+        dataclasses.replace(archive, md5=hashlib.md5(files[archive.file]).hexdigest())
+        for archive in SOURCES[name].archives
     )
     sha256 = {} if name == "svhn" else {key: sha256_of(array) for key, array in arrays.items()}
-    return dataclasses.replace(SOURCES[name], train_per_class=train, test_per_class=test, archives=archives, sha256=sha256)
+    return dataclasses.replace(
+        SOURCES[name], train_per_class=train, test_per_class=test, archives=archives, sha256=sha256
+    )
 
 
 @pytest.fixture
@@ -181,14 +198,20 @@ def test_plain_arrays(tiny, tmp_path, name):
     write_npy(name, arrays, tmp_path)
     import_images(name, tmp_path)
     assert_holds(load_images(name), arrays)
-    words = "not compared bit by bit with the official files" if name == "svhn" else "the same bytes as the official set"
+    words = (
+        "not compared bit by bit with the official files"
+        if name == "svhn"
+        else "the same bytes as the official set"
+    )
     assert words in load_images(name).provenance
 
 
 def test_the_wrong_md5(tiny, tmp_path):
     _, files = tiny("svhn")
     files["test_32x32.mat"] += b"x"
-    with pytest.raises(DataError, match=r"test_32x32\.mat has md5 .* instead of .*download it again") as error:
+    with pytest.raises(
+        DataError, match=r"test_32x32\.mat has md5 .* instead of .*download it again"
+    ) as error:
         import_images("svhn", put(tmp_path / "official", files))
     one_line(error)
     assert not (tmp_path / "cache").exists()
@@ -211,8 +234,14 @@ def test_archives_that_are_not_what_they_say(tiny, tmp_path, monkeypatch):
         member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(member)
     cases = [
-        (tar_of({**good, name: good[name] + b"x"}), "data_batch_3.bin in .* has .* bytes instead of"),
-        (tar_of({key: data for key, data in good.items() if key != name}), "does not hold .*data_batch_3.bin"),
+        (
+            tar_of({**good, name: good[name] + b"x"}),
+            "data_batch_3.bin in .* has .* bytes instead of",
+        ),
+        (
+            tar_of({key: data for key, data in good.items() if key != name}),
+            "does not hold .*data_batch_3.bin",
+        ),
         (tar_of({f"../{key}": data for key, data in good.items()}), "does not hold"),
         (link.getvalue(), "data_batch_3.bin in .* has 0 bytes"),
         (tar_of(good)[:-200], "cannot read .*cifar-10-binary.tar.gz"),
@@ -224,7 +253,9 @@ def test_archives_that_are_not_what_they_say(tiny, tmp_path, monkeypatch):
             import_images("cifar10", put(tmp_path / "official", {"cifar-10-binary.tar.gz": data}))
         one_line(error)
     assert not (tmp_path / "cache").exists()
-    assert sorted(p.name for p in (tmp_path / "official").iterdir()) == ["cifar-10-binary.tar.gz"], "something was extracted"
+    assert sorted(p.name for p in (tmp_path / "official").iterdir()) == [
+        "cifar-10-binary.tar.gz"
+    ], "something was extracted"
 
 
 def test_arrays_that_are_not_the_set(tiny, tmp_path, monkeypatch):
@@ -238,8 +269,14 @@ def test_arrays_that_are_not_the_set(tiny, tmp_path, monkeypatch):
     changed = arrays["test_images"].copy()
     changed[3, 4, 5, 1] ^= 1
     cases = [
-        ({"train_images": arrays["train_images"][:-1]}, r"cifar10_train_x.npy has uint8 of shape \(49, 32, 32, 3\)"),
-        ({"train_images": arrays["train_images"].transpose(0, 3, 1, 2)}, r"shape \(50, 3, 32, 32\)"),
+        (
+            {"train_images": arrays["train_images"][:-1]},
+            r"cifar10_train_x.npy has uint8 of shape \(49, 32, 32, 3\)",
+        ),
+        (
+            {"train_images": arrays["train_images"].transpose(0, 3, 1, 2)},
+            r"shape \(50, 3, 32, 32\)",
+        ),
         ({"train_images": arrays["train_images"] / np.float32(255)}, "float32"),
         ({"train_images": arrays["train_images"].astype(np.uint16)}, "the train images are uint16"),
         ({"train_labels": labels.astype(float)}, "cifar10_train_y.npy has float64"),
@@ -247,11 +284,15 @@ def test_arrays_that_are_not_the_set(tiny, tmp_path, monkeypatch):
         ({"train_labels": negative}, "the train labels lie between -1 and 9"),
         ({"train_labels": relabelled}, "class 0 has 6 train images instead of 5"),
         ({"test_images": changed}, "the test images of .* have sha256"),
-        ({"train_labels": labels.astype(object)}, "cannot read .*cifar10_train_y.npy as an array of numbers"),
+        (
+            {"train_labels": labels.astype(object)},
+            "cannot read .*cifar10_train_y.npy as an array of numbers",
+        ),
     ]
     known = SOURCES["cifar10"]
     for change, words in cases:
-        # Wrong numbers must be caught for what they are, with no checksum to help; only the changed pixel is up to that.
+        # Wrong numbers must be caught for what they are, with no checksum to help; only the changed
+        # pixel is up to that.
         unknown = known if "test_images" in change else dataclasses.replace(known, sha256={})
         monkeypatch.setitem(SOURCES, "cifar10", unknown)
         write_npy("cifar10", {**arrays, **change}, tmp_path)
@@ -275,10 +316,14 @@ def test_the_pickled_version_is_refused(tiny, tmp_path, inner):
     folder = tmp_path / ("cifar-10-batches-py" if inner == "." else "downloads")
     put(folder, {"data_batch_1": b"\x80\x02}q\x01."})
     (folder / inner).mkdir(exist_ok=True)
-    with pytest.raises(DataError, match=r"python version of cifar10, which is pickled.*cifar-10-binary\.tar\.gz") as error:
+    with pytest.raises(
+        DataError, match=r"python version of cifar10, which is pickled.*cifar-10-binary\.tar\.gz"
+    ) as error:
         import_images("cifar10", folder)
     one_line(error)
-    archive = put(tmp_path / "one", {"cifar-10-python.tar.gz": b"anything"}) / "cifar-10-python.tar.gz"
+    archive = (
+        put(tmp_path / "one", {"cifar-10-python.tar.gz": b"anything"}) / "cifar-10-python.tar.gz"
+    )
     with pytest.raises(DataError, match="pickled"):
         import_images("cifar10", archive)
 
@@ -289,13 +334,19 @@ def test_folders_without_the_set(tiny, tmp_path):
         import_images("cifar10", tmp_path / "nowhere")
     one_line(error)
     packed = r"or the packed form \(manifest\.json, labels\.npz, its model_\*\.npz and the shards cifar10_train_00\.npz"
-    with pytest.raises(DataError, match=rf"does not hold cifar10; put cifar-10-binary\.tar\.gz there, .*{packed}"):
+    with pytest.raises(
+        DataError, match=rf"does not hold cifar10; put cifar-10-binary\.tar\.gz there, .*{packed}"
+    ):
         import_images("cifar10", put(tmp_path / "empty", {}))
     incomplete = binary_files("cifar10", arrays)
     del incomplete["cifar-10-batches-bin/data_batch_4.bin"]
-    with pytest.raises(DataError, match=r"binary files\) is not complete: data_batch_4\.bin is missing"):
+    with pytest.raises(
+        DataError, match=r"binary files\) is not complete: data_batch_4\.bin is missing"
+    ):
         import_images("cifar10", put(tmp_path / "incomplete", incomplete))
-    with pytest.raises(DataError, match=r"notes\.txt is not an archive of cifar10; give cifar-10-binary\.tar\.gz"):
+    with pytest.raises(
+        DataError, match=r"notes\.txt is not an archive of cifar10; give cifar-10-binary\.tar\.gz"
+    ):
         import_images("cifar10", put(tmp_path / "notes", {"notes.txt": b"x"}) / "notes.txt")
     short = {**incomplete, "cifar-10-batches-bin/data_batch_4.bin": b"short"}
     with pytest.raises(DataError, match=r"data_batch_4\.bin has 5 bytes instead of 30,730"):
@@ -306,10 +357,14 @@ def test_folders_without_the_set(tiny, tmp_path):
 
 
 def test_names(tmp_path):
-    with pytest.raises(DataError, match="there is no image set 'CIFAR-10'; did you mean cifar10") as error:
+    with pytest.raises(
+        DataError, match="there is no image set 'CIFAR-10'; did you mean cifar10"
+    ) as error:
         load_images("CIFAR-10", tmp_path)
     assert "? There are cifar10, cifar100, svhn" in one_line(error)
-    with pytest.raises(DataError, match="there is no image set 'foo'; there are cifar10, cifar100, svhn"):
+    with pytest.raises(
+        DataError, match="there is no image set 'foo'; there are cifar10, cifar100, svhn"
+    ):
         import_images("foo", tmp_path)
 
 
@@ -353,10 +408,19 @@ def flip(path, place):
 def test_damage_is_seen(cached):
     path, _ = cached
     good = path.read_bytes()
-    damages = [good[:100], good[:-1], b"", b"\xff" * 200, good.replace(b"schema", b"schemo"), good + b"x"]
+    damages = [
+        good[:100],
+        good[:-1],
+        b"",
+        b"\xff" * 200,
+        good.replace(b"schema", b"schemo"),
+        good + b"x",
+    ]
     for damage in damages:
         path.write_bytes(damage)
-        with pytest.raises(DataError, match=r"is damaged .*import it again with `torchrex data import cifar10") as error:
+        with pytest.raises(
+            DataError, match=r"is damaged .*import it again with `torchrex data import cifar10"
+        ) as error:
             load_images("cifar10")
         one_line(error)
     for place in (-1, -100_000, len(good) // 2):
@@ -400,7 +464,9 @@ def test_loaded_images_are_the_callers_own(cached):
     assert repr(images) == "ImageSet(cifar10: 50 / 20 images, 10 classes)"
 
 
-needs_full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full, the device that is always full, here")
+needs_full_disk = pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="no /dev/full, the device that is always full, here"
+)
 
 
 @needs_full_disk
@@ -409,7 +475,9 @@ def test_a_full_disk_leaves_the_old_cache_and_no_part(cached):
     part = path.with_name(f"{path.name}.part")
     part.symlink_to("/dev/full")
     images = dataclasses.replace(load_images("cifar10"), provenance="new")
-    with pytest.raises(DataError, match=r"No space left on device.*nothing was written, free some space") as error:
+    with pytest.raises(
+        DataError, match=r"No space left on device.*nothing was written, free some space"
+    ) as error:
         save_images(images)
     one_line(error)
     assert sorted(p.name for p in path.parent.iterdir()) == ["cifar10.safetensors"]

@@ -34,7 +34,10 @@ def test_import_and_list(tiny, tmp_path):  # noqa: F811
     result = data("import", "cifar10", "--from", source)
     assert result.exit_code == 0, result.output
     where = cache / "cifar10.safetensors"
-    assert result.stdout == f"cifar10: 70 images in {where} (official cifar-10-binary.tar.gz, md5 checked)\n"
+    assert (
+        result.stdout
+        == f"cifar10: 70 images in {where} (official cifar-10-binary.tar.gz, md5 checked)\n"
+    )
     assert result.stderr == "", "silent where stderr is not a terminal"
     assert_holds(load_images("cifar10"), arrays)
 
@@ -45,7 +48,9 @@ def test_import_and_list(tiny, tmp_path):  # noqa: F811
         f"svhn      not there ({cache})",
     ]
     other = tmp_path / "[red]other"
-    assert data("import", "cifar10", "--from", source, "--to", other).stdout.startswith(f"cifar10: 70 images in {other}")
+    assert data("import", "cifar10", "--from", source, "--to", other).stdout.startswith(
+        f"cifar10: 70 images in {other}"
+    )
     assert f"70 images in {other}" in data("list", "--in", other).stdout
 
 
@@ -63,7 +68,9 @@ def test_list_shows_damage(tiny, tmp_path):  # noqa: F811
 def test_fetch(server, cifar, tmp_path):  # noqa: F811
     result = data("fetch", "cifar10", "--to", tmp_path / "there", "--mirror", server.url)
     assert result.exit_code == 0, result.output
-    assert result.stdout.startswith(f"cifar10: 70 images in {tmp_path / 'there' / 'cifar10.safetensors'}")
+    assert result.stdout.startswith(
+        f"cifar10: 70 images in {tmp_path / 'there' / 'cifar10.safetensors'}"
+    )
     assert_holds(load_images("cifar10", tmp_path / "there"), cifar)
 
 
@@ -94,13 +101,17 @@ def test_a_bar_without_a_total(monkeypatch, capsys):
     assert "%" not in shown
 
 
-@pytest.mark.parametrize(("command", "words"), [("fetch", "the same command goes on"), ("import", "nothing was written")])
+@pytest.mark.parametrize(
+    ("command", "words"), [("fetch", "the same command goes on"), ("import", "nothing was written")]
+)
 def test_ctrl_c(monkeypatch, tmp_path, command, words):
     def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(vision_data, f"{command}_images", interrupted)
-    said = data(command, "cifar10", *(["--from", tmp_path] if command == "import" else [])).exception
+    said = data(
+        command, "cifar10", *(["--from", tmp_path] if command == "import" else [])
+    ).exception
     assert isinstance(said, Interrupted)  # which main prints as one line
     assert said.exit_code == 130
     assert str(said).startswith("interrupted; ")

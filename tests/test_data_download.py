@@ -1,4 +1,6 @@
-"""Downloads against a real server on the loopback: what is whole is checked and imported, what is not goes on or is removed."""
+"""Downloads against a real server on the loopback: what is whole is checked and imported, what is
+not goes on or is removed.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ ARCHIVE = "cifar-10-binary.tar.gz"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves `server.files`. What it does wrong is `server.fault`, for one answer or, with `server.always`, for all of them."""
+    """Serves `server.files`. What it does wrong is `server.fault`, for one answer or, with
+    `server.always`, for all of them.
+    """
 
     protocol_version = "HTTP/1.1"
 
@@ -61,7 +65,9 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body[: len(body) // 2])
             self.wfile.flush()
             if fault == "reset":
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.connection.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                )
             self.close_connection = True
             return self.connection.close() if fault == "reset" else None
         self.wfile.write(body)
@@ -109,7 +115,9 @@ def left_over(cache):
 def test_a_download(server, tiny, cache, name):  # noqa: F811
     arrays, server.files = tiny(name)
     told = []
-    path = fetch_images(name, progress=lambda *numbers: told.append(numbers), base_url=server.url + "/")
+    path = fetch_images(
+        name, progress=lambda *numbers: told.append(numbers), base_url=server.url + "/"
+    )
     assert path == cache / f"{name}.safetensors"
     assert_holds(load_images(name), arrays)
     assert load_images(name).provenance.startswith("official")
@@ -128,14 +136,19 @@ def test_the_official_addresses(server, tiny, monkeypatch):  # noqa: F811
     """Without a mirror each file is asked for where its description says."""
     _, server.files = tiny("svhn")
     source = SOURCES["svhn"]
-    moved = tuple(dataclasses.replace(archive, url=f"{server.url}/{archive.file}") for archive in source.archives)
+    moved = tuple(
+        dataclasses.replace(archive, url=f"{server.url}/{archive.file}")
+        for archive in source.archives
+    )
     monkeypatch.setitem(SOURCES, "svhn", dataclasses.replace(source, archives=moved))
     fetch_images("svhn")
     assert [path for path, _ in server.asked] == ["/train_32x32.mat", "/test_32x32.mat"]
 
 
 def test_the_real_addresses_are_the_published_ones():
-    places = {archive.file: archive.url for source in SOURCES.values() for archive in source.archives}
+    places = {
+        archive.file: archive.url for source in SOURCES.values() for archive in source.archives
+    }
     assert places == {
         "cifar-10-binary.tar.gz": "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
         "cifar-100-binary.tar.gz": "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
@@ -148,7 +161,9 @@ def test_the_real_addresses_are_the_published_ones():
 def test_a_broken_connection_goes_on(server, cifar, cache, fault, monkeypatch):
     monkeypatch.setattr(download, "BLOCK", 1000)
     server.fault = fault
-    with pytest.raises(DataError, match=rf"connection to .*{ARCHIVE} broke .*kept, and the same command goes on") as error:
+    with pytest.raises(
+        DataError, match=rf"connection to .*{ARCHIVE} broke .*kept, and the same command goes on"
+    ) as error:
         fetch_images("cifar10", base_url=server.url)
     one_line(error)
     part = cache / "downloads" / f"{ARCHIVE}.part"
@@ -181,7 +196,9 @@ def test_a_server_without_range(server, cifar, cache):
 def test_a_server_that_answers_with_another_range(server, cifar, cache):
     begun(cache, server.files[ARCHIVE][:1234])
     server.fault = "wrong range"
-    with pytest.raises(DataError, match=r"answered with 'bytes 0-.* to a request from byte 1234; remove .*\.part"):
+    with pytest.raises(
+        DataError, match=r"answered with 'bytes 0-.* to a request from byte 1234; remove .*\.part"
+    ):
         fetch_images("cifar10", base_url=server.url)
 
 
@@ -195,7 +212,10 @@ def test_a_part_that_is_already_whole(server, cifar, cache):
 def test_a_part_that_is_too_long_begins_anew(server, cifar, cache):
     begun(cache, server.files[ARCHIVE] + b"x")
     fetch_images("cifar10", base_url=server.url)
-    assert [asked for _, asked in server.asked] == [f"bytes={len(server.files[ARCHIVE]) + 1}-", None]
+    assert [asked for _, asked in server.asked] == [
+        f"bytes={len(server.files[ARCHIVE]) + 1}-",
+        None,
+    ]
     assert_holds(load_images("cifar10"), cifar)
 
 
@@ -210,7 +230,9 @@ def test_a_server_that_does_not_tell_the_length(server, cifar):
 def test_the_wrong_checksum_is_not_kept(server, cifar, cache):
     good = server.files[ARCHIVE]
     server.files[ARCHIVE] = good[:-1] + bytes([good[-1] ^ 1])
-    with pytest.raises(DataError, match=rf"{ARCHIVE} gave a file with another md5 .*it was removed") as error:
+    with pytest.raises(
+        DataError, match=rf"{ARCHIVE} gave a file with another md5 .*it was removed"
+    ) as error:
         fetch_images("cifar10", base_url=server.url)
     one_line(error)
     assert left_over(cache) == []
@@ -238,7 +260,9 @@ def test_http_errors(server, cifar, cache):
 def test_no_connection(cifar, cache):
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
-    with pytest.raises(DataError, match=rf"no connection to http://127\.0\.0\.1:{port}/.*Connection refused") as error:
+    with pytest.raises(
+        DataError, match=rf"no connection to http://127\.0\.0\.1:{port}/.*Connection refused"
+    ) as error:
         fetch_images("cifar10", base_url=f"http://127.0.0.1:{port}")
     assert "kept" not in one_line(error)
     with pytest.raises(DataError, match=r"cannot download 'nonsense/cifar-10-binary\.tar\.gz'"):
@@ -266,7 +290,9 @@ def test_a_full_disk(server, cifar, cache):
     part = cache / "downloads" / f"{ARCHIVE}.part"
     part.unlink()
     part.symlink_to("/dev/full")
-    with pytest.raises(DataError, match=rf"disk is full, cannot write .*{ARCHIVE}\.part; free some space") as error:
+    with pytest.raises(
+        DataError, match=rf"disk is full, cannot write .*{ARCHIVE}\.part; free some space"
+    ) as error:
         fetch_images("cifar10", base_url=server.url)
     one_line(error)
     assert not (cache / "cifar10.safetensors").exists()
@@ -335,7 +361,9 @@ def test_what_is_not_official_is_replaced(server, cifar, cache):
 
 def test_pooch_is_optional(cifar, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pooch", None)
-    with pytest.raises(MissingDependencyError, match=r"needs pooch: pip install 'torchrex\[data\]'"):
+    with pytest.raises(
+        MissingDependencyError, match=r"needs pooch: pip install 'torchrex\[data\]'"
+    ):
         fetch_images("cifar10", base_url="http://127.0.0.1:1")
     with pytest.raises(DataError):
         import_images("cifar10", tmp_path / "nowhere")

@@ -1,4 +1,6 @@
-"""The packed form: the same bytes as the coder that made it, in any number of processes, and every damage seen."""
+"""The packed form: the same bytes as the coder that made it, in any number of processes, and every
+damage seen.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,35 @@ import pytest
 from test_data import PER_CLASS, arrays_of, assert_holds, one_line, small_source, write_npy
 from torchrex.errors import DataError, InvalidArgumentError
 from torchrex.vision.data import import_images, load_images, packed, packed_coder
-from torchrex.vision.data.packed_coder import N_FEATURES, TOTAL, Model, ShardError, WordReader, decode, walk
+from torchrex.vision.data.packed_coder import (
+    N_FEATURES,
+    TOTAL,
+    Model,
+    ShardError,
+    WordReader,
+    decode,
+    walk,
+)
 from torchrex.vision.data.sources import SOURCES, sha256_of
 
-REAL = Path(os.environ.get("TORCHREX_PACKED_DATA") or Path(__file__).parents[2] / "shared" / "data" / "packed")
+REAL = Path(
+    os.environ.get("TORCHREX_PACKED_DATA")
+    or Path(__file__).parents[2] / "shared" / "data" / "packed"
+)
 needs_real = pytest.mark.skipif(
-    not (REAL / "manifest.json").is_file(), reason=f"no packed image sets in {REAL}; set TORCHREX_PACKED_DATA to their folder"
+    not (REAL / "manifest.json").is_file(),
+    reason=f"no packed image sets in {REAL}; set TORCHREX_PACKED_DATA to their folder",
 )
 
 
 def spread(shape, span):
     """Whole numbers from -span to span, the same on every machine."""
     n = int(np.prod(shape))
-    return ((np.arange(n, dtype=np.int64) * 7919 + 13) % (2 * span + 1) - span).astype(np.int32).reshape(shape)
+    return (
+        ((np.arange(n, dtype=np.int64) * 7919 + 13) % (2 * span + 1) - span)
+        .astype(np.int32)
+        .reshape(shape)
+    )
 
 
 def small_model():
@@ -44,22 +62,34 @@ def small_model():
 
 
 def encode(model, *shards):
-    """[(states, words)] of shards of pictures: the coder run backwards over what the decoder will see."""
+    """[(states, words)] of shards of pictures: the coder run backwards over what the decoder will
+    see.
+    """
     all_pictures = np.concatenate(shards)
     n = len(all_pictures)
-    planes = {plane: all_pictures[..., c].reshape(n, 1024).T.astype(np.int32) for plane, c in (("R", 0), ("G", 1), ("B", 2))}
+    planes = {
+        plane: all_pictures[..., c].reshape(n, 1024).T.astype(np.int32)
+        for plane, c in (("R", 0), ("G", 1), ("B", 2))
+    }
     lows, counts = np.zeros((2, 3072, n), np.uint64)
     step = iter(range(3072))
 
     def tell(plane, place, index, weights):
         value, k = planes[plane][place], next(step)
         lows[k] = np.where(value > 0, model.count_below(index, weights, np.maximum(value, 1)), 0)
-        counts[k] = np.where(value < 255, model.count_below(index, weights, np.minimum(value + 1, 255)), TOTAL) - lows[k]
+        counts[k] = (
+            np.where(
+                value < 255, model.count_below(index, weights, np.minimum(value + 1, 255)), TOTAL
+            )
+            - lows[k]
+        )
         return value.astype(np.int16)
 
     walk(model, n, tell)
     ends = np.cumsum([len(shard) for shard in shards])
-    return [write_words(lows[:, a:b], counts[:, a:b]) for a, b in zip([0, *ends], ends, strict=False)]
+    return [
+        write_words(lows[:, a:b], counts[:, a:b]) for a, b in zip([0, *ends], ends, strict=False)
+    ]
 
 
 def write_words(lows, counts):
@@ -75,7 +105,10 @@ def write_words(lows, counts):
 def pictures(n):
     y, x, c = np.ogrid[:32, :32, :3]
     return np.stack(
-        [(k * 37 + y * (k + 3) + x * (5 - k) + c * 29 + ((x * y + k) % 7) * (c + 1) * 3) % 256 for k in range(n)]
+        [
+            (k * 37 + y * (k + 3) + x * (5 - k) + c * 29 + ((x * y + k) % 7) * (c + 1) * 3) % 256
+            for k in range(n)
+        ]
     ).astype(np.uint8)
 
 
@@ -87,8 +120,10 @@ def model(tmp_path_factory):
 
 
 def test_the_code_is_that_of_the_shards_in_use(model):
-    """The checksum is that of the program which made the shards, for this model and these pictures: a slip in any feature, layer
-    or count of ours would change the words, even one that coder and decoder share."""
+    """The checksum is that of the program which made the shards, for this model and these pictures:
+    a slip in any feature, layer or count of ours would change the words, even one that coder and
+    decoder share.
+    """
     [(states, words)] = encode(model, pictures(4))
     found = hashlib.sha256(states.tobytes() + words.tobytes()).hexdigest()
     assert found == "e4a85c489392441230feea45797bae24b64587b0373c5a37ffc954026883c68c"
@@ -100,16 +135,23 @@ def test_words_that_do_not_come_out_even(model, monkeypatch):
     with pytest.raises(ShardError, match="end too early"):
         decode(model, states, np.zeros(5, np.uint16))
     # As if all pixels had been read without a word:
-    monkeypatch.setattr(packed_coder, "walk", lambda model, n, read: [np.zeros((1024, n), np.int16)] * 3)
+    monkeypatch.setattr(
+        packed_coder, "walk", lambda model, n, read: [np.zeros((1024, n), np.int16)] * 3
+    )
     assert decode(model, states, np.zeros(0, np.uint16)).shape == (3, 32, 32, 3)
-    for wrong_states, wrong_words in ((states, np.zeros(1, np.uint16)), (states + np.uint32(1), np.zeros(0, np.uint16))):
+    for wrong_states, wrong_words in (
+        (states, np.zeros(1, np.uint16)),
+        (states + np.uint32(1), np.zeros(0, np.uint16)),
+    ):
         with pytest.raises(ShardError, match="come out even"):
             decode(model, wrong_states, wrong_words)
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
-    """A packed svhn of 12 + 10 pictures, the training part in two shards, and its arrays; encoded once."""
+    """A packed svhn of 12 + 10 pictures, the training part in two shards, and its arrays; encoded
+    once.
+    """
     folder = tmp_path_factory.mktemp("packed")
     np.savez(folder / "model_small.npz", **small_model())
     model = Model.load(folder / "model_small.npz")
@@ -117,14 +159,19 @@ def shards(tmp_path_factory):
     for part, labels in (("train", [1, 0, 2, 3, 4, 5, 6, 7, 8, 9, 1, 0]), ("test", range(10))):
         arrays[f"{part}_labels"] = np.array(labels)
         arrays[f"{part}_images"] = (pictures(len(labels)) + (part == "test")).astype(np.uint8)
-    pieces = {"svhn_train_00": arrays["train_images"][:7], "svhn_train_01": arrays["train_images"][7:]}
+    pieces = {
+        "svhn_train_00": arrays["train_images"][:7],
+        "svhn_train_01": arrays["train_images"][7:],
+    }
     pieces["svhn_test_00"] = arrays["test_images"]
     for name, (states, words) in zip(pieces, encode(model, *pieces.values()), strict=True):
         np.savez(folder / f"{name}.npz", states=states, words=words)
     sets, labels = {}, {}
     for part in ("train", "test"):
         images = arrays[f"{part}_images"]
-        entries = [[f"{name}.npz", sha256_of(piece)] for name, piece in pieces.items() if part in name]
+        entries = [
+            [f"{name}.npz", sha256_of(piece)] for name, piece in pieces.items() if part in name
+        ]
         labels[f"svhn_{part}_y"] = arrays[f"{part}_labels"].astype(np.uint8)
         sets[f"svhn_{part}"] = {
             "model": "model_small.npz",
@@ -163,7 +210,9 @@ def assert_imported(folder, arrays, procs):
     images = load_images("svhn")
     assert_holds(images, arrays)
     assert told == [(0, 22), (7, 22), (12, 22), (22, 22)]
-    assert images.provenance == ("packed form, re-cropped from the full frames, not compared bit by bit with the official files")
+    assert images.provenance == (
+        "packed form, re-cropped from the full frames, not compared bit by bit with the official files"
+    )
 
 
 def test_import_of_the_packed_form_in_processes(folder, shards):
@@ -182,13 +231,17 @@ def test_a_shard_that_cannot_be_decoded(folder, shards, procs, monkeypatch):
     class Recorded(packed.subprocess.Popen):
         def __init__(self, command, **options):
             whole = "svhn_train_00" not in command[-1]
-            super().__init__(["sleep", "60"] if whole else command, **options)  # in the middle of its work, whenever that is
+            super().__init__(
+                ["sleep", "60"] if whole else command, **options
+            )  # in the middle of its work, whenever that is
             started.extend([self] * whole)
 
     monkeypatch.setattr(packed.subprocess, "Popen", Recorded)
     files, *_ = shards
     (folder / "svhn_train_00.npz").write_bytes(files["svhn_train_00.npz"][:500])
-    with pytest.raises(DataError, match=r"cannot decode .*svhn_train_00\.npz with model_small\.npz \(.*zip file") as error:
+    with pytest.raises(
+        DataError, match=r"cannot decode .*svhn_train_00\.npz with model_small\.npz \(.*zip file"
+    ) as error:
         import_images("svhn", folder, procs=procs)
     one_line(error)
     assert not (folder / "cache").exists()
@@ -200,7 +253,10 @@ def test_a_shard_that_cannot_be_decoded(folder, shards, procs, monkeypatch):
 def test_a_shard_that_decodes_to_something_else(folder, shards):
     shards[2]["svhn_train_00"][6, 31, 31, 2] ^= 1
     try:
-        with pytest.raises(DataError, match=r"svhn_train_00\.npz decodes to another sha256 than manifest\.json says") as error:
+        with pytest.raises(
+            DataError,
+            match=r"svhn_train_00\.npz decodes to another sha256 than manifest\.json says",
+        ) as error:
             import_images("svhn", folder, procs=1)
     finally:
         shards[2]["svhn_train_00"][6, 31, 31, 2] ^= 1
@@ -222,7 +278,10 @@ def test_manifests(folder, shards, monkeypatch):
     cases = [
         (lambda entry: entry.update(sha256="0" * 64), "the test images of .* have sha256"),
         (lambda entry: entry.update(sha256_y="0" * 64), "the test labels of .* have sha256"),
-        (lambda entry: entry["shards"][0].__setitem__(0, "../x.npz"), r"'\.\./x\.npz' is not a plain file name"),
+        (
+            lambda entry: entry["shards"][0].__setitem__(0, "../x.npz"),
+            r"'\.\./x\.npz' is not a plain file name",
+        ),
         (lambda entry: entry.update(model="/x.npz"), r"'/x\.npz' is not a plain file name"),
         (lambda entry: entry.pop("sha256"), "not the manifest of packed image sets"),
         (
@@ -251,7 +310,9 @@ def test_arrays_beside_a_manifest_are_held_to_it(folder, shards):
     _, arrays, _ = shards
     write_npy("svhn", arrays, folder)
     import_images("svhn", folder)
-    assert load_images("svhn").provenance.startswith("plain arrays, re-cropped from the full frames")
+    assert load_images("svhn").provenance.startswith(
+        "plain arrays, re-cropped from the full frames"
+    )
     arrays = {**arrays, "train_images": arrays["train_images"] ^ 1}
     write_npy("svhn", arrays, folder)
     with pytest.raises(DataError, match=r"the train images of .* have sha256"):
@@ -264,7 +325,9 @@ class Enough(Exception):  # noqa: N818 - not an error
 
 @needs_real
 def test_the_first_row_of_real_pictures():
-    """A shard is decoded as a whole, so only the beginning of all its pictures can be had quickly: the first green row."""
+    """A shard is decoded as a whole, so only the beginning of all its pictures can be had quickly:
+    the first green row.
+    """
     model = Model.load(REAL / "model_cifar.npz")
     with np.load(REAL / "cifar10_test_00.npz", allow_pickle=False) as shard:
         reader = WordReader(model, shard["states"], shard["words"])
@@ -278,7 +341,10 @@ def test_the_first_row_of_real_pictures():
 
     with pytest.raises(Enough):
         walk(model, len(reader.states), first_row)
-    assert sha256_of(np.stack(row, axis=1)) == "21a222dbed725e5e11aa9aadec2c53d3ebb5abe2bc660f120298a2c61a72bdd9"
+    assert (
+        sha256_of(np.stack(row, axis=1))
+        == "21a222dbed725e5e11aa9aadec2c53d3ebb5abe2bc660f120298a2c61a72bdd9"
+    )
 
 
 @needs_real
@@ -288,7 +354,9 @@ def test_the_real_manifest_and_labels(name):
     parts = packed.read_manifest(source, REAL)
     labels = packed._read_labels(REAL, parts)
     known = packed.manifest_sha256(parts)
-    assert {key: sha256_of(array) for key, array in labels.items()} == {key: known[key] for key in labels}
+    assert {key: sha256_of(array) for key, array in labels.items()} == {
+        key: known[key] for key in labels
+    }
     for part in ("train", "test"):
         assert tuple(np.bincount(labels[f"{part}_labels"])) == source.per_class(part)
     assert all(known[key] == sha256 for key, sha256 in source.sha256.items())

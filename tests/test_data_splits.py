@@ -25,7 +25,11 @@ def counts(labels, index, n_classes):
     return torch.bincount(labels[index], minlength=n_classes).tolist()
 
 
-@given(sizes=st.lists(st.integers(2, 30), min_size=1, max_size=8), data=st.data(), seed=st.integers(0, 5))
+@given(
+    sizes=st.lists(st.integers(2, 30), min_size=1, max_size=8),
+    data=st.data(),
+    seed=st.integers(0, 5),
+)
 @settings(max_examples=60, deadline=None)
 def test_a_split_is_balanced_and_complete(sizes, data, seed):
     labels = labels_of(*sizes)
@@ -40,7 +44,11 @@ def test_a_split_is_balanced_and_complete(sizes, data, seed):
     assert validation.tolist() == sorted(validation.tolist())
 
 
-@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=8), data=st.data(), seed=st.integers(0, 5))
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=8),
+    data=st.data(),
+    seed=st.integers(0, 5),
+)
 @settings(max_examples=60, deadline=None)
 def test_a_subset_is_as_balanced_as_it_can_be(sizes, data, seed):
     """A class gives less than another only if it gives all it has, to within one."""
@@ -65,7 +73,10 @@ def test_labels_for_a_few():
 
 def test_the_seed_decides():
     labels = labels_of(50, 50, 50)
-    functions = (lambda seed: stratified_split(labels, 20, seed)[1], lambda seed: label_subset(labels, 30, seed))
+    functions = (
+        lambda seed: stratified_split(labels, 20, seed)[1],
+        lambda seed: label_subset(labels, 30, seed),
+    )
     for choose in (*functions, lambda seed: stratified_subset(labels, 31, seed)):
         torch.manual_seed(1)
         first = choose(0)
@@ -73,13 +84,18 @@ def test_the_seed_decides():
         assert torch.equal(first, choose(0))
         assert not torch.equal(first, choose(1))
     # Which classes give one more is not always the same either.
-    assert len({tuple(counts(labels, stratified_split(labels, 20, seed)[1], 3)) for seed in range(20)}) == 3
+    assert (
+        len({tuple(counts(labels, stratified_split(labels, 20, seed)[1], 3)) for seed in range(20)})
+        == 3
+    )
     # The examples chosen differ from purpose to purpose.
     assert not torch.equal(stratified_split(labels, 30, 0)[1], label_subset(labels, 30, 0))
 
 
 def test_the_choice_is_for_ever():
-    """Written down: another choice for the same seed would be another validation set in every result."""
+    """Written down: another choice for the same seed would be another validation set in every
+    result.
+    """
     labels = torch.arange(12) % 3
     assert stratified_split(labels, 4, 0)[1].tolist() == SPLIT
     assert label_subset(labels, 6, 0).tolist() == LABELLED
@@ -101,12 +117,18 @@ BALANCED = labels_of(6, 5, 7)
         (lambda: stratified_split(BALANCED, 0, 0), "got 0"),
         (lambda: stratified_split(BALANCED, 2.0, 0), r"got 2\.0"),
         (lambda: label_subset(BALANCED, 18, 0), r"between 3 and 15.*class 1 has 5.*got 18"),
-        (lambda: label_subset(BALANCED, 8, 0), "multiple of the 3 classes, got 8; the nearest is 9"),
+        (
+            lambda: label_subset(BALANCED, 8, 0),
+            "multiple of the 3 classes, got 8; the nearest is 9",
+        ),
         (lambda: label_subset(BALANCED, 1, 0), "the nearest is 3"),
         (lambda: label_subset(BALANCED, -3, 0), "got -3"),
         (lambda: label_subset(BALANCED, True, 0), "got True"),
         (lambda: stratified_subset(BALANCED, 19, 0), "between 1 and the 18 examples, got 19"),
-        (lambda: stratified_subset(torch.tensor([0, 2, 3]), 2, 0), "class 1 has no examples among labels 0 to 3"),
+        (
+            lambda: stratified_subset(torch.tensor([0, 2, 3]), 2, 0),
+            "class 1 has no examples among labels 0 to 3",
+        ),
         (lambda: label_subset(torch.tensor([0, 1, 3]), 3, 0), "class 2 has no examples"),
         (lambda: stratified_split(torch.tensor([1, 1, 1]), 1, 0), "class 0 has no examples"),
         (lambda: stratified_split(torch.tensor([0, -1]), 1, 0), "got the label -1"),

@@ -9,9 +9,14 @@ import torch
 
 import torchrex as tr
 from densities import MIXTURE, SETUPS
-from torchrex.errors import CheckpointError, InvalidArgumentError, NonFiniteEnergyError, RunInterrupted
+from torchrex.density.draw_recorder import DrawRecorder
+from torchrex.errors import (
+    CheckpointError,
+    InvalidArgumentError,
+    NonFiniteEnergyError,
+    RunInterrupted,
+)
 from torchrex.exchange import block, density_run
-from torchrex.posterior.draw_recorder import DrawRecorder
 
 NAMES = ("values", "steps", "noise_variance", "replica_at", "energy", "accepted", "proposed")
 # Which draws of a setup are kept; of the setups those between which a checkpoint differs.
@@ -25,7 +30,15 @@ N_STEPS = 400
 
 
 def draw(name, folder=None, **more):
-    setup = {"n_steps": N_STEPS, "n_runs": 5, "seed": 3, "compiled": False, **SETUPS[name], **KEPT[name], **more}
+    setup = {
+        "n_steps": N_STEPS,
+        "n_runs": 5,
+        "seed": 3,
+        "compiled": False,
+        **SETUPS[name],
+        **KEPT[name],
+        **more,
+    }
     return tr.sample(setup.pop("target")(), checkpoints=folder, on_interrupt="return", **setup)
 
 
@@ -54,7 +67,9 @@ def short_blocks(monkeypatch):
 @pytest.mark.parametrize("name", KEPT)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_stopped_and_resumed_equals_never_stopped(tmp_path, name, compiled):
-    """Every 45 steps, so that checkpoints lie in the middle of blocks of random numbers and of stretches."""
+    """Every 45 steps, so that checkpoints lie in the middle of blocks of random numbers and of
+    stretches.
+    """
     whole = draw(name, compiled=compiled)
     assert whole.status == "finished"
     assert name == "one rung" or whole.accepted.sum() > 0
@@ -84,18 +99,26 @@ def test_after_a_kill_the_newest_checkpoint_serves(tmp_path):
         with pytest.raises(KillError):
             draw("the paper's", folder, compiled=compiled, checkpoint_every=90, progress=killed)
         assert tr.Checkpoints(folder).steps() == [90, 180]
-        assert_same(draw("the paper's", folder, compiled=compiled, checkpoint_every=30), draw("the paper's", compiled=compiled))
+        assert_same(
+            draw("the paper's", folder, compiled=compiled, checkpoint_every=30),
+            draw("the paper's", compiled=compiled),
+        )
         assert tr.Checkpoints(folder).steps() == [390, 400]
 
 
 def test_the_loop_is_chosen_by_all_steps_and_not_by_those_that_are_left(tmp_path, monkeypatch):
     monkeypatch.setattr(density_run, "STEPS_WORTH_COMPILING", 300)
     whole, eager = draw("the paper's", compiled=None), draw("the paper's", compiled=False)
-    assert not torch.equal(whole.noise_variance, eager.noise_variance), "the two agree to rounding only"
+    assert not torch.equal(whole.noise_variance, eager.noise_variance), (
+        "the two agree to rounding only"
+    )
     draw("the paper's", tmp_path, compiled=None, checkpoint_every=150, progress=stop_after(150))
     assert_same(draw("the paper's", tmp_path, compiled=None), whole)
     draw("the paper's", tmp_path / "short", compiled=None, n_steps=200)
-    with pytest.raises(CheckpointError, match=r"setting\['compiled'\] was False and is now True \(pass compiled=False\)\."):
+    with pytest.raises(
+        CheckpointError,
+        match=r"setting\['compiled'\] was False and is now True \(pass compiled=False\)\.",
+    ):
         draw("the paper's", tmp_path / "short", compiled=None)
     assert_same(draw("the paper's", tmp_path / "short", compiled=False), eager)
 
@@ -105,15 +128,24 @@ def test_what_could_not_be_compiled_goes_on_eagerly(tmp_path, monkeypatch, caplo
         raise RuntimeError("no compiler")
 
     with monkeypatch.context() as patch:
-        patch.setattr("torchrex.exchange.loop.CompiledLoop", fails)
+        patch.setattr("torchrex.density.loop.CompiledLoop", fails)
         draw("the paper's", tmp_path, compiled=True, checkpoint_every=100, progress=stop_after(128))
     assert_same(draw("the paper's", tmp_path, compiled=True), draw("the paper's", compiled=False))
-    draw("the paper's", tmp_path / "other", compiled=True, checkpoint_every=100, progress=stop_after(100))
+    draw(
+        "the paper's",
+        tmp_path / "other",
+        compiled=True,
+        checkpoint_every=100,
+        progress=stop_after(100),
+    )
     caplog.clear()
     with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
-        patch.setattr("torchrex.exchange.loop.CompiledLoop", fails)
+        patch.setattr("torchrex.density.loop.CompiledLoop", fails)
         assert draw("the paper's", tmp_path / "other", compiled=True).status == "finished"
-    assert "is of a compiled run; it goes on eagerly, with the same numbers to rounding only" in caplog.text
+    assert (
+        "is of a compiled run; it goes on eagerly, with the same numbers to rounding only"
+        in caplog.text
+    )
 
 
 def test_a_finished_run_is_read_and_a_longer_one_goes_on(tmp_path, monkeypatch):
@@ -127,7 +159,9 @@ def test_a_finished_run_is_read_and_a_longer_one_goes_on(tmp_path, monkeypatch):
         patch.setattr(density_run.DensityExchange, "stretch", never)
         assert_same(draw("the paper's", tmp_path), whole)
     assert_same(draw("the paper's", tmp_path, n_steps=600), longer)
-    with pytest.raises(InvalidArgumentError, match="stands at step 600 already, beyond n_steps=400"):
+    with pytest.raises(
+        InvalidArgumentError, match="stands at step 600 already, beyond n_steps=400"
+    ):
         draw("the paper's", tmp_path)
 
 
@@ -140,7 +174,10 @@ def test_a_finished_run_is_read_and_a_longer_one_goes_on(tmp_path, monkeypatch):
         ({"thin": 2}, r"setting\['thin'\] was 3 and is now 2"),
         ({"burn_in": 2}, r"setting\['burn_in'\]"),
         ({"initial": 0.5}, r"setting\['start'\]"),
-        ({"dtype": torch.float64}, r"setting\['dtype'\] was 'torch.float32' and is now 'torch.float64'"),
+        (
+            {"dtype": torch.float64},
+            r"setting\['dtype'\] was 'torch.float32' and is now 'torch.float64'",
+        ),
         ({"sampler": tr.SGHMC(0.2)}, r"setting\['sampler'\]"),
         ({"target": lambda: MIXTURE, "noise": None}, r"setting\['target'\]"),
         ({"compiled": True}, r"setting\['compiled'\]"),
@@ -154,10 +191,18 @@ def test_another_setting_is_refused_and_named(tmp_path, changes, words):
 
 def test_what_is_in_the_way(tmp_path):
     draw("the paper's", tmp_path, n_steps=100)
-    with pytest.raises(CheckpointError, match="holds checkpoints up to step 100; resume from them, or give another folder"):
+    with pytest.raises(
+        CheckpointError,
+        match="holds checkpoints up to step 100; resume from them, or give another folder",
+    ):
         draw("the paper's", tmp_path, resume=False)
     assert_same(draw("the paper's", tmp_path / "new", resume=False), draw("the paper's"))
-    for changes in ({"checkpoint_every": 0}, {"checkpoint_every": 2.5}, {"budget": 0.0}, {"budget": -1}):
+    for changes in (
+        {"checkpoint_every": 0},
+        {"checkpoint_every": 2.5},
+        {"budget": 0.0},
+        {"budget": -1},
+    ):
         with pytest.raises(InvalidArgumentError, match=next(iter(changes))):
             draw("the paper's", tmp_path / "never", **changes)
 
@@ -173,7 +218,10 @@ def test_a_checkpoint_of_something_else_is_told_in_one_line(tmp_path):
         "short": {**found.state, "recorder": {**found.state["recorder"], "n_seen": 50}},
         "shape": {**found.state, "run": {**found.state["run"], "position": torch.zeros(3)}},
         "exchange": {**found.state, "run": {**found.state["run"], "replica_at": torch.zeros(3)}},
-        "streams": {**found.state, "run": {**found.state["run"], "streams": {"move": torch.zeros(3)}}},
+        "streams": {
+            **found.state,
+            "run": {**found.state["run"], "streams": {"move": torch.zeros(3)}},
+        },
     }
     for name, state in broken.items():
         tr.Checkpoints(tmp_path / name).save(100, state, setting=setting)
@@ -210,7 +258,9 @@ def test_a_budget_pauses(tmp_path):
         steps.append(part.n_steps)
     assert len(steps) > 3
     assert_same(part, draw("the paper's"))
-    assert draw("the paper's", budget=1e-9).status == "paused"  # without a folder there is nothing to go on from
+    assert (
+        draw("the paper's", budget=1e-9).status == "paused"
+    )  # without a folder there is nothing to go on from
     assert draw("the paper's", budget=1e9).status == "finished"
 
 
@@ -249,7 +299,11 @@ def test_ctrl_c_in_the_middle_of_recording_and_of_saving(tmp_path, monkeypatch, 
     with monkeypatch.context() as patch:
         patch.setattr(tr.Checkpoints, "save", interrupted_save)
         part = draw("the paper's", tmp_path / "b", compiled=compiled, checkpoint_every=50)
-    assert (part.status, part.n_steps, tr.Checkpoints(tmp_path / "b").steps()) == ("interrupted", 100, [50, 100])
+    assert (part.status, part.n_steps, tr.Checkpoints(tmp_path / "b").steps()) == (
+        "interrupted",
+        100,
+        [50, 100],
+    )
     assert_same(draw("the paper's", tmp_path / "b", compiled=compiled), whole)
 
 
@@ -257,7 +311,14 @@ def test_a_nan_leaves_the_checkpoint_before_it(tmp_path):
     def breaks(x):
         return torch.where(x[:, 0] > 2.5, float("nan"), -0.5 * x.square().sum(-1))
 
-    settings = {"dim": 1, "temperatures": (1.0, 2.0), "lr": 0.1, "n_steps": 5000, "n_runs": 4, "seed": 1}
+    settings = {
+        "dim": 1,
+        "temperatures": (1.0, 2.0),
+        "lr": 0.1,
+        "n_steps": 5000,
+        "n_runs": 4,
+        "seed": 1,
+    }
     said = []
     for _ in range(2):  # from the start, and from the checkpoint
         with pytest.raises(NonFiniteEnergyError) as caught:
@@ -276,13 +337,23 @@ def test_collect_goes_on_after_steps_of_before(tmp_path):
 
     whole = tr.collect(make(), 200, thin=3, burn_in=10)
     with pytest.raises(RunInterrupted) as caught:
-        tr.collect(make(), 200, thin=3, burn_in=10, checkpoints=tmp_path, checkpoint_every=60, progress=stop_after(61))
+        tr.collect(
+            make(),
+            200,
+            thin=3,
+            burn_in=10,
+            checkpoints=tmp_path,
+            checkpoint_every=60,
+            progress=stop_after(61),
+        )
     part = caught.value.draws
     assert (part.status, part.settings) == ("interrupted", whole.settings)
     run = make()
     assert_same(tr.collect(run, 200, thin=3, burn_in=10, checkpoints=tmp_path), whole)
     assert run.n_steps == 270
-    fresh = tr.ReplicaExchange(tr.TensorEnsemble.start(MIXTURE, n_rungs=2, n_runs=3), tr.Ladder((1.0, 10.0), 0.03), seed=1)
+    fresh = tr.ReplicaExchange(
+        tr.TensorEnsemble.start(MIXTURE, n_rungs=2, n_runs=3), tr.Ladder((1.0, 10.0), 0.03), seed=1
+    )
     with pytest.raises(CheckpointError, match="is a checkpoint of another setting"):
         tr.collect(fresh, 200, thin=3, burn_in=10, checkpoints=tmp_path)
     with pytest.raises(InvalidArgumentError, match="n_steps must be a whole number"):

@@ -1,4 +1,6 @@
-"""Runs on densities in shards: the number of processes changes nothing, and what one process meets all of them learn."""
+"""Runs on densities in shards: the number of processes changes nothing, and what one process meets
+all of them learn.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +13,35 @@ import torch
 
 import torchrex as tr
 from ranks import Ranks, run_ranks
+from torchrex.density.shards import combine, cut
 from torchrex.distributed import rendezvous
 from torchrex.errors import CheckpointError, InvalidArgumentError, NonFiniteEnergyError
 from torchrex.exchange import block
-from torchrex.posterior.shards import combine, cut
 from torchrex.rng import derive_seed
 
 NAMES = ("values", "steps", "noise_variance", "replica_at", "energy", "accepted", "proposed")
 MIXTURE = tr.Noisy(tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5]), tr.Gaussian(2.0))
-RULES = {"temperatures": (1.0, 10.0), "lr": 0.03, "correction_factor": 2.0, "thin": 7, "burn_in": 30}
+RULES = {
+    "temperatures": (1.0, 10.0),
+    "lr": 0.03,
+    "correction_factor": 2.0,
+    "thin": 7,
+    "burn_in": 30,
+}
 
 
 def draw(folder=None, n_steps=600, n_runs=7, **more):
     noise = tr.RunningMean(tr.RepeatedDraws(4, 50), initial=10.0)
     start = torch.linspace(-2.0, 2.0, n_runs)[:, None]
-    settings = {**RULES, "seed": 5, "initial": start, "noise": noise, "checkpoint_every": 100, "shards": 4, **more}
+    settings = {
+        **RULES,
+        "seed": 5,
+        "initial": start,
+        "noise": noise,
+        "checkpoint_every": 100,
+        "shards": 4,
+        **more,
+    }
     return tr.sample(MIXTURE, n_steps=n_steps, n_runs=n_runs, checkpoints=folder, **settings)
 
 
@@ -37,7 +53,9 @@ def assert_same(a, b):
 
 def plain(draws):
     """Equal means equal bit for bit."""
-    tensors = {name: [str(getattr(draws, name).dtype), getattr(draws, name).tolist()] for name in NAMES}
+    tensors = {
+        name: [str(getattr(draws, name).dtype), getattr(draws, name).tolist()] for name in NAMES
+    }
     return {**tensors, "n_steps": draws.n_steps, "status": draws.status, "settings": draws.settings}
 
 
@@ -51,15 +69,28 @@ def test_runs_are_cut_into_neighbours():
 
 @pytest.mark.parametrize("sampler", [None, tr.SGHMC(0.2)])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_shard_is_a_run_of_its_own_seed_and_its_own_part_of_the_start(compiled, sampler, monkeypatch):
-    """7 runs in 3 shards of 3, 2 and 2: the last two share a compiled loop, and take turns in its buffers: blocks are short."""
+def test_a_shard_is_a_run_of_its_own_seed_and_its_own_part_of_the_start(
+    compiled, sampler, monkeypatch
+):
+    """7 runs in 3 shards of 3, 2 and 2: the last two share a compiled loop, and take turns in its
+    buffers: blocks are short.
+    """
     monkeypatch.setattr(block, "LONGEST", 64)
     whole = draw(shards=3, compiled=compiled, sampler=sampler)
     parts = []
     for k, runs in enumerate(cut(7, 3)):
         start = torch.linspace(-2.0, 2.0, 7)[runs.start : runs.stop, None]
         seed = derive_seed(5, f"shard.{k}")
-        parts.append(draw(n_runs=len(runs), shards=None, seed=seed, initial=start, compiled=compiled, sampler=sampler))
+        parts.append(
+            draw(
+                n_runs=len(runs),
+                shards=None,
+                seed=seed,
+                initial=start,
+                compiled=compiled,
+                sampler=sampler,
+            )
+        )
     assert whole.values.shape[0] == 7
     assert whole.settings["shards"] == 3
     assert whole.acceptance_rate > 0
@@ -80,14 +111,22 @@ def test_draws_go_as_far_as_all_shards_do(tmp_path):
         if len(seen) == 7:
             raise KeyboardInterrupt
 
-    part, whole = draw(tmp_path, n_steps=2000, progress=interrupt, on_interrupt="return"), draw(n_steps=2000)
+    part, whole = (
+        draw(tmp_path, n_steps=2000, progress=interrupt, on_interrupt="return"),
+        draw(n_steps=2000),
+    )
     assert part.status == "interrupted"
     assert part.n_steps == 100  # the first three have done 200
     assert part.n_draws == 10
     assert torch.equal(part.values, whole.values[:, :10])
     assert torch.equal(part.energy, whole.energy[:10])
     assert part.values.shape[0] == 7
-    assert [tr.Checkpoints(tmp_path / f"shard={k}").steps()[-1] for k in range(4)] == [200, 200, 200, 100]
+    assert [tr.Checkpoints(tmp_path / f"shard={k}").steps()[-1] for k in range(4)] == [
+        200,
+        200,
+        200,
+        100,
+    ]
     assert_same(draw(tmp_path, n_steps=2000), whole)
 
 
@@ -98,7 +137,11 @@ def test_a_budget_that_is_used_up_at_once_leaves_something_of_every_shard(tmp_pa
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
-    for shards, words in ((8, "n_runs=7 cannot be divided into shards=8"), (0, "whole number >= 1"), (True, "whole number")):
+    for shards, words in (
+        (8, "n_runs=7 cannot be divided into shards=8"),
+        (0, "whole number >= 1"),
+        (True, "whole number"),
+    ):
         with pytest.raises(InvalidArgumentError, match=words):
             draw(shards=shards)
     with pytest.raises(InvalidArgumentError, match="seed must be"):
@@ -107,7 +150,9 @@ def test_what_does_not_fit_is_refused(tmp_path):
         draw(initial=torch.zeros(3, 1))
     draw(tmp_path / "four", n_steps=100)
     draw(tmp_path / "one", n_steps=100, shards=None)
-    with pytest.raises(CheckpointError, match=r"setting\['shard'\] was '0 of 4' and is now '0 of 2'"):
+    with pytest.raises(
+        CheckpointError, match=r"setting\['shard'\] was '0 of 4' and is now '0 of 2'"
+    ):
         draw(tmp_path / "four", shards=2)
     with pytest.raises(CheckpointError, match="holds a run in 4 shards; give shards=4"):
         draw(tmp_path / "four", shards=None)
@@ -120,8 +165,17 @@ def breaks(x):
 
 
 def draw_broken(folder=None, shards=4):
-    settings = {"temperatures": (1.0, 2.0), "lr": 0.1, "n_steps": 5000, "n_runs": 6, "dtype": torch.float64, "seed": 2}
-    return tr.sample(breaks, dim=1, shards=shards, checkpoints=folder, checkpoint_every=20, **settings)
+    settings = {
+        "temperatures": (1.0, 2.0),
+        "lr": 0.1,
+        "n_steps": 5000,
+        "n_runs": 6,
+        "dtype": torch.float64,
+        "seed": 2,
+    }
+    return tr.sample(
+        breaks, dim=1, shards=shards, checkpoints=folder, checkpoint_every=20, **settings
+    )
 
 
 def test_a_broken_run_is_counted_among_all():
@@ -133,10 +187,20 @@ def test_a_broken_run_is_counted_among_all():
     assert error.draws.values.isfinite().all()
     (shard,) = (k for k, runs in enumerate(cut(6, 4)) if error.run in runs)
     runs = cut(6, 4)[shard]
-    settings = {"temperatures": (1.0, 2.0), "lr": 0.1, "n_steps": 5000, "n_runs": len(runs), "dtype": torch.float64}
+    settings = {
+        "temperatures": (1.0, 2.0),
+        "lr": 0.1,
+        "n_steps": 5000,
+        "n_runs": len(runs),
+        "dtype": torch.float64,
+    }
     with pytest.raises(NonFiniteEnergyError) as alone:
         tr.sample(breaks, dim=1, seed=derive_seed(2, f"shard.{shard}"), **settings)
-    assert (alone.value.step, alone.value.run + runs.start, alone.value.rung) == (error.step, error.run, error.rung)
+    assert (alone.value.step, alone.value.run + runs.start, alone.value.rung) == (
+        error.step,
+        error.run,
+        error.rung,
+    )
 
 
 # On several
@@ -146,7 +210,11 @@ def job(folder, options):
     return plain(draw(folder, **options))
 
 
-@pytest.mark.parametrize("options", [{}, {"n_steps": 300, "compiled": True, "sampler": tr.SGHMC(0.2)}], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"n_steps": 300, "compiled": True, "sampler": tr.SGHMC(0.2)}],
+    ids=["eager", "compiled"],
+)
 def test_the_number_of_processes_changes_nothing(tmp_path, options):
     alone = plain(draw(**options))
     assert max(max(row) for row in alone["accepted"][1]) > 0
@@ -177,8 +245,16 @@ def refused(folder, what):
 @pytest.mark.parametrize(
     ("what", "error", "words"),
     [
-        ("seeds", "InvalidArgumentError", "rank 0 has seed 0 and rank 1 1; give all processes the same seed"),
-        ("shards", "InvalidArgumentError", "4 processes cannot share 3 shards; give shards=4 or more"),
+        (
+            "seeds",
+            "InvalidArgumentError",
+            "rank 0 has seed 0 and rank 1 1; give all processes the same seed",
+        ),
+        (
+            "shards",
+            "InvalidArgumentError",
+            "4 processes cannot share 3 shards; give shards=4 or more",
+        ),
         ("none", "InvalidArgumentError", "4 processes cannot share 1 shard; give shards=4 or more"),
         ("other", "CheckpointError", "is a checkpoint of another setting: setting['ladder'] was"),
         ("broken", "NonFiniteEnergyError", "became nan at step"),
@@ -211,9 +287,20 @@ def slow(folder, slow_ranks, timeout, raises="", n_steps=300):
     settings = {"temperatures": (1.0, 2.0), "lr": 0.1, "n_runs": 4, "seed": 2, "compiled": False}
     open(f"{folder}-{os.environ['RANK']}", "w").close()
     draws = tr.sample(
-        slow_target, dim=1, n_steps=n_steps, shards=4, checkpoints=folder, checkpoint_every=50, on_interrupt="return", **settings
+        slow_target,
+        dim=1,
+        n_steps=n_steps,
+        shards=4,
+        checkpoints=folder,
+        checkpoint_every=50,
+        on_interrupt="return",
+        **settings,
     )
-    return {"status": draws.status, "sum": float(draws.values.double().sum()), "n_steps": draws.n_steps}
+    return {
+        "status": draws.status,
+        "sum": float(draws.values.double().sum()),
+        "n_steps": draws.n_steps,
+    }
 
 
 def test_nobody_is_too_slow_as_long_as_he_lives(tmp_path):
@@ -259,7 +346,9 @@ def test_a_rank_that_is_gone_is_named_and_the_rest_goes_on_from_there(tmp_path, 
 def test_a_signal_to_one_stops_all(tmp_path):
     whole = run_ranks(1, slow, tmp_path, str(tmp_path / "whole"), "", 60, "", 2000)
     ranks = Ranks(2, slow, tmp_path, str(tmp_path / "run"), "0 1", 60, "", 2000)
-    after_checkpoint(after_checkpoint(ranks, tmp_path / "run", 1), tmp_path / "run", 3).send(signal.SIGINT, 1)
+    after_checkpoint(after_checkpoint(ranks, tmp_path / "run", 1), tmp_path / "run", 3).send(
+        signal.SIGINT, 1
+    )
     said = ranks.wait(60)
     assert [each.get("status") for each in said] == ["interrupted"] * 2, said
     assert said[0] == said[1]

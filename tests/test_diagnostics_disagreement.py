@@ -18,16 +18,26 @@ def test_certain_replicas():
     """Three replicas, four examples: 0 and 1 differ on one, 0 and 2 on all, 1 and 2 on three."""
     choices = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 2], [1, 2, 0, 2]])
     result = replica_disagreement(SURE[choices])
-    expected = torch.tensor([[0.0, 0.25, 1.0], [0.25, 0.0, 0.75], [1.0, 0.75, 0.0]], dtype=torch.float64)
+    expected = torch.tensor(
+        [[0.0, 0.25, 1.0], [0.25, 0.0, 0.75], [1.0, 0.75, 0.0]], dtype=torch.float64
+    )
     assert torch.allclose(result.differing, expected)
-    assert torch.allclose(result.divergence, expected * math.log(2))  # two different certainties: log 2
+    assert torch.allclose(
+        result.divergence, expected * math.log(2)
+    )  # two different certainties: log 2
     assert float(result.mean_differing.value) == pytest.approx(2 / 3)
     split = math.log(3) - 2 / 3 * math.log(2)  # entropy of 1/3, 2/3
-    assert float(result.mutual_information.value) == pytest.approx(split)  # every example splits the three 1 : 2
+    assert float(result.mutual_information.value) == pytest.approx(
+        split
+    )  # every example splits the three 1 : 2
 
 
 def test_no_disagreement():
-    p = torch.rand(1, 20, 5, generator=torch.Generator().manual_seed(0)).softmax(-1).expand(4, 20, 5)
+    p = (
+        torch.rand(1, 20, 5, generator=torch.Generator().manual_seed(0))
+        .softmax(-1)
+        .expand(4, 20, 5)
+    )
     result = replica_disagreement(p)
     assert not result.differing.any()
     assert float(result.divergence.abs().max()) < 1e-12
@@ -49,7 +59,9 @@ def test_two_probabilities_by_hand_and_two_replicas_have_one_number():
 
 
 def test_the_information_of_independent_guesses():
-    """Two replicas certain of independent random classes of three: they differ with probability 2/3."""
+    """Two replicas certain of independent random classes of three: they differ with probability
+    2/3.
+    """
     choices = torch.randint(3, (400, 2, 100), generator=torch.Generator().manual_seed(0))
     results = [replica_disagreement(SURE[choice]) for choice in choices]
     differing = torch.stack([result.mean_differing.value for result in results])

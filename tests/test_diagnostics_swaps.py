@@ -28,7 +28,15 @@ from torchrex.exchange import expected_acceptance
 TEMPERATURES, SIGMA2 = (1.0, 2.0), 1.5  # gap 0.5, s^2 = 2 * 0.25 * 1.5 = 0.75
 
 
-def made_up(energy, *, noise_variance=SIGMA2, temperatures=TEMPERATURES, accepted=None, proposed=None, factor=1.0):
+def made_up(
+    energy,
+    *,
+    noise_variance=SIGMA2,
+    temperatures=TEMPERATURES,
+    accepted=None,
+    proposed=None,
+    factor=1.0,
+):
     """A history of given energies (k, rungs, chains)."""
     k, rungs, chains = energy.shape
     temperature = torch.tensor(temperatures, dtype=torch.float64).expand(k, rungs)
@@ -43,12 +51,16 @@ def made_up(energy, *, noise_variance=SIGMA2, temperatures=TEMPERATURES, accepte
         accepted=counts if accepted is None else accepted,
         proposed=counts if proposed is None else proposed,
         n_steps=k,
-        correction=None if factor is None else -(1.0 / temperature).diff(dim=1)[:, :, None] * variance / factor,
+        correction=None
+        if factor is None
+        else -(1.0 / temperature).diff(dim=1)[:, :, None] * variance / factor,
     )
 
 
 def noisy_energies(cold, hot, *, k=200, chains=500, seed=0):
-    noise = torch.randn(k, 2, chains, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    noise = torch.randn(
+        k, 2, chains, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     return torch.tensor([cold, hot], dtype=torch.float64)[None, :, None] + math.sqrt(SIGMA2) * noise
 
 
@@ -74,13 +86,20 @@ def each_chain(history, function):
 
 
 def test_observed_rate_and_its_error():
-    accepted, proposed = torch.tensor([[1.0, 3.0], [0.0, 0.0]]), torch.tensor([[10.0, 10.0], [0.0, 0.0]])
+    accepted, proposed = (
+        torch.tensor([[1.0, 3.0], [0.0, 0.0]]),
+        torch.tensor([[10.0, 10.0], [0.0, 0.0]]),
+    )
     energy = torch.zeros(1, 3, 2)
-    rate, error = observed_acceptance(made_up(energy, temperatures=(1.0, 2.0, 3.0), accepted=accepted, proposed=proposed))
+    rate, error = observed_acceptance(
+        made_up(energy, temperatures=(1.0, 2.0, 3.0), accepted=accepted, proposed=proposed)
+    )
     assert float(rate[0]) == pytest.approx(0.2)
     assert float(error[0]) == pytest.approx(0.1)  # rates 0.1 and 0.3: std / sqrt(2)
     assert rate[1].isnan()  # never tested
-    alone = observed_acceptance(made_up(energy[..., :1], temperatures=(1.0, 2.0, 3.0), accepted=accepted[:, :1]))
+    alone = observed_acceptance(
+        made_up(energy[..., :1], temperatures=(1.0, 2.0, 3.0), accepted=accepted[:, :1])
+    )
     assert alone.error.isnan().all()
 
 
@@ -90,11 +109,16 @@ def test_the_error_of_the_observed_rate_is_the_spread_of_repetitions():
     own = torch.rand(2000, 1, 8, generator=generator, dtype=torch.float64)
     proposed = torch.full((1, 8), 100.0)
     accepted = torch.binomial(proposed.expand(2000, 1, 8).double(), own, generator=generator)
-    estimates = [observed_acceptance(made_up(torch.zeros(1, 2, 8), accepted=a, proposed=proposed)) for a in accepted]
+    estimates = [
+        observed_acceptance(made_up(torch.zeros(1, 2, 8), accepted=a, proposed=proposed))
+        for a in accepted
+    ]
     squares = torch.stack([estimate.error[0].square() for estimate in estimates])
     exact = (1 / 12 + (1 / 2 - 1 / 3) / 100) / 8  # variance of the rate of a chain, over 8 chains
     assert_mean_is(squares, exact)
-    assert_mean_is(torch.stack([(estimate.value[0] - 0.5).square() for estimate in estimates]), exact)
+    assert_mean_is(
+        torch.stack([(estimate.value[0] - 0.5).square() for estimate in estimates]), exact
+    )
 
 
 @pytest.mark.parametrize("factor", [1.0, 3.0, math.inf])
@@ -107,33 +131,56 @@ def test_acceptance_from_energies_has_its_closed_form(factor):
     estimate = acceptance_from_energies(history)
     assert float(estimate.value[0]) == pytest.approx(float(per_chain.mean()))
     assert float(estimate.error[0]) == pytest.approx(float(per_chain.std() / math.sqrt(500)))
-    for mutant in (0.5 * factor, 2 * factor) if math.isfinite(factor) else (4.0,):  # sigma2 of the difference, and half of it
+    for mutant in (
+        (0.5 * factor, 2 * factor) if math.isfinite(factor) else (4.0,)
+    ):  # sigma2 of the difference, and half of it
         assert_mean_is_not(
-            each_chain(history, lambda one, f=mutant: acceptance_from_energies(one, correction_factor=f).value[0]), exact
+            each_chain(
+                history,
+                lambda one, f=mutant: acceptance_from_energies(one, correction_factor=f).value[0],
+            ),
+            exact,
         )
     upside_down = made_up(noisy_energies(2.0, 1.0), factor=factor)
-    assert_mean_is_not(each_chain(upside_down, lambda one: acceptance_from_energies(one).value[0]), exact)
+    assert_mean_is_not(
+        each_chain(upside_down, lambda one: acceptance_from_energies(one).value[0]), exact
+    )
 
 
 def test_expected_and_observed_agree_on_a_real_run():
-    """Given the energies, acceptances are coin flips with exactly these chances: the difference has mean 0 in every chain."""
+    """Given the energies, acceptances are coin flips with exactly these chances: the difference has
+    mean 0 in every chain.
+    """
     ladder = tr.Ladder((1.0, 2.5), 0.05)
     target = tr.Noisy(tr.GaussianMixture([0.4, 0.6], [-2.0, 2.0], [0.7, 0.5]), tr.Gaussian(1.0))
-    draws = tr.sample(target, ladder=ladder, n_steps=400, n_runs=256, noise=tr.KnownVariance(1.0), compiled=False)
+    draws = tr.sample(
+        target, ladder=ladder, n_steps=400, n_runs=256, noise=tr.KnownVariance(1.0), compiled=False
+    )
     history = History.from_draws(draws, ladder, correction_factor=1.0)
-    luck = each_chain(history, lambda one: (observed_acceptance(one).value - acceptance_from_energies(one).value)[0])
+    luck = each_chain(
+        history,
+        lambda one: (observed_acceptance(one).value - acceptance_from_energies(one).value)[0],
+    )
     assert_mean_is(luck, 0.0)
     naive = each_chain(
-        history, lambda one: (observed_acceptance(one).value - acceptance_from_energies(one, correction_factor=math.inf).value)[0]
+        history,
+        lambda one: (
+            observed_acceptance(one).value
+            - acceptance_from_energies(one, correction_factor=math.inf).value
+        )[0],
     )
     assert_mean_is_not(naive, 0.0)
 
 
 def test_a_broken_replica_and_a_swap_intensity():
-    energy = torch.tensor([[[0.0]], [[-5.0]]]).movedim(0, 1).repeat(4, 1, 1)  # cold is worse: accepted for sure
+    energy = (
+        torch.tensor([[[0.0]], [[-5.0]]]).movedim(0, 1).repeat(4, 1, 1)
+    )  # cold is worse: accepted for sure
     energy[0, 0], energy[1, 1] = math.inf, math.nan
     assert float(acceptance_from_energies(made_up(energy, noise_variance=0.0)).value) == 0.5
-    assert float(acceptance_from_energies(made_up(energy, noise_variance=0.0), swap_rate=0.3).value) == pytest.approx(0.15)
+    assert float(
+        acceptance_from_energies(made_up(energy, noise_variance=0.0), swap_rate=0.3).value
+    ) == pytest.approx(0.15)
 
 
 def test_draws_do_not_know_the_factor():
@@ -142,11 +189,16 @@ def test_draws_do_not_know_the_factor():
 
 
 def test_expected_acceptance_is_the_known_form_and_does_not_overflow():
-    d, s = torch.linspace(-8, 8, 33, dtype=torch.float64), torch.tensor([[0.3], [2.0], [9.0]], dtype=torch.float64)
+    d, s = (
+        torch.linspace(-8, 8, 33, dtype=torch.float64),
+        torch.tensor([[0.3], [2.0], [9.0]], dtype=torch.float64),
+    )
     known = torch.special.ndtr(d / s - s / 2) + (d + torch.special.log_ndtr(-d / s - s / 2)).exp()
     assert torch.allclose(expected_acceptance(d, s), known, rtol=1e-9)
     assert torch.allclose(expected_acceptance(d, 0.0), d.clamp(max=0.0).exp())
-    huge = expected_acceptance(torch.tensor([-1e6, 0.0, 1e12]), 4.5e5, torch.tensor([1.0, math.inf, 1.0]))
+    huge = expected_acceptance(
+        torch.tensor([-1e6, 0.0, 1e12]), 4.5e5, torch.tensor([1.0, math.inf, 1.0])
+    )
     assert huge.tolist() == pytest.approx([0.0, 0.5, 1.0], abs=1e-5)
     quadrature = torch.linspace(-12, 12, 200_001, dtype=torch.float64)
     weight = (-0.5 * quadrature.square()).exp() / math.sqrt(2 * math.pi)
@@ -157,12 +209,23 @@ def test_expected_acceptance_is_the_known_form_and_does_not_overflow():
 
 
 def test_correction_against_spread():
-    """F = 3: correction gap * sigma2 / 3 = 0.25; the difference of two energies spreads by sqrt(2 sigma2)."""
+    """F = 3: correction gap * sigma2 / 3 = 0.25; the difference of two energies spreads by sqrt(2
+    sigma2).
+    """
     size = correction_against_spread(made_up(noisy_energies(1.0, 2.0), factor=3.0))
     assert float(size.correction[0]) == pytest.approx(0.25)
-    assert float(size.spread[0]) == pytest.approx(math.sqrt(3.0), rel=0.01)  # 100,000 values: 0.22 %
+    assert float(size.spread[0]) == pytest.approx(
+        math.sqrt(3.0), rel=0.01
+    )  # 100,000 values: 0.22 %
     assert float(size.ratio[0]) == pytest.approx(0.25 / math.sqrt(3.0), rel=0.01)
-    assert float(correction_against_spread(made_up(noisy_energies(0.0, 9.0)), correction_factor=1.0).correction) == 0.75
+    assert (
+        float(
+            correction_against_spread(
+                made_up(noisy_energies(0.0, 9.0)), correction_factor=1.0
+            ).correction
+        )
+        == 0.75
+    )
 
 
 def test_the_factor_that_recorded_energies_need():
@@ -170,32 +233,44 @@ def test_the_factor_that_recorded_energies_need():
     rate = float(acceptance_from_energies(history, correction_factor=5.0).value)
     assert float(factor_for_acceptance(history, rate)) == pytest.approx(5.0, rel=1e-6)
     assert float(factor_for_acceptance(history, 1e-3)) == 1.0
-    assert float(factor_for_acceptance(made_up(noisy_energies(0.0, 50.0, chains=50)), 0.5)) == math.inf
+    assert (
+        float(factor_for_acceptance(made_up(noisy_energies(0.0, 50.0, chains=50)), 0.5)) == math.inf
+    )
     with pytest.raises(InvalidArgumentError, match="between 0 and 1"):
         factor_for_acceptance(history, 1.0)
 
 
 def test_a_trace_that_drifts_far_still_gives_its_factor():
     """The size of an image run: gap 80, sigma2 1e7, so F is about 1e5 and more."""
-    energy = 1e5 + 3e3 * torch.randn(4000, 2, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    energy = 1e5 + 3e3 * torch.randn(
+        4000, 2, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     history = made_up(energy, noise_variance=1e7, temperatures=(0.01, 0.05))
     factor = factor_for_acceptance(history, 0.1)
     assert float(factor) > 1e5
-    assert float(acceptance_from_energies(history, correction_factor=float(factor)).value) == pytest.approx(0.1, rel=0.01)
+    assert float(
+        acceptance_from_energies(history, correction_factor=float(factor)).value
+    ) == pytest.approx(0.1, rel=0.01)
 
 
 def test_effective_noise_and_what_it_allows():
     assert float(effective_noise(0.5, 1.5)) == pytest.approx(math.sqrt(0.75))
     s = torch.tensor([0.0, 1.0, 2.0, 4.0, 8.0])
     assert torch.allclose(allowed_acceptance(s), expected_acceptance(0.0, s), rtol=1e-9)
-    assert allowed_acceptance(s).tolist() == pytest.approx([1.0, 0.617, 0.317, 0.0455, 6.33e-5], rel=2e-3)
+    assert allowed_acceptance(s).tolist() == pytest.approx(
+        [1.0, 0.617, 0.317, 0.0455, 6.33e-5], rel=2e-3
+    )
 
 
 def test_the_factor_that_noise_needs():
     s = torch.tensor([4.0, 60.0, 4.5e5])
     factor = factor_for_noise(s, 0.2)
-    assert torch.allclose(expected_acceptance(0.0, s, factor), torch.tensor(0.2, dtype=torch.float64), rtol=1e-6)
-    assert float(factor[2]) == pytest.approx(4.5e5 / (2 * 0.8416), rel=1e-3)  # for large s: Phi(-s / (2 F)) = 0.2
+    assert torch.allclose(
+        expected_acceptance(0.0, s, factor), torch.tensor(0.2, dtype=torch.float64), rtol=1e-6
+    )
+    assert float(factor[2]) == pytest.approx(
+        4.5e5 / (2 * 0.8416), rel=1e-3
+    )  # for large s: Phi(-s / (2 F)) = 0.2
     assert factor_for_noise(torch.tensor([0.5]), 0.2).tolist() == [1.0]
     assert factor_for_noise(torch.tensor([9.0]), 0.9).tolist() == [math.inf]
     with pytest.raises(InvalidArgumentError, match="between 0 and 1"):
@@ -213,24 +288,37 @@ def test_the_ladder_that_noise_allows():
     assert rungs_for_noise(1.0, 10.0, 61.0, noise_std=2.0) == 6
     assert ladder_for_noise(1.0, 2.0, 0.0) == (1.0, 2.0)
     assert rungs_for_noise(1.0, 2.0, 2.0) == 2  # exactly s = 1
-    for bad in ({"cold": 2.0, "hot": 1.0, "noise_variance": 1.0}, {"cold": 1.0, "hot": 2.0, "noise_variance": -1.0}):
+    for bad in (
+        {"cold": 2.0, "hot": 1.0, "noise_variance": 1.0},
+        {"cold": 1.0, "hot": 2.0, "noise_variance": -1.0},
+    ):
         with pytest.raises(InvalidArgumentError, match="got"):
             rungs_for_noise(**bad)
 
 
 def test_noise_level_of_a_smoothed_trace():
-    """sigma2 estimates that are smoothed with 0.3 are an AR(1) of 0.7; one chain's batch means know that, and so do several."""
+    """sigma2 estimates that are smoothed with 0.3 are an AR(1) of 0.7; one chain's batch means know
+    that, and so do several.
+    """
     generator = torch.Generator().manual_seed(0)
-    sample = 4.0 * torch.randn(400, 300, 9, generator=generator, dtype=torch.float64).square().mean(2)
-    level = [4.0 + math.sqrt(0.3 / 1.7) * (sample[0] - 4.0)]  # of the stationary variance from the start
+    sample = 4.0 * torch.randn(400, 300, 9, generator=generator, dtype=torch.float64).square().mean(
+        2
+    )
+    level = [
+        4.0 + math.sqrt(0.3 / 1.7) * (sample[0] - 4.0)
+    ]  # of the stationary variance from the start
     for fresh in sample[1:]:
         level.append(level[-1] + 0.3 * (fresh - level[-1]))
-    history = History(**{**vars(made_up(torch.zeros(400, 2, 300))), "noise_variance": torch.stack(level)[:, None]})
+    history = History(
+        **{**vars(made_up(torch.zeros(400, 2, 300))), "noise_variance": torch.stack(level)[:, None]}
+    )
     values = each_chain(history, lambda one: noise_level(one).value[0])
     errors = each_chain(history, lambda one: noise_level(one).error[0])
     assert_mean_is(values, 4.0)
     spread = float(values.std())
-    assert float(errors.square().mean().sqrt()) == pytest.approx(spread, rel=0.25)  # 4 % of it is that of the spread itself
+    assert float(errors.square().mean().sqrt()) == pytest.approx(
+        spread, rel=0.25
+    )  # 4 % of it is that of the spread itself
     assert float(noise_level(history).error) == pytest.approx(spread / math.sqrt(300))
     as_if_independent = torch.stack(level).std(0) / math.sqrt(400)
     assert_mean_is_not(as_if_independent, spread)

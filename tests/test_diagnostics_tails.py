@@ -15,16 +15,22 @@ from torchrex.errors import InvalidArgumentError
 
 def student(df, shape, seed=0):
     generator = np.random.default_rng(seed)
-    return torch.from_numpy(generator.standard_normal(shape) if df == math.inf else generator.standard_t(df, shape))
+    return torch.from_numpy(
+        generator.standard_normal(shape) if df == math.inf else generator.standard_t(df, shape)
+    )
 
 
 def test_hill_is_exact_for_a_power_law():
-    """Log excesses of a Pareto law are exponential: 1 / index has mean 1/a and variance 1/(a^2 m). Zeros pin the median."""
+    """Log excesses of a Pareto law are exponential: 1 / index has mean 1/a and variance 1/(a^2 m).
+    Zeros pin the median.
+    """
     a, repetitions, n = 2.5, 4000, 400
     generator = torch.Generator().manual_seed(0)
     pareto = torch.rand(repetitions, 160, generator=generator, dtype=torch.float64).pow(-1 / a)
     sign = torch.where(torch.rand(repetitions, 160, generator=generator) < 0.5, -1.0, 1.0)
-    samples = torch.cat([torch.zeros(repetitions, n - 160, dtype=torch.float64), sign * pareto], dim=1)
+    samples = torch.cat(
+        [torch.zeros(repetitions, n - 160, dtype=torch.float64), sign * pareto], dim=1
+    )
     tails = [hill(7.0 + 3.0 * sample) for sample in samples]
     inverse = torch.tensor([1 / tail.index for tail in tails], dtype=torch.float64)
     assert {tail.n_tail for tail in tails} == {20}
@@ -44,8 +50,12 @@ def test_a_gaussian_sample_shows_its_own_index():
 
 
 def test_the_threshold_of_the_tail_is_uncertain_too():
-    """At half the sample its share of the variance is 59 %; the mutant that forgets it would have a deviation of 1.55."""
-    sigmas = torch.tensor([hill(sample, fraction=0.5).sigmas for sample in student(math.inf, (2000, 1000), seed=1)])
+    """At half the sample its share of the variance is 59 %; the mutant that forgets it would have a
+    deviation of 1.55.
+    """
+    sigmas = torch.tensor(
+        [hill(sample, fraction=0.5).sigmas for sample in student(math.inf, (2000, 1000), seed=1)]
+    )
     assert float(sigmas.std()) == pytest.approx(1.0, abs=5 / math.sqrt(4000))
     assert abs(float(sigmas.mean())) < 0.15  # 0.06 is the bias at this size
 

@@ -11,7 +11,11 @@ import torch
 
 import torchrex as tr
 from assertions import assert_mean_is, assert_mean_is_not
-from torchrex.diagnostics import equipartition_temperature, hypervirial_temperature, kinetic_temperature
+from torchrex.diagnostics import (
+    equipartition_temperature,
+    hypervirial_temperature,
+    kinetic_temperature,
+)
 from torchrex.errors import InvalidArgumentError
 from torchrex.samplers import sgld
 
@@ -25,7 +29,9 @@ def normal(*shape, seed=0):
 
 def each_chain(thermometer, *tensors, **options):
     """Readings of independent chains, one by one."""
-    return torch.stack([thermometer(*(t[c : c + 1] for t in tensors), **options).value for c in range(CHAINS)])
+    return torch.stack(
+        [thermometer(*(t[c : c + 1] for t in tensors), **options).value for c in range(CHAINS)]
+    )
 
 
 def quartic():
@@ -38,12 +44,20 @@ def quartic():
 
 def mixture():
     """Two unlike modes: nothing is centred, and the temperature is 1."""
-    target = tr.GaussianMixture([0.3, 0.7], [[-4.0, 0.0, 1.0], [3.0, 1.0, 1.0]], [[0.7, 0.5, 1.0], [1.0, 1.2, 0.4]])
+    target = tr.GaussianMixture(
+        [0.3, 0.7], [[-4.0, 0.0, 1.0], [3.0, 1.0, 1.0]], [[0.7, 0.5, 1.0], [1.0, 1.2, 0.4]]
+    )
     x = target.sample(CHAINS * DRAWS, generator=torch.Generator().manual_seed(0))
     _, gradient = target.energy_and_gradient(x, {})
-    hessian = torch.func.vmap(torch.func.hessian(lambda point: -target.log_density(point[None])[0]))(x)
+    hessian = torch.func.vmap(
+        torch.func.hessian(lambda point: -target.log_density(point[None])[0])
+    )(x)
     shape = (CHAINS, DRAWS, DIM)
-    return x.view(shape), gradient.view(shape), hessian.diagonal(dim1=-2, dim2=-1).sum(-1).view(CHAINS, DRAWS)
+    return (
+        x.view(shape),
+        gradient.view(shape),
+        hessian.diagonal(dim1=-2, dim2=-1).sum(-1).view(CHAINS, DRAWS),
+    )
 
 
 @pytest.mark.parametrize(("draws", "tau"), [(quartic, TAU), (mixture, 1.0)])
@@ -51,12 +65,18 @@ def test_configurational_temperatures_of_exact_draws(draws, tau):
     x, gradient, laplacian = draws()
     zero = torch.zeros(DIM)
     assert_mean_is(each_chain(equipartition_temperature, x, gradient, centre=zero), tau)
-    assert_mean_is(each_chain(equipartition_temperature, x, gradient, centre=zero + 5.0), tau)  # any centre will do
+    assert_mean_is(
+        each_chain(equipartition_temperature, x, gradient, centre=zero + 5.0), tau
+    )  # any centre will do
     assert_mean_is_not(each_chain(equipartition_temperature, x, 1.3 * gradient, centre=zero), tau)
-    assert_mean_is_not(each_chain(equipartition_temperature, x, gradient.roll(1, 1), centre=zero), tau)  # of other positions
+    assert_mean_is_not(
+        each_chain(equipartition_temperature, x, gradient.roll(1, 1), centre=zero), tau
+    )  # of other positions
     value, error = hypervirial_temperature(gradient, laplacian)
     assert abs(float(value) - tau) < 5 * float(error)
-    assert abs(float(hypervirial_temperature(gradient, 1.1 * laplacian).value) - tau) > 5 * float(error)
+    assert abs(float(hypervirial_temperature(gradient, 1.1 * laplacian).value) - tau) > 5 * float(
+        error
+    )
     assert float(error) < 0.02 * tau
 
 
@@ -75,15 +95,22 @@ def test_the_stated_errors_are_those_of_repetitions():
     """Blocks of 8 chains: the mean square of the stated error is the variance of the reading."""
     x, gradient, laplacian = quartic()
     blocks = [slice(c, c + 8) for c in range(0, CHAINS, 8)]
-    for thermometer, tensors in ((equipartition_temperature, (x, gradient)), (hypervirial_temperature, (gradient, laplacian))):
+    for thermometer, tensors in (
+        (equipartition_temperature, (x, gradient)),
+        (hypervirial_temperature, (gradient, laplacian)),
+    ):
         readings = [thermometer(*(tensor[block] for tensor in tensors)) for block in blocks]
         spread = torch.stack([reading.value for reading in readings]).std()
         stated = torch.stack([reading.error for reading in readings]).square().mean().sqrt()
-        assert float(stated) == pytest.approx(float(spread), rel=0.5)  # 50 blocks: 10 % each way, times 5
+        assert float(stated) == pytest.approx(
+            float(spread), rel=0.5
+        )  # 50 blocks: 10 % each way, times 5
 
 
 def test_a_ratio_of_proportional_terms_has_no_error():
-    """Where |g|^2 is tau times the Laplacian draw by draw, their ratio does not fluctuate although both do."""
+    """Where |g|^2 is tau times the Laplacian draw by draw, their ratio does not fluctuate although
+    both do.
+    """
     laplacian = normal(8, 50).square() + 0.1
     value, error = hypervirial_temperature((TAU * laplacian).sqrt()[..., None], laplacian)
     assert float(value) == pytest.approx(TAU)
@@ -91,7 +118,9 @@ def test_a_ratio_of_proportional_terms_has_no_error():
 
 
 def test_minibatch_gradients():
-    """Noise on the gradients leaves equipartition alone, spoils |g|^2, and a second minibatch mends it."""
+    """Noise on the gradients leaves equipartition alone, spoils |g|^2, and a second minibatch mends
+    it.
+    """
     x, gradient, laplacian = mixture()
     first, second = (gradient + 0.8 * normal(*gradient.shape, seed=seed) for seed in (1, 2))
     assert_mean_is(each_chain(equipartition_temperature, x, first, centre=torch.zeros(DIM)), 1.0)
@@ -107,7 +136,13 @@ def test_sgld_is_as_hot_as_its_step_makes_it():
     true = TAU / (1 - lr * stiffness / 2)
     x = math.sqrt(true / stiffness) * normal(CHAINS, 20, DIM)
     for step in range(5):
-        x = sgld(x, stiffness * x, normal(*x.shape, seed=step + 1), lr=torch.tensor(lr), temperature=torch.tensor(TAU))
+        x = sgld(
+            x,
+            stiffness * x,
+            normal(*x.shape, seed=step + 1),
+            lr=torch.tensor(lr),
+            temperature=torch.tensor(TAU),
+        )
     readings = each_chain(equipartition_temperature, x, stiffness * x, centre=torch.zeros(DIM))
     assert_mean_is(readings, true)
     assert_mean_is_not(readings, TAU)
@@ -117,7 +152,9 @@ def stationary_velocities(stiffness, lr):
     """Exact draws of v under the stationary law of the SGHMC recursion, and its variance."""
     keep, pull = 1 - FRICTION, lr * stiffness
     transition = np.array([[1 - pull, keep], [-pull, keep]])
-    variance = scipy.linalg.solve_discrete_lyapunov(transition, 2 * FRICTION * lr * TAU * np.ones((2, 2)))[1, 1]
+    variance = scipy.linalg.solve_discrete_lyapunov(
+        transition, 2 * FRICTION * lr * TAU * np.ones((2, 2))
+    )[1, 1]
     return math.sqrt(variance) * normal(CHAINS, DRAWS, DIM), variance
 
 
@@ -125,19 +162,36 @@ def test_kinetic_temperature():
     sampler = tr.SGHMC(friction=FRICTION)
     soft, _ = stationary_velocities(1e-4, LR)
     assert_mean_is(each_chain(kinetic_temperature, soft, lr=LR, sampler=sampler), TAU)
-    assert_mean_is_not(soft.square().mean((1, 2)) / LR, TAU)  # the mutant: without the factor 2 / (2 - friction)
+    assert_mean_is_not(
+        soft.square().mean((1, 2)) / LR, TAU
+    )  # the mutant: without the factor 2 / (2 - friction)
     stiff, variance = stationary_velocities(8.0, LR)
-    assert_mean_is(each_chain(kinetic_temperature, stiff, lr=LR, sampler=sampler), variance * (2 - FRICTION) / 2 / LR)
-    assert_mean_is_not(each_chain(kinetic_temperature, stiff, lr=LR, sampler=sampler), TAU)  # a step too large shows
+    assert_mean_is(
+        each_chain(kinetic_temperature, stiff, lr=LR, sampler=sampler),
+        variance * (2 - FRICTION) / 2 / LR,
+    )
+    assert_mean_is_not(
+        each_chain(kinetic_temperature, stiff, lr=LR, sampler=sampler), TAU
+    )  # a step too large shows
 
 
 def test_kinetic_temperature_of_a_run():
     """All rungs at once, from the recursion itself."""
-    sampler, temperature = tr.SGHMC(friction=FRICTION), torch.tensor([1.0, 4.0], dtype=torch.float64).view(2, 1, 1, 1)
+    sampler, temperature = (
+        tr.SGHMC(friction=FRICTION),
+        torch.tensor([1.0, 4.0], dtype=torch.float64).view(2, 1, 1, 1),
+    )
     x = v = torch.zeros(2, 100, 1, DIM, dtype=torch.float64)
     kept = []
     for step in range(300):
-        x, v = sampler.move(x, v, 0.1 * x, normal(*x.shape, seed=step), lr=torch.tensor(0.01), temperature=temperature)
+        x, v = sampler.move(
+            x,
+            v,
+            0.1 * x,
+            normal(*x.shape, seed=step),
+            lr=torch.tensor(0.01),
+            temperature=temperature,
+        )
         kept += [v] if step >= 100 else []
     value, error = kinetic_temperature(torch.cat(kept, dim=2), lr=0.01, sampler=sampler)
     assert value.shape == error.shape == (2,)
@@ -155,11 +209,26 @@ def test_one_chain_has_batch_means():
 @pytest.mark.parametrize(
     ("make", "word"),
     [
-        (lambda: kinetic_temperature(torch.zeros(2, 3, 4), lr=0.1, sampler=tr.SGLD()), "no velocities"),
-        (lambda: kinetic_temperature(torch.zeros(2, 3, 4), lr=0.0, sampler=tr.SGHMC()), "must be positive"),
-        (lambda: equipartition_temperature(torch.zeros(3, 4), torch.zeros(3, 4)), "chains, draws, dim"),
-        (lambda: equipartition_temperature(torch.zeros(2, 3, 4), torch.zeros(2, 3, 1)), "equal shape"),
-        (lambda: hypervirial_temperature(torch.zeros(2, 3, 4), torch.zeros(2, 4)), "one number a draw"),
+        (
+            lambda: kinetic_temperature(torch.zeros(2, 3, 4), lr=0.1, sampler=tr.SGLD()),
+            "no velocities",
+        ),
+        (
+            lambda: kinetic_temperature(torch.zeros(2, 3, 4), lr=0.0, sampler=tr.SGHMC()),
+            "must be positive",
+        ),
+        (
+            lambda: equipartition_temperature(torch.zeros(3, 4), torch.zeros(3, 4)),
+            "chains, draws, dim",
+        ),
+        (
+            lambda: equipartition_temperature(torch.zeros(2, 3, 4), torch.zeros(2, 3, 1)),
+            "equal shape",
+        ),
+        (
+            lambda: hypervirial_temperature(torch.zeros(2, 3, 4), torch.zeros(2, 4)),
+            "one number a draw",
+        ),
     ],
 )
 def test_bad_input(make, word):

@@ -13,7 +13,13 @@ import torch
 from scipy import optimize, stats
 
 from assertions import assert_mean_is, assert_mean_is_not
-from torchrex.diagnostics import assigned_w2, line_distance, same_law_distance, sliced_w2, transported
+from torchrex.diagnostics import (
+    assigned_w2,
+    line_distance,
+    same_law_distance,
+    sliced_w2,
+    transported,
+)
 from torchrex.errors import InvalidArgumentError, MissingDependencyError
 
 
@@ -28,27 +34,40 @@ def test_line_distance_of_a_shift_and_of_unequal_sizes():
     x = cloud(50, 1)[:, 0]
     for order in (1, 2):
         assert float(line_distance(x, x.flip(0) + 3.0, order)) == pytest.approx(3.0)
-        assert float(line_distance(x, x.repeat(3), order)) == pytest.approx(0.0, abs=1e-12)  # the same law
+        assert float(line_distance(x, x.repeat(3), order)) == pytest.approx(
+            0.0, abs=1e-12
+        )  # the same law
     y = cloud(73, 1, seed=1)[:, 0]
     assert float(line_distance(x, y, 1)) == pytest.approx(stats.wasserstein_distance(x, y))
-    once = line_distance(x.repeat_interleave(73), y.repeat_interleave(50), 2)  # the same laws with equal sizes
+    once = line_distance(
+        x.repeat_interleave(73), y.repeat_interleave(50), 2
+    )  # the same laws with equal sizes
     assert float(line_distance(x, y, 2)) == pytest.approx(float(once))
-    # Masses 1/2, 1/2 at 0, 1 against 1/3 at 0, 1, 2: moved by hand, 1/6 from 0 to 1 and 1/3 from 1 to 2.
-    assert float(line_distance(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0, 2.0]), 2)) == pytest.approx(math.sqrt(0.5))
+    # Masses 1/2, 1/2 at 0, 1 against 1/3 at 0, 1, 2: moved by hand, 1/6 from 0 to 1 and 1/3 from 1
+    # to 2.
+    assert float(
+        line_distance(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0, 2.0]), 2)
+    ) == pytest.approx(math.sqrt(0.5))
     with pytest.raises(InvalidArgumentError, match="1 or 2"):
         line_distance(x, y, 3)
 
 
 def test_sliced_distance_of_a_shift():
-    """W2 along t is |t . c|, so SW2^2 = |c|^2 / dim: exact over directions, and the stated error is that of repetitions."""
+    """W2 along t is |t . c|, so SW2^2 = |c|^2 / dim: exact over directions, and the stated error is
+    that of repetitions.
+    """
     x = cloud(40, 3)
     y = (x + SHIFT)[torch.randperm(40, generator=torch.Generator().manual_seed(0))]
     estimates = [sliced_w2(x, y, n_directions=64, seed=seed) for seed in range(1000)]
     value, error = (torch.stack(part) for part in zip(*estimates, strict=True))
     exact = math.sqrt(float(SHIFT.square().sum()) / 3)
     assert_mean_is(value.square(), exact**2)
-    assert float((2 * value * error).square().mean().sqrt()) == pytest.approx(float(value.square().std()), rel=0.12)
-    assert_mean_is_not(value.square(), float(SHIFT.square().sum()))  # the mutant: directions that are not of length 1
+    assert float((2 * value * error).square().mean().sqrt()) == pytest.approx(
+        float(value.square().std()), rel=0.12
+    )
+    assert_mean_is_not(
+        value.square(), float(SHIFT.square().sum())
+    )  # the mutant: directions that are not of length 1
     assert torch.equal(sliced_w2(x, y, seed=3).value, sliced_w2(x, y, seed=3).value)
     same = sliced_w2(x, x)
     assert (float(same.value), float(same.error)) == (0.0, 0.0)
@@ -64,13 +83,18 @@ def test_in_one_dimension_slices_are_exact():
 def test_assignment_is_the_cheapest_of_all_pairings():
     x, y = cloud(6, 2), cloud(6, 2, seed=1)
     cost = (x[:, None] - y[None]).square().sum(-1)
-    cheapest = min(float(sum(cost[i, j] for i, j in enumerate(order))) / 6 for order in itertools.permutations(range(6)))
+    cheapest = min(
+        float(sum(cost[i, j] for i, j in enumerate(order))) / 6
+        for order in itertools.permutations(range(6))
+    )
     assert assigned_w2(x, y) == pytest.approx(math.sqrt(cheapest))
     assert assigned_w2(x.float() + 1e4, x.float() + 1e4) == 0.0
     far = cloud(200, 3)
     assert assigned_w2(far, far.flip(0) + SHIFT) == pytest.approx(float(SHIFT.norm()))
     line = cloud(50, 1)
-    assert assigned_w2(line, 2 * line.flip(0)) == pytest.approx(float(line_distance(line[:, 0], 2 * line[:, 0])))
+    assert assigned_w2(line, 2 * line.flip(0)) == pytest.approx(
+        float(line_distance(line[:, 0], 2 * line[:, 0]))
+    )
 
 
 class LinearProgram(types.ModuleType):
@@ -79,7 +103,9 @@ class LinearProgram(types.ModuleType):
     def emd2(self, a, b, cost, numItermax=100_000):
         n, m = cost.shape
         rows, columns = np.kron(np.eye(n), np.ones(m)), np.kron(np.ones(n), np.eye(m))
-        solved = optimize.linprog(cost.ravel(), A_eq=np.vstack([rows, columns]), b_eq=np.concatenate([a, b]))
+        solved = optimize.linprog(
+            cost.ravel(), A_eq=np.vstack([rows, columns]), b_eq=np.concatenate([a, b])
+        )
         assert solved.success
         return solved.fun
 
@@ -89,13 +115,17 @@ def assert_known_transports():
     assert transported(x, y) == pytest.approx(assigned_w2(x, y), rel=1e-6)
     a, b = cloud(5, 1), cloud(8, 1, seed=2)
     for order in (1, 2):
-        assert transported(a, b, order=order) == pytest.approx(float(line_distance(a[:, 0], b[:, 0], order)), rel=1e-6)
+        assert transported(a, b, order=order) == pytest.approx(
+            float(line_distance(a[:, 0], b[:, 0], order)), rel=1e-6
+        )
     # Weight 3 : 1 is the same as the point three times.
     heavy = transported(a[:2], b, x_weights=torch.tensor([3.0, 1.0]))
     assert heavy == pytest.approx(transported(torch.cat([a[:1]] * 3 + [a[1:2]]), b), rel=1e-6)
     one = transported(a[:1], b, y_weights=torch.arange(8.0))
     weight = torch.arange(8.0, dtype=torch.float64) / 28
-    assert one == pytest.approx(math.sqrt(float((weight * (b - a[0]).square().sum(-1)).sum())), rel=1e-6)
+    assert one == pytest.approx(
+        math.sqrt(float((weight * (b - a[0]).square().sum(-1)).sum())), rel=1e-6
+    )
 
 
 def test_weighted_transport(monkeypatch):
@@ -115,13 +145,22 @@ def test_without_pot(monkeypatch):
 
 
 def test_same_law_distance_is_the_floor():
-    """W2 on the line between two samples of 500 of N(0, 1): far from 0, near what fresh samples show."""
+    """W2 on the line between two samples of 500 of N(0, 1): far from 0, near what fresh samples
+    show.
+    """
 
     def on_the_line(x, y):
         return float(line_distance(x[:, 0], y[:, 0]))
 
-    fresh = torch.tensor([on_the_line(cloud(500, 1, seed=2 * k), cloud(500, 1, seed=2 * k + 1)) for k in range(300)])
-    floors = torch.stack([same_law_distance(cloud(1000, 1, seed=1000 + k), on_the_line, seed=k).value for k in range(300)])
+    fresh = torch.tensor(
+        [on_the_line(cloud(500, 1, seed=2 * k), cloud(500, 1, seed=2 * k + 1)) for k in range(300)]
+    )
+    floors = torch.stack(
+        [
+            same_law_distance(cloud(1000, 1, seed=1000 + k), on_the_line, seed=k).value
+            for k in range(300)
+        ]
+    )
     assert float(floors.mean()) == pytest.approx(
         float(fresh.mean()), abs=5 * float((fresh.var() / 300 + floors.var() / 300).sqrt())
     )
@@ -147,7 +186,9 @@ def test_bad_clouds(make, word):
         make()
 
 
-@pytest.mark.parametrize("weights", [torch.ones(3), -torch.ones(4), torch.zeros(4), torch.full((4,), math.nan)])
+@pytest.mark.parametrize(
+    "weights", [torch.ones(3), -torch.ones(4), torch.zeros(4), torch.full((4,), math.nan)]
+)
 def test_bad_weights(monkeypatch, weights):
     monkeypatch.setitem(sys.modules, "ot", LinearProgram("ot"))
     with pytest.raises(InvalidArgumentError, match="y_weights"):

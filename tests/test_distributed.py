@@ -1,4 +1,6 @@
-"""Runs on several processes: the same numbers as on one, checkpoints that move between them, and errors that reach everybody."""
+"""Runs on several processes: the same numbers as on one, checkpoints that move between them, and
+errors that reach everybody.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,16 @@ from torchrex.distributed import replica_mesh
 
 TEMPERATURES = (0.5, 0.52, 0.55, 0.6)
 
-# What a run is made of besides the replicas. Each way of sharing energies, and each stream of random numbers, is in one of them.
+# What a run is made of besides the replicas. Each way of sharing energies, and each stream of
+# random numbers, is in one of them.
 KINDS = {
     "paired": {"noise": lambda: tr.PairedVariance(0.3)},
     "repeated": {"noise": lambda: tr.Smoothing(0.3, tr.RepeatedDraws(3, every=7))},
     "refresh": {"noise": lambda: tr.PairedVariance(), "momentum": "refresh"},
-    "independent": {"noise": lambda: tr.Smoothing(0.3, tr.PerExample(paired=False)), "shared_batches": False},
+    "independent": {
+        "noise": lambda: tr.Smoothing(0.3, tr.PerExample(paired=False)),
+        "shared_batches": False,
+    },
     "exact": {"noise": lambda: tr.KnownVariance(30.0), "model": mlp, "prior": "function"},
 }
 
@@ -30,7 +36,13 @@ def squares(parameters):
 
 
 def make(kind="paired", *, seed=3, n=4, dtype=torch.float32, **more):
-    settings = {"model": with_everything, "prior": tr.GaussianPrior(3.0), "shared_batches": True, **KINDS[kind], **more}
+    settings = {
+        "model": with_everything,
+        "prior": tr.GaussianPrior(3.0),
+        "shared_batches": True,
+        **KINDS[kind],
+        **more,
+    }
     ensemble = tr.ModuleEnsemble(
         settings["model"],
         cross_entropy(prior=squares if settings["prior"] == "function" else settings["prior"]),
@@ -50,7 +62,9 @@ def make(kind="paired", *, seed=3, n=4, dtype=torch.float32, **more):
 
 
 def whole_run(folder, kind, n_steps, checkpoint_every=25, stop_at=None):
-    """Train with everything, from a checkpoint if there is one; what the trace and the averages saw."""
+    """Train with everything, from a checkpoint if there is one; what the trace and the averages
+    saw.
+    """
     run = make(kind)
     average = tr.PosteriorAverage([classes(20, seed=9)], every=10, rungs=(0, 3))
     trace = tr.Trace()
@@ -66,9 +80,16 @@ def whole_run(folder, kind, n_steps, checkpoint_every=25, stop_at=None):
         extra=extra,
     )
     seen = trace.state_dict()
-    digest = hashlib.sha256(json.dumps({k: v.tolist() for k, v in sorted(seen["tensors"].items())}).encode()).hexdigest()
+    digest = hashlib.sha256(
+        json.dumps({k: v.tolist() for k, v in sorted(seen["tensors"].items())}).encode()
+    ).hexdigest()
     swaps = int(seen["tensors"]["accepted"].sum())
-    return {"status": outcome.status, "trace": digest, "swaps": swaps, "average": average.probabilities(0).tolist()}
+    return {
+        "status": outcome.status,
+        "trace": digest,
+        "swaps": swaps,
+        "average": average.probabilities(0).tolist(),
+    }
 
 
 def files_of(folder, step):
@@ -81,8 +102,12 @@ def files_of(folder, step):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_number_of_processes_changes_nothing(tmp_path, kind):
-    """Energies, swaps, weights, buffers, momenta, averages: bit for bit, and byte for byte in the files."""
-    said = {n: run_ranks(n, whole_run, tmp_path, str(tmp_path / str(n)), kind, 60) for n in (1, 2, 3, 4)}
+    """Energies, swaps, weights, buffers, momenta, averages: bit for bit, and byte for byte in the
+    files.
+    """
+    said = {
+        n: run_ranks(n, whole_run, tmp_path, str(tmp_path / str(n)), kind, 60) for n in (1, 2, 3, 4)
+    }
     assert said[1][0]["status"] == "finished"
     assert said[1][0]["swaps"] > 0
     for n in (2, 3, 4):
@@ -99,16 +124,29 @@ def test_a_run_goes_on_on_another_number_of_processes(tmp_path, before, after):
     assert files_of(tmp_path / "moved", 60) == files_of(tmp_path / "whole", 60)
 
 
-# More processes than replicas: each has a share of every minibatch, and sums are added up in another order.
+# More processes than replicas: each has a share of every minibatch, and sums are added up in
+# another order.
 
-ROUNDING = 1e-9  # relative, of energies in float64 after 60 steps; weights begin to differ in the last bit
+ROUNDING = (
+    1e-9  # relative, of energies in float64 after 60 steps; weights begin to differ in the last bit
+)
 
 
 def shares(dtype):
-    run = make("exact", n=2, model=lambda: mlp(dtype), prior=tr.GaussianPrior(3.0), noise=lambda: tr.PairedVariance(0.3))
+    run = make(
+        "exact",
+        n=2,
+        model=lambda: mlp(dtype),
+        prior=tr.GaussianPrior(3.0),
+        noise=lambda: tr.PairedVariance(0.3),
+    )
     x, y = classes(dtype=dtype)
     infos = next(iter(run.advance(60, tr.DeviceLoader((x, y), 7, seed=1))))
-    return {"energy": infos.energy[..., 0].tolist(), "accepted": infos.accepted[..., 0].tolist(), "ranks": run.mesh.n_data_ranks}
+    return {
+        "energy": infos.energy[..., 0].tolist(),
+        "accepted": infos.accepted[..., 0].tolist(),
+        "ranks": run.mesh.n_data_ranks,
+    }
 
 
 @pytest.mark.parametrize("n", [4, 6])
@@ -117,21 +155,27 @@ def test_processes_that_share_minibatches_agree_within_rounding(tmp_path, n):
     together = run_ranks(n, shares, tmp_path, torch.float64)
     assert all(said == together[0] for said in together)
     assert together[0]["ranks"] == n // 2
-    assert torch.allclose(torch.tensor(together[0]["energy"]), torch.tensor(alone["energy"]), rtol=ROUNDING, atol=0)
+    assert torch.allclose(
+        torch.tensor(together[0]["energy"]), torch.tensor(alone["energy"]), rtol=ROUNDING, atol=0
+    )
     assert together[0]["accepted"] == alone["accepted"]
     assert sum(map(sum, alone["accepted"])) > 0
 
 
 def shared_run(folder, n_steps):
     run = make(n=2)
-    return tr.train(run, tr.DeviceLoader(classes(), 8, seed=1), n_steps, checkpoints=folder, checkpoint_every=10).status
+    return tr.train(
+        run, tr.DeviceLoader(classes(), 8, seed=1), n_steps, checkpoints=folder, checkpoint_every=10
+    ).status
 
 
 def test_a_shared_run_goes_on_exactly_and_elsewhere(tmp_path):
     """With dropout and BatchNorm; on as many processes bit for bit, on fewer it goes on."""
     for name, stops in (("whole", (40,)), ("stopped", (17, 40)), ("moved", (17,))):
         for stop in stops:
-            assert run_ranks(4, shared_run, tmp_path, str(tmp_path / name), stop) == ["finished"] * 4
+            assert (
+                run_ranks(4, shared_run, tmp_path, str(tmp_path / name), stop) == ["finished"] * 4
+            )
     assert files_of(tmp_path / "stopped", 40) == files_of(tmp_path / "whole", 40)
     assert run_ranks(1, shared_run, tmp_path, str(tmp_path / "moved"), 40) == ["finished"]
 
@@ -145,7 +189,11 @@ def shared_statistics():
     masks = []
     with run.forward, run.forward.turn_of(0):
         masks = torch.nn.functional.dropout(torch.ones(20), 0.5).tolist()
-    return {"running": module[1].running_mean.tolist(), "weights": here[0].weight.tolist(), "mask": masks}
+    return {
+        "running": module[1].running_mean.tolist(),
+        "weights": here[0].weight.tolist(),
+        "mask": masks,
+    }
 
 
 def test_shares_have_one_set_of_weights_and_statistics_and_masks_of_their_own(tmp_path):
@@ -162,7 +210,10 @@ def outputs(n_steps):
     run = make("exact")
     list(run.advance(n_steps, tr.DeviceLoader(classes(), 8, seed=1)))
     batch = classes(6, seed=4)
-    return [[run.predict(batch, rung).tolist(), run.module_at(rung)[0].weight.tolist()] for rung in range(4)]
+    return [
+        [run.predict(batch, rung).tolist(), run.module_at(rung)[0].weight.tolist()]
+        for rung in range(4)
+    ]
 
 
 def test_outputs_and_modules_of_every_rung_are_the_same_everywhere(tmp_path):
@@ -173,7 +224,9 @@ def test_outputs_and_modules_of_every_rung_are_the_same_everywhere(tmp_path):
 def broken(n_steps):
     run = make("exact", noise=lambda: tr.PairedVariance(0.3))
     run = tr.ReplicaExchange(
-        tr.ModuleEnsemble(mlp, cross_entropy(), tr.SGHMC(0.1), initial="independent", mesh=replica_mesh(4)),
+        tr.ModuleEnsemble(
+            mlp, cross_entropy(), tr.SGHMC(0.1), initial="independent", mesh=replica_mesh(4)
+        ),
         tr.Ladder(TEMPERATURES, 1e-3),
         seed=3,
         divergence="respawn",
@@ -197,14 +250,24 @@ def stored(folder, n_steps):
     store = tr.DrawStore(folder + "/draws", capacity=3)
     average = tr.PosteriorAverage([classes(20, seed=9)], every=5, rungs=(0, 1), store=store)
     loader = tr.DeviceLoader(classes(), 8, seed=1)
-    return tr.train(run, loader, n_steps, average=average, checkpoints=folder + "/checkpoints", checkpoint_every=10).status
+    return tr.train(
+        run,
+        loader,
+        n_steps,
+        average=average,
+        checkpoints=folder + "/checkpoints",
+        checkpoint_every=10,
+    ).status
 
 
 def test_draws_are_kept_once_whoever_holds_their_replica(tmp_path):
     assert run_ranks(1, stored, tmp_path, str(tmp_path / "alone"), 32) == ["finished"]
     assert run_ranks(3, stored, tmp_path, str(tmp_path / "spread"), 17) == ["finished"] * 3
     assert run_ranks(2, stored, tmp_path, str(tmp_path / "spread"), 32) == ["finished"] * 2
-    files = [{path.name: path.read_bytes() for path in (tmp_path / name / "draws").iterdir()} for name in ("alone", "spread")]
+    files = [
+        {path.name: path.read_bytes() for path in (tmp_path / name / "draws").iterdir()}
+        for name in ("alone", "spread")
+    ]
     assert {name: files[0][name] for name in files[0] if name != "index.json"} == {
         name: files[1][name] for name in files[1] if name != "index.json"
     }
@@ -228,7 +291,9 @@ def refused(what):
     loader = tr.DeviceLoader(classes(), 8, seed=rank if what == "batches" else 1)
     if what == "later batches":  # alike for an epoch
         x, y = classes()
-        alike, other = ([(x[k : k + 8] + s, y[k : k + 8]) for k in range(0, 40, 8)] for s in (0.0, float(rank)))
+        alike, other = (
+            [(x[k : k + 8] + s, y[k : k + 8]) for k in range(0, 40, 8)] for s in (0.0, float(rank))
+        )
         list(run.advance(600, [*alike, *other]))
     list(run.advance(3, loader))
 
@@ -240,9 +305,16 @@ def refused(what):
         ("batches", 2, "ranks 0 and 1 have different batches"),
         ("later batches", 2, "ranks 0 and 1 have different batches"),
         ("sizes", 2, "the minibatches of all replicas must have one size, got [8, 8, 8, 6]"),
-        ("mesh", 4, "4 processes cannot share 3 replicas evenly; start at most 3, or a multiple of it"),
+        (
+            "mesh",
+            4,
+            "4 processes cannot share 3 replicas evenly; start at most 3, or a multiple of it",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_everywhere(tmp_path, what, n, words):
     said = run_ranks(n, refused, tmp_path, what)
-    assert all(each["error"] in ("InvalidArgumentError", "TargetError") and words in each["said"] for each in said), said
+    assert all(
+        each["error"] in ("InvalidArgumentError", "TargetError") and words in each["said"]
+        for each in said
+    ), said

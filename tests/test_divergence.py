@@ -1,4 +1,6 @@
-"""A replica whose energy is NaN or infinite: it is named, it never spreads, and on request it is replaced."""
+"""A replica whose energy is NaN or infinite: it is named, it never spreads, and on request it is
+replaced.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,20 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchrex as tr
-from modules import N_CLASSES, N_DATA, N_FEATURES, batches, buffers_of, classes, cross_entropy, make_run, same, weights_of
+from modules import (
+    N_CLASSES,
+    N_DATA,
+    N_FEATURES,
+    batches,
+    buffers_of,
+    classes,
+    cross_entropy,
+    make_run,
+    same,
+    weights_of,
+)
 from torchrex.errors import InvalidArgumentError, NonFiniteEnergyError
-from torchrex.exchange.divergence import first_failure
+from torchrex.network.divergence import first_failure
 
 NAN, INF = float("nan"), float("inf")
 LADDER = tr.Ladder((0.5, 0.7, 1.0), (1e-3, 1e-3, 1e-3))
@@ -56,7 +69,9 @@ def test_the_error_names_replica_rung_and_step(replica, step, through):
         run.step(batch)
     rung = int(run.state.rung_of[replica, 0])
     poison(run, replica)
-    with pytest.raises(NonFiniteEnergyError, match=f"replica {replica} on rung {rung} became nan at step {step} ") as caught:
+    with pytest.raises(
+        NonFiniteEnergyError, match=f"replica {replica} on rung {rung} became nan at step {step} "
+    ) as caught:
         run.step(data[step]) if through == "step" else list(run.advance(3, data[step:]))
     error = caught.value
     assert (error.replica, error.rung, error.step, error.run) == (replica, rung, step, 0)
@@ -83,7 +98,9 @@ def test_nan_in_the_data_points_to_the_data(step, divergence, through, ladder):
 def test_before_the_first_move_no_learning_rate_is_to_blame(step, divergence):
     """With data that are finite."""
     run, (x, y) = run_on(divergence=divergence), classes(8)
-    run.ensemble.energy._loss = lambda output, target: output.sum(1) * (NAN if run.n_steps >= step else 1.0)
+    run.ensemble.energy._loss = lambda output, target: (
+        output.sum(1) * (NAN if run.n_steps >= step else 1.0)
+    )
     for _ in range(step):
         run.step((x, y))
     with pytest.raises(NonFiniteEnergyError, match=f"at step {step} ") as caught:
@@ -131,7 +148,9 @@ def test_replica_and_rung_are_told_apart():
 
 
 def test_a_learning_rate_that_is_too_large_ends_in_an_error():
-    """Nothing is poisoned: the hot rung overflows by itself, and the first step at which it has done so is named."""
+    """Nothing is poisoned: the hot rung overflows by itself, and the first step at which it has
+    done so is named.
+    """
     run = run_on(tr.Ladder((0.5, 1.0), (1e-4, 1e30)), **NO_SWAPS, sampler=tr.SGLD())
     infos = [go_on(run, batch) for batch in batches(20)]
     broken = next(k for k, info in enumerate(infos) if isinstance(info, NonFiniteEnergyError))
@@ -147,11 +166,19 @@ def squared(output, target):
 def squared_run(**options):
     """Squared errors overflow to inf where cross entropies become NaN."""
     energy = tr.PosteriorEnergy(squared, n_data=N_DATA)
-    return make_run(lambda: nn.Linear(N_FEATURES, N_CLASSES), energy, tr.Ladder((0.5, 1.0), 1e-4), seed=1, **options)
+    return make_run(
+        lambda: nn.Linear(N_FEATURES, N_CLASSES),
+        energy,
+        tr.Ladder((0.5, 1.0), 1e-4),
+        seed=1,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("replica", [0, 1])
-@pytest.mark.parametrize("noise", [None, tr.KnownVariance(), tr.RunningMean(tr.RepeatedDraws(2, every=50))], ids=str)
+@pytest.mark.parametrize(
+    "noise", [None, tr.KnownVariance(), tr.RunningMean(tr.RepeatedDraws(2, every=50))], ids=str
+)
 def test_an_infinite_energy_stays_where_it_is_and_is_named(replica, noise):
     run = squared_run(noise=noise)
     poison(run, replica, 1e30)
@@ -173,7 +200,9 @@ def test_an_infinite_energy_on_the_cold_rung_is_respawned():
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
-@pytest.mark.parametrize("noise", [None, tr.KnownVariance(), tr.RunningMean(tr.RepeatedDraws(2, every=3))], ids=str)
+@pytest.mark.parametrize(
+    "noise", [None, tr.KnownVariance(), tr.RunningMean(tr.RepeatedDraws(2, every=3))], ids=str
+)
 def test_a_broken_replica_never_swaps_and_changes_nobody(value, noise):
     """With the middle rung broken nothing can swap: the others walk as in a run that tests nothing."""
     data = batches(15)
@@ -236,7 +265,8 @@ def test_the_nearest_healthy_replica_is_copied(broken_rungs, copied):
     stands = run.state.replica_at[:, 0].tolist()
     assert [stands[rung] for rung in broken_rungs] == [standing[rung] for rung in broken_rungs]
     assert run.respawns == [
-        {"step": 31, "replica": standing[rung], "rung": rung, "copied_from": stands[copied[rung]]} for rung in broken_rungs
+        {"step": 31, "replica": standing[rung], "rung": rung, "copied_from": stands[copied[rung]]}
+        for rung in broken_rungs
     ]
     for event in run.respawns:
         a, b = event["replica"], event["copied_from"]
@@ -246,7 +276,9 @@ def test_the_nearest_healthy_replica_is_copied(broken_rungs, copied):
         assert same(weights_of(run, a), weights_of(run, b))
     run.step(data[31])
     for event in run.respawns:  # their noises differ, so they part
-        assert not torch.equal(run.ensemble.position[event["replica"]], run.ensemble.position[event["copied_from"]])
+        assert not torch.equal(
+            run.ensemble.position[event["replica"]], run.ensemble.position[event["copied_from"]]
+        )
     assert len(run.respawns) == len(broken_rungs)
 
 
@@ -296,7 +328,9 @@ def test_it_is_logged_and_the_others_are_left_alone(caplog):
 
 
 def test_a_rung_that_keeps_overflowing_is_respawned_again_and_again():
-    run = run_on(tr.Ladder((0.5, 1.0), (1e-4, 1e30)), **NO_SWAPS, divergence="respawn", sampler=tr.SGLD())
+    run = run_on(
+        tr.Ladder((0.5, 1.0), (1e-4, 1e30)), **NO_SWAPS, divergence="respawn", sampler=tr.SGLD()
+    )
     for batch in batches(20):
         run.step(batch)
     assert len(run.respawns) >= 5
@@ -327,7 +361,11 @@ def test_swaps_go_on_after_a_respawn_with_a_known_variance():
 
 
 def test_a_learnt_factor_survives_a_broken_replica():
-    run = run_on(divergence="respawn", noise=tr.KnownVariance(1.0), correction_factor=tr.TargetAcceptance(0.3))
+    run = run_on(
+        divergence="respawn",
+        noise=tr.KnownVariance(1.0),
+        correction_factor=tr.TargetAcceptance(0.3),
+    )
     poison(run, 1)
     for batch in batches(4):
         run.step(batch)

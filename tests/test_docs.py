@@ -37,7 +37,9 @@ def test_snippets_run(page, capsys):
 
 
 def test_every_snippet_of_the_docs_is_run():
-    with_snippets = {page for page in (ROOT / "docs").glob("*.md") if "```python\n" in page.read_text()}
+    with_snippets = {
+        page for page in (ROOT / "docs").glob("*.md") if "```python\n" in page.read_text()
+    }
     assert with_snippets <= {ROOT / page for page in PAGES}
 
 
@@ -47,14 +49,25 @@ def test_every_page_is_on_the_site():
 
 
 def test_links_lead_somewhere():
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"]:
+    for page in [
+        ROOT / "README.md",
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "benchmarks" / "README.md",
+    ]:
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            assert link.startswith("http") or (page.parent / link).exists(), f"{page.name} links to {link}"
+            assert link.startswith("http") or (page.parent / link).exists(), (
+                f"{page.name} links to {link}"
+            )
 
 
 def test_links_to_headings_find_them():
     for page in (ROOT / "docs").glob("*.md"):
         for name, anchor in re.findall(r"\]\((\w[^):#]*)?#([^)]+)\)", page.read_text()):
-            headings = re.findall(r"^#+ (.*)$", (page.parent / (name or page.name)).read_text(), re.MULTILINE)
-            slugs = {re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+            headings = re.findall(
+                r"^#+ (.*)$", (page.parent / (name or page.name)).read_text(), re.MULTILINE
+            )
+            slugs = {
+                re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-")
+                for heading in headings
+            }
             assert anchor in slugs, f"{page.name} links to {name}#{anchor}"

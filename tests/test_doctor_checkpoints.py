@@ -1,4 +1,6 @@
-"""The doctor reads every checkpoint of a run, names those that are damaged, and says what a resume would do about them."""
+"""The doctor reads every checkpoint of a run, names those that are damaged, and says what a resume
+would do about them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def spoil(file):
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
     """A run of the digits with checkpoints of steps 380 and 400."""
-    config = replace(get_recipe("digits/resghmc"), epochs=20, burn_in_epochs=10, hidden=8, checkpoint_every=380)
+    config = replace(
+        get_recipe("digits/resghmc"), epochs=20, burn_in_epochs=10, hidden=8, checkpoint_every=380
+    )
     path = run_recipe(config, 0, tmp_path_factory.mktemp("digits")).path
     assert tr.Checkpoints(path / "checkpoints").steps() == [380, 400]
     return path
@@ -66,9 +70,15 @@ def resumed(path):
 def test_whole_checkpoints_are_fine(run):
     diagnosis = diagnose(load_run(run("finished")))
     found = finding_of(diagnosis.findings, "checkpoints")
-    assert (found.severity, found.words) == ("fine", "2 checkpoints are whole; the newest is that of step 400.")
+    assert (found.severity, found.words) == (
+        "fine",
+        "2 checkpoints are whole; the newest is that of step 400.",
+    )
     assert found.numbers == {"whole": ["step=000000380", "step=000000400"], "damaged": []}
-    assert not {finding.title for finding in diagnosis.findings} & {"damaged checkpoint", "damaged checkpoints"}
+    assert not {finding.title for finding in diagnosis.findings} & {
+        "damaged checkpoint",
+        "damaged checkpoints",
+    }
 
 
 def test_an_older_one_serves_where_the_newest_is_damaged(run):
@@ -77,7 +87,9 @@ def test_an_older_one_serves_where_the_newest_is_damaged(run):
     findings = findings_of(load_run(path))
     found = finding_of(findings, "damaged checkpoint")
     assert found.severity == "warning"
-    assert found.words.startswith("checkpoints/step=000000400 has a damaged replica=1.safetensors, whose checksum is not")
+    assert found.words.startswith(
+        "checkpoints/step=000000400 has a damaged replica=1.safetensors, whose checksum is not"
+    )
     assert "goes on from step 380, so that 20 steps are made again" in found.words
     assert resumed(path) == 380
     assert found.numbers == {"whole": ["step=000000380"], "damaged": ["step=000000400"]}
@@ -89,14 +101,19 @@ def test_an_older_one_that_is_damaged_costs_nothing(run):
     path = run()
     (path / "checkpoints" / "step=000000380" / "shared.safetensors").unlink()
     found = finding_of(findings_of(load_run(path)), "damaged checkpoint")
-    assert "step=000000380 lacks shared.safetensors. The newest is whole, and --resume goes on from there" in found.words
+    assert (
+        "step=000000380 lacks shared.safetensors. The newest is whole, and --resume goes on from there"
+        in found.words
+    )
     assert resumed(path) == 400
 
 
 def test_where_none_can_be_used_a_resume_is_not_advised(run):
     path = run()
     spoil(path / "checkpoints" / "step=000000380" / "manifest.json")
-    (path / "checkpoints" / "step=000000400" / "replica=0.safetensors").write_bytes(b"PK\x03\x04" + bytes(20))
+    (path / "checkpoints" / "step=000000400" / "replica=0.safetensors").write_bytes(
+        b"PK\x03\x04" + bytes(20)
+    )
     (path / "result.json").unlink()
     findings = findings_of(load_run(path))
     found = finding_of(findings, "damaged checkpoints")
@@ -146,7 +163,9 @@ def test_large_ones_are_left_out_of_a_quick_look(run, monkeypatch, tmp_path):
     assert finding_of(findings_of(load_run(path), quick=True), "damaged checkpoint")
     monkeypatch.setattr(doctor_checkpoints, "LARGE", 1000)
     found = finding_of(findings_of(load_run(path), quick=True), "only a quick look")
-    assert found.words.startswith("To tell whether its checkpoints are whole takes seconds here and was left out")
+    assert found.words.startswith(
+        "To tell whether its checkpoints are whole takes seconds here and was left out"
+    )
     assert finding_of(findings_of(load_run(path)), "damaged checkpoint")
     page = page_of([load_run(path)], tmp_path / "page.html", title="t")
     assert "Of 1 it took a quick look, without what takes seconds" in page
@@ -154,7 +173,9 @@ def test_large_ones_are_left_out_of_a_quick_look(run, monkeypatch, tmp_path):
 
 def test_shards_go_on_each_by_itself(tmp_path):
     """A run in shards is told by the shard that is worst off."""
-    config = replace(get_recipe("figure1/case1-resgld"), n_steps=400, n_runs=4, shards=2, checkpoint_every=100)
+    config = replace(
+        get_recipe("figure1/case1-resgld"), n_steps=400, n_runs=4, shards=2, checkpoint_every=100
+    )
     assert isinstance(config, MixtureConfig)
     path = run_recipe(config, 0, tmp_path, budget=1e-9).path
     for _ in range(2):  # one shard, then the other
@@ -162,12 +183,20 @@ def test_shards_go_on_each_by_itself(tmp_path):
     steps = tr.Checkpoints(path / "checkpoints" / "shard=1").steps()
     assert len(steps) == 2
     found = finding_of(findings_of(load_run(path)), "checkpoints")
-    assert found.words == f"4 checkpoints of 2 shards are whole; all shards have come to step {steps[-1]:,}."
+    assert (
+        found.words
+        == f"4 checkpoints of 2 shards are whole; all shards have come to step {steps[-1]:,}."
+    )
     newest = path / "checkpoints" / "shard=1" / f"step={steps[-1]:09d}"
     spoil(newest / "shared.safetensors")
     found = finding_of(findings_of(load_run(path)), "damaged checkpoint")
-    assert found.words.startswith(f"checkpoints/shard=1/step={steps[-1]:09d} has a damaged shared.safetensors")
-    assert f"goes on from step {steps[0]:,} in shard=1, so that {steps[1] - steps[0]} steps are made again" in found.words
+    assert found.words.startswith(
+        f"checkpoints/shard=1/step={steps[-1]:09d} has a damaged shared.safetensors"
+    )
+    assert (
+        f"goes on from step {steps[0]:,} in shard=1, so that {steps[1] - steps[0]} steps are made again"
+        in found.words
+    )
     spoil(newest.with_name(f"step={steps[0]:09d}") / "shared.safetensors")
     found = finding_of(findings_of(load_run(path)), "damaged checkpoints")
     assert "No checkpoint of shard=1 can be used" in found.words

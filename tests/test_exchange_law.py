@@ -1,4 +1,6 @@
-"""Exactness of the whole step: swaps keep the joint law of a ladder, runs tend to that of rung 0, momenta are carried right."""
+"""Exactness of the whole step: swaps keep the joint law of a ladder, runs tend to that of rung 0,
+momenta are carried right.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ import torch
 
 import torchrex as tr
 from assertions import FALSE_ALARM_SIGMAS, assert_mean_is, assert_mean_is_not, intercept
+from torchrex.density.block import ExchangeInputs, draw_block
 from torchrex.exchange.algorithm import ExchangeState, Rules, step
-from torchrex.exchange.block import ExchangeInputs, draw_block
 from torchrex.exchange.correction import as_rule
 from torchrex.exchange.standing import take
 from torchrex.rng import Streams
@@ -26,20 +28,41 @@ def gaussian(dim):
     return tr.LogDensity(lambda x: -0.5 * x.square().sum(-1), dim, gradient=lambda x: -x)
 
 
-def one_swap_step(temperatures, pairing, *, correction_factor=1.0, known=NOISE_STD**2, reuse_energies=False, dim=3, attempt=0):
-    """Exact draws of a Gaussian ladder, one real step of the algorithm, and x^2 / (dim tau) at each rung: (rungs, runs)."""
+def one_swap_step(
+    temperatures,
+    pairing,
+    *,
+    correction_factor=1.0,
+    known=NOISE_STD**2,
+    reuse_energies=False,
+    dim=3,
+    attempt=0,
+):
+    """Exact draws of a Gaussian ladder, one real step of the algorithm, and x^2 / (dim tau) at each
+    rung: (rungs, runs).
+    """
     target = tr.Noisy(gaussian(dim), tr.Gaussian(NOISE_STD))
     ladder = tr.Ladder(temperatures, STILL)
-    rules = Rules(ladder, noise=tr.KnownVariance(known), factor=as_rule(correction_factor), pairing=pairing)
+    rules = Rules(
+        ladder, noise=tr.KnownVariance(known), factor=as_rule(correction_factor), pairing=pairing
+    )
     tau = torch.tensor(temperatures, dtype=torch.float64)[:, None, None]
-    z = torch.randn(len(temperatures), RUNS, dim, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    z = torch.randn(
+        len(temperatures),
+        RUNS,
+        dim,
+        generator=torch.Generator().manual_seed(7),
+        dtype=torch.float64,
+    )
     ensemble = tr.TensorEnsemble.start(
         target, n_rungs=len(temperatures), n_runs=RUNS, initial=tau.sqrt() * z, dtype=torch.float64
     )
     state = ExchangeState.start(rules, RUNS, device=torch.device("cpu"), dtype=torch.float64)
     block = draw_block(Streams(8), rules, ensemble, attempt, 1)
     inputs = block.inputs
-    noise = tuple({name: values[0] for name, values in round_.items()} for round_ in inputs.target_noise)
+    noise = tuple(
+        {name: values[0] for name, values in round_.items()} for round_ in inputs.target_noise
+    )
     inputs = inputs._replace(
         **{name: getattr(inputs, name)[0] for name in ExchangeInputs._fields},
         target_noise=tuple(noise[0] for _ in noise) if reuse_energies else noise,
@@ -65,7 +88,9 @@ TWO, FOUR = (1.0, 3.0), (1.0, 2.0, 4.0, 8.0)
     ],
 )
 def test_corrected_swaps_keep_the_joint_law(temperatures, pairing, attempt):
-    """Detailed balance: a noisy step of swaps applied to exact draws leaves every marginal and every product alone."""
+    """Detailed balance: a noisy step of swaps applied to exact draws leaves every marginal and
+    every product alone.
+    """
     energy = one_swap_step(temperatures, pairing, attempt=attempt)
     for rung in range(len(temperatures)):
         assert_mean_is(energy[rung], 1.0)
@@ -79,10 +104,16 @@ def test_corrected_swaps_keep_the_joint_law(temperatures, pairing, attempt):
 
 
 def still_rung_0(n_runs=200_000, **options):
-    """Exact draws of a Gaussian ladder that only swap, 12 steps with exact energies; x^2 on rung 0, one value a run."""
+    """Exact draws of a Gaussian ladder that only swap, 12 steps with exact energies; x^2 on rung 0,
+    one value a run.
+    """
     z = torch.randn(2, n_runs, 1, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     ensemble = tr.TensorEnsemble.start(
-        gaussian(1), n_rungs=2, n_runs=n_runs, initial=z * torch.tensor(TWO).sqrt().view(2, 1, 1), dtype=torch.float64
+        gaussian(1),
+        n_rungs=2,
+        n_runs=n_runs,
+        initial=z * torch.tensor(TWO).sqrt().view(2, 1, 1),
+        dtype=torch.float64,
     )
     run = tr.ReplicaExchange(ensemble, tr.Ladder(TWO, STILL), seed=2, **options)
     *_, last = (block.position[-1, :, 0].square() for block in run.advance(12))
@@ -90,7 +121,9 @@ def still_rung_0(n_runs=200_000, **options):
 
 
 def test_a_rest_after_swaps_breaks_the_law(caplog):
-    """The swap test keeps the law at every step, tested at every step or at every sixth; a rest that follows swaps does not."""
+    """The swap test keeps the law at every step, tested at every step or at every sixth; a rest
+    that follows swaps does not.
+    """
     assert_mean_is(still_rung_0(), 1.0)
     assert_mean_is(still_rung_0(swap_interval=6), 1.0)
     assert not caplog.records
@@ -109,12 +142,16 @@ def test_annealed_ladders_may_rest(caplog):
 def test_one_noisy_energy_in_two_tests_is_not_exact():
     """Why AllInTurn draws fresh energies for every pair: using the same ones again breaks the law."""
     reused = one_swap_step(FOUR, tr.AllInTurn(), reuse_energies=True)
-    worst = max(abs(float((reused[r].mean() - 1.0) / (reused[r].std() / RUNS**0.5))) for r in range(4))
+    worst = max(
+        abs(float((reused[r].mean() - 1.0) / (reused[r].std() / RUNS**0.5))) for r in range(4)
+    )
     assert worst > 2 * FALSE_ALARM_SIGMAS
 
 
 def rung0_variance(lr, *, correction_factor, n_runs=8192, n_steps=600):
-    """Per run, the time average of x^2 on rung 0 of a full reSGLD run with noisy energies, sigma2 estimated on the way."""
+    """Per run, the time average of x^2 on rung 0 of a full reSGLD run with noisy energies, sigma2
+    estimated on the way.
+    """
     draws = tr.sample(
         tr.Noisy(gaussian(1), tr.Gaussian(NOISE_STD)),
         ladder=tr.Ladder((1.0, 3.0), lr),
@@ -133,27 +170,37 @@ def rung0_variance(lr, *, correction_factor, n_runs=8192, n_steps=600):
 
 
 def test_resgld_tends_to_the_law_of_rung_0():
-    """Var x -> tau / a = 1 linearly in lr, with noise, estimation and correction on; the naive test misses it."""
+    """Var x -> tau / a = 1 linearly in lr, with noise, estimation and correction on; the naive test
+    misses it.
+    """
     lrs = [0.02, 0.04, 0.08]
     at_zero, error = intercept(lrs, [rung0_variance(lr, correction_factor=1.0) for lr in lrs])
     assert abs(at_zero - 1.0) < FALSE_ALARM_SIGMAS * error, f"{at_zero} +- {error}"
     assert error < 0.01
     at_zero, error = intercept(lrs, [rung0_variance(lr, correction_factor=math.inf) for lr in lrs])
-    assert abs(at_zero - 1.0) > 2 * FALSE_ALARM_SIGMAS * error, f"the naive test passes: {at_zero} +- {error}"
+    assert abs(at_zero - 1.0) > 2 * FALSE_ALARM_SIGMAS * error, (
+        f"the naive test passes: {at_zero} +- {error}"
+    )
 
 
 FRICTION = 0.2
 
 
 def rung0_phase_space(lr, policy, swap_interval, *, ratio=3.0, n_runs=8192, n_steps=1000):
-    """x^2 and v^2 / its small-lr value on rung 0 of an SGHMC ladder whose hot rung has `ratio` times the lr; per run."""
+    """x^2 and v^2 / its small-lr value on rung 0 of an SGHMC ladder whose hot rung has `ratio`
+    times the lr; per run.
+    """
     ladder = tr.Ladder((1.0, 2.0), (lr, ratio * lr))
     tau = torch.tensor(ladder.temperatures).view(2, 1, 1)
     scale = (tau * torch.tensor(ladder.lrs).view(2, 1, 1) * 2 / (2 - FRICTION)).sqrt()
     z = torch.randn(2, 2, n_runs, 1, generator=torch.Generator().manual_seed(4))
-    ensemble = tr.TensorEnsemble.start(gaussian(1), tr.SGHMC(FRICTION), n_rungs=2, n_runs=n_runs, initial=z[0] * tau.sqrt())
+    ensemble = tr.TensorEnsemble.start(
+        gaussian(1), tr.SGHMC(FRICTION), n_rungs=2, n_runs=n_runs, initial=z[0] * tau.sqrt()
+    )
     ensemble = replace(ensemble, velocity=z[1] * scale)
-    run = tr.ReplicaExchange(ensemble, ladder, momentum=policy, swap_interval=swap_interval, seed=6, compiled=True)
+    run = tr.ReplicaExchange(
+        ensemble, ladder, momentum=policy, swap_interval=swap_interval, seed=6, compiled=True
+    )
     x2, v2, n = torch.zeros(n_runs), torch.zeros(n_runs), 0
     for k in range(0, n_steps, 10):
         for _ in run.advance(10):
@@ -171,13 +218,21 @@ def rung0_phase_space(lr, policy, swap_interval, *, ratio=3.0, n_runs=8192, n_st
     [
         ("rescale", 1, 3.0, True, True),
         ("refresh", 100, 3.0, True, True),
-        ("refresh", 1, 3.0, False, True),  # a refreshed momentum forgets that it was pushing back: wrong x if all the time
+        (
+            "refresh",
+            1,
+            3.0,
+            False,
+            True,
+        ),  # a refreshed momentum forgets that it was pushing back: wrong x if all the time
         ("keep", 1, 3.0, False, False),
         ("keep", 1, 1.0, False, False),  # equal lrs do not help: the temperatures differ
     ],
 )
 def test_momentum_policy(policy, swap_interval, ratio, x_exact, v_exact):
-    """Rescaled momenta keep the law of (x, v) as lr -> 0; refreshed ones if swaps are rare; kept ones never, at any lrs."""
+    """Rescaled momenta keep the law of (x, v) as lr -> 0; refreshed ones if swaps are rare; kept
+    ones never, at any lrs.
+    """
     lrs = [0.002, 0.004, 0.008]
     results = [rung0_phase_space(lr, policy, swap_interval, ratio=ratio) for lr in lrs]
     x_zero, x_error = intercept(lrs, [x2 for x2, _ in results])
@@ -190,7 +245,9 @@ def test_momentum_policy(policy, swap_interval, ratio, x_exact, v_exact):
     if v_exact:
         assert abs(v_zero - 1.0) < FALSE_ALARM_SIGMAS * v_error, f"v^2: {v_zero} +- {v_error}"
     else:
-        assert abs(v_zero - 1.0) > 2 * FALSE_ALARM_SIGMAS * v_error, f"keep passes: {v_zero} +- {v_error}"
+        assert abs(v_zero - 1.0) > 2 * FALSE_ALARM_SIGMAS * v_error, (
+            f"keep passes: {v_zero} +- {v_error}"
+        )
 
 
 def test_swap_intensity_scales_the_acceptance():
@@ -204,7 +261,13 @@ def test_swap_intensity_scales_the_acceptance():
 
 
 def test_target_acceptance_is_reached():
-    common = {"temperatures": (1.0, 4.0), "lr": 0.05, "noise": tr.KnownVariance(9.0), "n_runs": 64, "compiled": True}
+    common = {
+        "temperatures": (1.0, 4.0),
+        "lr": 0.05,
+        "noise": tr.KnownVariance(9.0),
+        "n_runs": 64,
+        "compiled": True,
+    }
     target = tr.Noisy(gaussian(1), tr.Gaussian(3.0))
     draws = tr.sample(target, correction_factor=tr.TargetAcceptance(0.2), n_steps=2000, **common)
     assert float(draws.acceptance_rate) == pytest.approx(0.2, abs=0.02)
@@ -214,8 +277,12 @@ def test_target_acceptance_is_reached():
 def test_a_run_says_which_f_it_has():
     ladder = tr.Ladder(TWO, 0.05, anneal=tr.schedules.geometric(0.99))
     for rule in (2.5, tr.ProportionalToGap(2.0), tr.TargetAcceptance(0.2)):
-        ensemble = tr.TensorEnsemble.start(tr.Noisy(gaussian(1), tr.Gaussian(3.0)), n_rungs=2, n_runs=3)
-        run = tr.ReplicaExchange(ensemble, ladder, noise=tr.KnownVariance(9.0), correction_factor=rule, seed=1)
+        ensemble = tr.TensorEnsemble.start(
+            tr.Noisy(gaussian(1), tr.Gaussian(3.0)), n_rungs=2, n_runs=3
+        )
+        run = tr.ReplicaExchange(
+            ensemble, ladder, noise=tr.KnownVariance(9.0), correction_factor=rule, seed=1
+        )
         for _ in run.advance(50):
             pass
         now = run.correction_factor

@@ -1,7 +1,8 @@
-"""Figure 1 comes out: the acceptance rates, weights and variances of an independent implementation and of the paper.
+"""Figure 1 comes out: the acceptance rates, weights and variances of an independent implementation
+and of the paper.
 
-Means over 64 runs of 100,000 steps; the tolerances are many standard errors wide (rates have errors below 0.05 points), and each
-check would fail for the neighbouring value of F.
+Means over 64 runs of 100,000 steps; the tolerances are many standard errors wide (rates have errors
+below 0.05 points), and each check would fail for the neighbouring value of F.
 """
 
 from __future__ import annotations
@@ -48,9 +49,13 @@ def test_numbers(metrics, recipe, metric, expected, tolerance):
 
 
 def test_the_order_of_the_methods(metrics):
-    """Corrected beats naive beats SGLD in distance to the truth; on case 3 F = 2 is the best of all F."""
+    """Corrected beats naive beats SGLD in distance to the truth; on case 3 F = 2 is the best of all
+    F.
+    """
     for case in ("case1", "case2"):
-        corrected, naive, sgld = (metrics(f"{case}-{method}")["w2"] for method in ("resgld", "naive", "sgld"))
+        corrected, naive, sgld = (
+            metrics(f"{case}-{method}")["w2"] for method in ("resgld", "naive", "sgld")
+        )
         assert corrected < 0.7 * naive < naive < 0.7 * sgld
     best = metrics("case3-resgld-F2")
     for other in ("case3-resgld-F1", "case3-naive", "case3-sgld"):

@@ -22,7 +22,10 @@ def test_streams_are_reproducible_and_independent():
 
 
 def test_neighbouring_seeds_and_names_do_not_collide():
-    assert len({derive_seed(seed, name) for seed in range(200) for name in ("move", "swap", "target")}) == 600
+    assert (
+        len({derive_seed(seed, name) for seed in range(200) for name in ("move", "swap", "target")})
+        == 600
+    )
 
 
 def test_streams_save_and_restore():
@@ -34,7 +37,9 @@ def test_streams_save_and_restore():
     torch.rand(3, generator=other["new"])
     other.load_state_dict(saved)
     assert torch.equal(torch.rand(5, generator=other["move"]), expected[0])
-    assert torch.equal(torch.rand(5, generator=other["new"]), expected[1])  # a stream not in use then starts afresh
+    assert torch.equal(
+        torch.rand(5, generator=other["new"]), expected[1]
+    )  # a stream not in use then starts afresh
 
 
 @pytest.mark.parametrize("seed", [-1, 1.5, True, "0"])
@@ -59,7 +64,12 @@ def test_schedules():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: schedules.geometric(0.0), lambda: schedules.cyclical(0), lambda: schedules.inverse(start=0)]
+    "make",
+    [
+        lambda: schedules.geometric(0.0),
+        lambda: schedules.cyclical(0),
+        lambda: schedules.inverse(start=0),
+    ],
 )
 def test_bad_schedules(make):
     with pytest.raises(ValueError, match="must be"):
@@ -67,7 +77,11 @@ def test_bad_schedules(make):
 
 
 def test_every_error_is_ours_and_a_builtin():
-    tree = [e for _, e in inspect.getmembers(errors, inspect.isclass) if issubclass(e, errors.TorchrexError)]
+    tree = [
+        e
+        for _, e in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(e, errors.TorchrexError)
+    ]
     assert len(tree) >= 9
     for error in tree:
         if error is not errors.TorchrexError:

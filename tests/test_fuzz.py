@@ -1,6 +1,8 @@
-"""Files from strangers: a few hundred mutated ones of every kind, and by name everything that was found with more of them.
+"""Files from strangers: a few hundred mutated ones of every kind, and by name everything that was
+found with more of them.
 
-`benchmarks/fuzz.py` does the same with 10,000. Nothing may crash, hang, be executed, or be written outside of its folder.
+`benchmarks/fuzz.py` does the same with 10,000. Nothing may crash, hang, be executed, or be written
+outside of its folder.
 """
 
 from __future__ import annotations
@@ -148,7 +150,9 @@ class Leaky:
         np.float32(1) / np.float32(0)
 
 
-@pytest.mark.parametrize("fault", ["executes", "crashes", "hangs", "talks", "escapes", "lies", "warns"])
+@pytest.mark.parametrize(
+    "fault", ["executes", "crashes", "hangs", "talks", "escapes", "lies", "warns"]
+)
 def test_a_reader_with_a_fault_is_found(kinds, tmp_path, fault, monkeypatch):
     monkeypatch.setattr("fuzz.trial.SECONDS", 0.2)
     kind = replace(kinds["draws"], look=getattr(Leaky(), fault))
@@ -168,7 +172,9 @@ def saved(tmp_path):
 
 
 def test_a_link_in_the_place_of_a_checkpoint_takes_nothing_away_elsewhere(saved, tmp_path):
-    """DONE was removed through such a link, wherever it pointed, when the next checkpoint was saved."""
+    """DONE was removed through such a link, wherever it pointed, when the next checkpoint was
+    saved.
+    """
     other = tmp_path / "precious"
     shutil.copytree(saved.path_of(20), other / "step=000000005")
     (other / "DONE").write_text("mine")
@@ -186,7 +192,9 @@ def test_a_link_in_the_place_of_a_checkpoint_takes_nothing_away_elsewhere(saved,
     assert standing(other) == before
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "DONE", "replica=0.safetensors", "shared.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "DONE", "replica=0.safetensors", "shared.safetensors"]
+)
 def test_a_pipe_in_a_checkpoint_does_not_wait(saved, name):
     path = saved.path_of(30) / name
     path.unlink()
@@ -244,15 +252,29 @@ def test_a_recipe_names_no_folder_outside(tmp_path):
         "C:\\x",
         "a" * 5 + "\n",
     ):
-        assert "names no run folder" in message(lambda recipe=recipe: RunFolder.of(tmp_path, recipe, 0), RunFolderError)
-    assert "names no run folder" in message(lambda: RunFolder.of(tmp_path, "a", "../1"), RunFolderError)
-    assert RunFolder.of(tmp_path, "digits/re-sghmc_2.0", 3).path == tmp_path / "digits/re-sghmc_2.0" / "seed=3"
-    config = replace(get_recipe("digits/resghmc"), recipe="../../x", epochs=1, burn_in_epochs=0, hidden=2)
-    assert "names no run folder" in message(lambda: run_recipe(config, 0, tmp_path / "a" / "out"), RunFolderError)
+        assert "names no run folder" in message(
+            lambda recipe=recipe: RunFolder.of(tmp_path, recipe, 0), RunFolderError
+        )
+    assert "names no run folder" in message(
+        lambda: RunFolder.of(tmp_path, "a", "../1"), RunFolderError
+    )
+    assert (
+        RunFolder.of(tmp_path, "digits/re-sghmc_2.0", 3).path
+        == tmp_path / "digits/re-sghmc_2.0" / "seed=3"
+    )
+    config = replace(
+        get_recipe("digits/resghmc"), recipe="../../x", epochs=1, burn_in_epochs=0, hidden=2
+    )
+    assert "names no run folder" in message(
+        lambda: run_recipe(config, 0, tmp_path / "a" / "out"), RunFolderError
+    )
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["config.json.part", "result.json.part", "log.jsonl", "checkpoints", "trace.safetensors.part"])
+@pytest.mark.parametrize(
+    "name",
+    ["config.json.part", "result.json.part", "log.jsonl", "checkpoints", "trace.safetensors.part"],
+)
 def test_nothing_is_written_through_a_link_in_a_run_folder(tmp_path, name):
     pytest.importorskip("sklearn")
     config = replace(get_recipe("digits/sghmc"), epochs=1, burn_in_epochs=0, hidden=2)
@@ -266,13 +288,19 @@ def test_nothing_is_written_through_a_link_in_a_run_folder(tmp_path, name):
         (other / "file").write_text("mine")
         (folder / name).symlink_to(other / "file")
     before = standing(tmp_path)
-    assert "is a link" in message(lambda: run_recipe(config, 0, tmp_path / "out", resume=True, log=["jsonl"]), RunFolderError)
-    assert standing(other) == {k.removeprefix("precious/"): v for k, v in before.items() if k.startswith("precious/")}
+    assert "is a link" in message(
+        lambda: run_recipe(config, 0, tmp_path / "out", resume=True, log=["jsonl"]), RunFolderError
+    )
+    assert standing(other) == {
+        k.removeprefix("precious/"): v for k, v in before.items() if k.startswith("precious/")
+    }
 
 
 def test_resuming_a_forged_checkpoint_is_one_line_and_writes_nothing_outside(tmp_path):
     pytest.importorskip("sklearn")
-    config = replace(get_recipe("digits/sghmc"), epochs=2, burn_in_epochs=0, hidden=2, checkpoint_every=10)
+    config = replace(
+        get_recipe("digits/sghmc"), epochs=2, burn_in_epochs=0, hidden=2, checkpoint_every=10
+    )
     path = run_recipe(config, 0, tmp_path / "out").path
     (path / "result.json").unlink()
     newest = Checkpoints(path / "checkpoints").steps()[-1]
@@ -283,7 +311,9 @@ def test_resuming_a_forged_checkpoint_is_one_line_and_writes_nothing_outside(tmp
     import hashlib
 
     (manifest.parent / "DONE").write_text(hashlib.sha256(manifest.read_bytes()).hexdigest() + "\n")
-    assert "another setting" in message(lambda: run_recipe(config, 0, tmp_path / "out", resume=True), CheckpointError)
+    assert "another setting" in message(
+        lambda: run_recipe(config, 0, tmp_path / "out", resume=True), CheckpointError
+    )
     assert [each.name for each in tmp_path.iterdir()] == ["out"]
 
 
@@ -298,8 +328,14 @@ def edit(path, **changes):
         ("result.json", {"metrics": {"w2": 10**400}}),  # no float
         ("result.json", {"device": "\ud800"}),  # no UTF-8
         ("result.json", {"error": ESCAPE, "status": ESCAPE, "device": "<script>alert(1)</script>"}),
-        ("result.json", {"recipe": "<script>alert(1)</script>", "date": '"><img src=x onerror=alert(1)>'}),
-        ("result.json", {"versions": {"<script>": ESCAPE}, "metrics": {ESCAPE: 1.0, "<script>x": 2.0}}),
+        (
+            "result.json",
+            {"recipe": "<script>alert(1)</script>", "date": '"><img src=x onerror=alert(1)>'},
+        ),
+        (
+            "result.json",
+            {"versions": {"<script>": ESCAPE}, "metrics": {ESCAPE: 1.0, "<script>x": 2.0}},
+        ),
         ("config.json", {"n_steps": "many"}),
         ("config.json", {"n_steps": -5, "n_runs": None}),
         ("config.json", {"weights": [1.0], "means": "abc"}),  # no mixture
@@ -320,7 +356,9 @@ def test_what_is_shown_of_a_crafted_run(copy, file, changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"metrics": {"accuracy": -0.57, "single_accuracy": 0.43}},  # doctor took the root of a negative variance
+        {
+            "metrics": {"accuracy": -0.57, "single_accuracy": 0.43}
+        },  # doctor took the root of a negative variance
         {"metrics": {"accuracy": 1.5}},
         {"metrics": {"nll": 1.0, "nll_se": -0.1}},  # the page took its logarithm
         {"metrics": {"nll": 1.0, "nll_se": 1e-320}},
@@ -356,7 +394,9 @@ def test_deep_json_is_refused(copy):
     folder = copy("run of a density")
     for name in ("config.json", "result.json"):
         (folder / name).write_text("[" * 100_000)
-        assert "cannot read" in message(lambda name=name: RunFolder(folder)._read(name), RunFolderError)
+        assert "cannot read" in message(
+            lambda name=name: RunFolder(folder)._read(name), RunFolderError
+        )
     assert "nested more than" in " ".join(load_run(folder).problems)
 
 
@@ -379,7 +419,9 @@ def test_a_flipped_bit_in_draws_and_trace_is_found(copy):
         data = bytearray((folder / name).read_bytes())
         data[-1] ^= 1
         (folder / name).write_bytes(data)
-    assert "another sha256" in message(lambda: Draws.load(folder / "draws.safetensors"), RunFolderError)
+    assert "another sha256" in message(
+        lambda: Draws.load(folder / "draws.safetensors"), RunFolderError
+    )
     assert "another sha256" in message(lambda: RunFolder(folder).trace(), RunFolderError)
     problems = " ".join(load_run(folder).problems)
     assert problems.count("another sha256") == 2
@@ -446,7 +488,9 @@ def test_tables_of_contents_that_lie(tmp_path, entry):
 
 def test_tensors_that_share_their_bytes_would_multiply_a_file(tmp_path):
     body = b"\0" * 2**16
-    table = {f"t{k}": {"dtype": "U8", "shape": [2**16], "data_offsets": [0, 2**16]} for k in range(1000)}
+    table = {
+        f"t{k}": {"dtype": "U8", "shape": [2**16], "data_offsets": [0, 2**16]} for k in range(1000)
+    }
     head = json.dumps(table).encode()
     (tmp_path / "t").write_bytes(len(head).to_bytes(8, "little") + head + body)
     problems: list[str] = []
@@ -502,14 +546,19 @@ def test_a_cache_of_another_form_with_the_right_checksum(kinds, copy):
 
     for dtype in (torch.float32, torch.bfloat16):
         tensors = {name: torch.zeros(5, 2, dtype=dtype) for name in TINY.array_names()}
-        sums = {name: hashlib.sha256(t.view(torch.uint8).numpy().data).hexdigest() for name, t in tensors.items()}
+        sums = {
+            name: hashlib.sha256(t.view(torch.uint8).numpy().data).hexdigest()
+            for name, t in tensors.items()
+        }
         about = {"schema": 1, "name": "cifar10", "provenance": "x", "sha256": sums}
         path.write_bytes(save(tensors, {"torchrex": json.dumps(about)}))
         assert "cifar10" in message(lambda: load_images("cifar10", folder), DataError)
     assert SOURCES["cifar10"] is TINY
 
 
-@pytest.mark.parametrize("name", ["..", "", "../a.npz", "/etc/passwd", "a\0.npz", "x" * 5000, ".hidden", ESCAPE, "a/b"])
+@pytest.mark.parametrize(
+    "name", ["..", "", "../a.npz", "/etc/passwd", "a\0.npz", "x" * 5000, ".hidden", ESCAPE, "a/b"]
+)
 def test_shards_have_plain_names(kinds, copy, name):
     folder = copy("packed")
     raw = json.loads((folder / "manifest.json").read_bytes())
@@ -531,7 +580,9 @@ def npz_that_promises(path, name, shape, dtype="<u4"):
     head = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}"
     head = head.ljust(117) + "\n"
     with zipfile.ZipFile(path, "w") as file:
-        file.writestr(f"{name}.npy", b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head.encode())
+        file.writestr(
+            f"{name}.npy", b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head.encode()
+        )
 
 
 @pytest.mark.parametrize("shape", [(2**60,), (2**40,), (2**31, 2**31), (-1,), (2**70,)])
@@ -539,7 +590,9 @@ def test_arrays_that_promise_more_than_is_there(kinds, copy, shape):
     """numpy asks for the memory first."""
     folder = copy("packed")
     npz_that_promises(folder / "labels.npz", "cifar10_train_y", shape)
-    assert "of shape" in message(lambda: import_images("cifar10", folder, folder / "to", procs=1), DataError)
+    assert "of shape" in message(
+        lambda: import_images("cifar10", folder, folder / "to", procs=1), DataError
+    )
     npz_that_promises(folder / "states.npz", "states", shape)
     with pytest.raises(ValueError, match="states is uint32 of shape"):
         packed_coder.read_arrays(folder / "states.npz", "states")
@@ -550,7 +603,9 @@ def test_models_of_another_form(kinds, copy, name):
     folder = copy("packed")
     arrays = dict(np.load(folder / "model_small.npz"))
     np.savez(folder / "model_small.npz", **{**arrays, name: np.zeros((3, 3), np.float32)})
-    assert "cannot decode" in message(lambda: import_images("cifar10", folder, folder / "to", procs=1), DataError)
+    assert "cannot decode" in message(
+        lambda: import_images("cifar10", folder, folder / "to", procs=1), DataError
+    )
 
 
 # Logs
@@ -615,7 +670,16 @@ def test_words_for_terminals():
 # What executes, or reads pickles, and where it is allowed for a reason.
 FORBIDDEN = {
     *("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml"),  # modules
-    *("eval", "exec", "compile", "__import__", "torch.load", "torch.save", "read_pickle", "allow_pickle"),
+    *(
+        "eval",
+        "exec",
+        "compile",
+        "__import__",
+        "torch.load",
+        "torch.save",
+        "read_pickle",
+        "allow_pickle",
+    ),
     *(
         "gather_object",
         "all_gather_object",
@@ -627,13 +691,16 @@ FORBIDDEN = {
     *("loadmat", "os.system", "os.popen", "extractall"),
 }
 ALLOWED = {
-    # MATLAB files of SVHN have no other reader. They are numbers, and are held to the official md5 before they are opened.
-    ("vision/data/formats.py", "loadmat"),
+    # MATLAB files of SVHN have no other reader. They are numbers, and are held to the official md5
+    # before they are opened.
+    ("vision/data/formats.py", "loadmat")
 }
 
 
 def uses(source: str) -> set[str]:
-    """Modules imported, names called and keywords set to something other than False, as far as they are forbidden."""
+    """Modules imported, names called and keywords set to something other than False, as far as they
+    are forbidden.
+    """
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -646,7 +713,10 @@ def uses(source: str) -> set[str]:
                 found.add(node.func.id)
             elif isinstance(node.func, ast.Attribute):
                 owner = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
-                found |= {f"{owner}.{node.func.attr}", node.func.attr if node.func.attr not in ("eval", "compile") else ""}
+                found |= {
+                    f"{owner}.{node.func.attr}",
+                    node.func.attr if node.func.attr not in ("eval", "compile") else "",
+                }
             found |= {each.arg for each in node.keywords if each.arg and not _is_false(each.value)}
     return found & FORBIDDEN
 
@@ -656,7 +726,11 @@ def _is_false(node: ast.expr) -> bool:
 
 
 def test_nothing_in_the_package_executes_what_it_reads():
-    found = {(str(path.relative_to(PACKAGE)), name) for path in sorted(PACKAGE.rglob("*.py")) for name in uses(path.read_text())}
+    found = {
+        (str(path.relative_to(PACKAGE)), name)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for name in uses(path.read_text())
+    }
     assert found == ALLOWED
 
 
@@ -664,14 +738,26 @@ def test_every_array_file_is_read_without_objects():
     """numpy's reader says so itself wherever it is called."""
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("np.load", "numpy.load", "np.lib.format.read_array"):
-                assert any(each.arg == "allow_pickle" and _is_false(each.value) for each in node.keywords), path
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "np.load",
+                "numpy.load",
+                "np.lib.format.read_array",
+            ):
+                assert any(
+                    each.arg == "allow_pickle" and _is_false(each.value) for each in node.keywords
+                ), path
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        *("import pickle", "from pickle import loads", "torch.load(x)", "from torch import load as f; import yaml", "exec('1')"),
+        *(
+            "import pickle",
+            "from pickle import loads",
+            "torch.load(x)",
+            "from torch import load as f; import yaml",
+            "exec('1')",
+        ),
         *(
             "np.load(x, allow_pickle=True)",
             "np.load(x, allow_pickle=yes)",
@@ -679,7 +765,11 @@ def test_every_array_file_is_read_without_objects():
             "eval(x)",
             "os.system(x)",
         ),
-        *("dist.broadcast_object_list(a)", "tar.extractall()", "from os import system; import os; os.popen(x)"),
+        *(
+            "dist.broadcast_object_list(a)",
+            "tar.extractall()",
+            "from os import system; import os; os.popen(x)",
+        ),
     ],
 )
 def test_the_walk_sees_it(source):
@@ -687,4 +777,6 @@ def test_the_walk_sees_it(source):
 
 
 def test_the_walk_does_not_see_what_is_harmless():
-    assert not uses("module.eval(); re.compile(x); np.load(x, allow_pickle=False); torch.compile(f); def_ = 'pickle'")
+    assert not uses(
+        "module.eval(); re.compile(x); np.load(x, allow_pickle=False); torch.compile(f); def_ = 'pickle'"
+    )

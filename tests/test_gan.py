@@ -62,7 +62,9 @@ def test_shapes_and_sizes_are_those_of_the_paper():
 
 
 def test_layers_are_those_of_the_paper():
-    """One generator against torch's own layers; the discriminator's by their kinds; weights N(0, 0.02)."""
+    """One generator against torch's own layers; the discriminator's by their kinds; weights N(0,
+    0.02).
+    """
     torch.manual_seed(0)
     ours = Generators(1, size=8, channels=1, width=6, latent=5).double()
     plain = nn.Sequential(
@@ -78,7 +80,9 @@ def test_layers_are_those_of_the_paper():
         nn.Tanh(),
     ).double()
     plain[0].weight.data.copy_(ours.first[0].T)
-    for mine, (layer, into, out) in zip(ours.layers, ((plain[5], 12, 6), (plain[8], 6, 1)), strict=True):
+    for mine, (layer, into, out) in zip(
+        ours.layers, ((plain[5], 12, 6), (plain[8], 6, 1)), strict=True
+    ):
         layer.weight.data.copy_(mine.weight[0].view(into, 5, 5, out).permute(0, 3, 1, 2))
     plain[8].bias.data.copy_(ours.layers[1].bias[0].data.fill_(0.3))
     z = torch.rand(7, 5, dtype=torch.float64) * 2 - 1
@@ -88,11 +92,15 @@ def test_layers_are_those_of_the_paper():
     kinds = [type(layer).__name__ for layer in discriminator.features]
     normalised = ["Conv2d", "BatchNorm2d", "LeakyReLU"]
     assert kinds == ["Conv2d", "LeakyReLU", *normalised, *normalised, *normalised]
-    assert {m.negative_slope for m in discriminator.modules() if isinstance(m, nn.LeakyReLU)} == {0.2}
+    assert {m.negative_slope for m in discriminator.modules() if isinstance(m, nn.LeakyReLU)} == {
+        0.2
+    }
     large = Generators(1)
     drawn = [m.weight for m in discriminator.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     for weight in (*drawn, large.first, *(layer.weight for layer in large.layers)):
-        assert float(weight.detach().std()) == pytest.approx(0.02, rel=0.06)  # of the 4,800 of the smallest, 6 standard errors
+        assert float(weight.detach().std()) == pytest.approx(
+            0.02, rel=0.06
+        )  # of the 4,800 of the smallest, 6 standard errors
 
 
 class Permuted(nn.Module):
@@ -106,7 +114,9 @@ class Permuted(nn.Module):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_upsampling_is_a_transposed_convolution_of_each_group(bias):
-    """Images and all gradients, float64; channels come last, and so they do in the weights (into, 5, 5, out) of one group."""
+    """Images and all gradients, float64; channels come last, and so they do in the weights (into,
+    5, 5, out) of one group.
+    """
     torch.manual_seed(0)
     groups, into, out, n = 3, 4, 2, 5
     layer = Upsampling(groups, into, out, bias=bias).double()
@@ -142,7 +152,9 @@ def test_generators_side_by_side_are_generators_alone(training):
     together = small().generators.double().train(training)
     z = batch_of()[3].double()
     images = together(z)
-    weights = torch.randn(images.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    weights = torch.randn(
+        images.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
+    )
     gradients = torch.autograd.grad((images * weights).sum(), list(together.parameters()))
     by_name = dict(zip([name for name, _ in together.named_parameters()], gradients, strict=True))
     for k in range(3):
@@ -155,7 +167,9 @@ def test_generators_side_by_side_are_generators_alone(training):
         torch.testing.assert_close(mine, images[:, k], rtol=1e-9, atol=1e-12)
         (mine * weights[:, k]).sum().backward()
         for name, parameter in alone.named_parameters():
-            torch.testing.assert_close(parameter.grad, by_name[name].chunk(3)[k], rtol=1e-8, atol=1e-12)
+            torch.testing.assert_close(
+                parameter.grad, by_name[name].chunk(3)[k], rtol=1e-8, atol=1e-12
+            )
         for name, buffer in alone.named_buffers():
             if buffer.ndim:
                 torch.testing.assert_close(buffer, dict(together.named_buffers())[name].chunk(3)[k])
@@ -172,7 +186,9 @@ def test_a_generator_depends_on_its_own_latents_alone():
 
 
 def test_losses_by_hand():
-    """Real images go through the discriminator together, generated ones by themselves: BatchNorm sees so many at once."""
+    """Real images go through the discriminator together, generated ones by themselves: BatchNorm
+    sees so many at once.
+    """
     gan, batch = small(), batch_of()
     energy, descended = gan_losses(gan, batch)
     x, y, u, z = batch
@@ -184,7 +200,9 @@ def test_losses_by_hand():
     assert torch.allclose(energy, expected, atol=1e-5)
     assert torch.allclose(descended, expected.mean() - 3 * (1 - p_fake).log().mean(), atol=1e-5)
     terms = gan_terms(gan.discriminator, batch, fakes)
-    for term, by_hand in zip(terms, (supervised, real, -p_fake.log().view(6, 3).mean(1)), strict=True):
+    for term, by_hand in zip(
+        terms, (supervised, real, -p_fake.log().view(6, 3).mean(1)), strict=True
+    ):
         assert term.shape == (6,)
         assert torch.allclose(term, by_hand, atol=1e-5)
 
@@ -193,19 +211,25 @@ def test_supervised_losses_are_those_of_the_labelled_images_alone():
     gan, (x, y, u, z) = small(0), batch_of()
     found = supervised_losses(gan, (x, y, u, z))
     assert torch.equal(found, supervised_losses(gan, (x, y, -u, -z)))
-    assert torch.allclose(found, -gan.discriminator(x).log_softmax(1)[torch.arange(6), y], atol=1e-6)
+    assert torch.allclose(
+        found, -gan.discriminator(x).log_softmax(1)[torch.arange(6), y], atol=1e-6
+    )
 
 
 def test_losses_of_logits_far_out_are_finite():
     logits = torch.tensor([[0.0, 0.0, 0.0, 0.0, 200.0], [200.0, 0.0, 0.0, 0.0, 0.0]])
-    assert torch.allclose(log_real(logits), torch.tensor([4.0, 1.0]).log() - torch.tensor([200.0, 0.0]), atol=1e-5)
+    assert torch.allclose(
+        log_real(logits), torch.tensor([4.0, 1.0]).log() - torch.tensor([200.0, 0.0]), atol=1e-5
+    )
     assert torch.allclose(log_fake(logits), torch.tensor([0.0, -200.0]))
 
 
 @pytest.mark.parametrize(("n_unlabelled", "n_latents"), [(5, 6), (6, 5)])
 def test_batches_that_do_not_fit(n_unlabelled, n_latents):
     x, y, u, z = batch_of()
-    with pytest.raises(TargetError, match="as many unlabelled images as labelled ones, and latents x generators") as caught:
+    with pytest.raises(
+        TargetError, match="as many unlabelled images as labelled ones, and latents x generators"
+    ) as caught:
         gan_losses(small(), (x, y, u[:n_unlabelled], z[:n_latents]))
     assert "\n" not in str(caught.value)
 
@@ -213,7 +237,10 @@ def test_batches_that_do_not_fit(n_unlabelled, n_latents):
 def test_each_network_descends_its_own_loss():
     gan, batch = small(), batch_of()
     _, descended = gan_losses(gan, batch)
-    discriminating, generating = list(gan.discriminator.parameters()), list(gan.generators.parameters())
+    discriminating, generating = (
+        list(gan.discriminator.parameters()),
+        list(gan.generators.parameters()),
+    )
     found = torch.autograd.grad(descended, discriminating + generating)
     x, y, u, z = batch
     fakes = gan.generators(z)
@@ -223,7 +250,9 @@ def test_each_network_descends_its_own_loss():
     loss = loss - (1 - unknown.softmax(1)[:, 4]).log().mean()
     seen = gan.discriminator(fakes.flatten(0, 1)).softmax(1)[:, 4].view(6, 3)
     deceiving = sum(-(1 - seen[:, k]).log().mean() for k in range(3))
-    expected = torch.autograd.grad(loss, discriminating) + torch.autograd.grad(deceiving, generating)
+    expected = torch.autograd.grad(loss, discriminating) + torch.autograd.grad(
+        deceiving, generating
+    )
     for ours, by_hand in zip(found, expected, strict=True):
         assert torch.allclose(ours, by_hand, atol=1e-5)
 
@@ -255,7 +284,9 @@ def test_aside_leaves_buffers_alone_and_gives_gradients():
 def test_it_runs_on_the_engine():
     energy = tr.PosteriorEnergy.of(gan_losses, n_data=100, prior=tr.GaussianPrior(1.0))
     ensemble = tr.ModuleEnsemble(small, energy, tr.SGHMC(0.1), initial="independent")
-    run = tr.ReplicaExchange(ensemble, tr.Ladder((0.01, 0.02), 1e-5), noise=tr.PairedVariance(0.3), seed=0)
+    run = tr.ReplicaExchange(
+        ensemble, tr.Ladder((0.01, 0.02), 1e-5), noise=tr.PairedVariance(0.3), seed=0
+    )
     infos = [run.step(batch_of(seed=k)) for k in range(4)]
     assert all(info.energy.isfinite().all() for info in infos)
     assert float(run.state.noise_variance) > 0
@@ -276,7 +307,9 @@ def gan_run(sampler=None, *, shared=("generators.",), **options):
 @pytest.mark.parametrize("part", ["first", "layers.0.weight", "layers.1.bias"])
 @pytest.mark.parametrize("shared", [(), ("generators.",)])
 def test_a_broken_generator_is_named(part, shared):
-    """Its weights become NaN in one replica (or, shared, in all): the error of the next step says which generator it was."""
+    """Its weights become NaN in one replica (or, shared, in all): the error of the next step says
+    which generator it was.
+    """
     run = gan_run(shared=shared)
     data = [batch_of(seed=k) for k in range(4)]
     list(run.advance(2, data))
@@ -326,8 +359,12 @@ def test_the_first_one_stays_the_culprit():
 
 
 def labelled_digits(n=40, n_labelled=12):
-    """Images whose first pixel says their number, in an order of their own, and labels that belong to the number."""
-    images = torch.randint(256, (n, 8, 8, 1), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    """Images whose first pixel says their number, in an order of their own, and labels that belong
+    to the number.
+    """
+    images = torch.randint(
+        256, (n, 8, 8, 1), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
     images[:, 0, 0, 0] = torch.arange(n, dtype=torch.uint8)
     return images[:n_labelled], 3 * torch.arange(n_labelled) % 10, images[n_labelled:]
 
@@ -335,7 +372,9 @@ def labelled_digits(n=40, n_labelled=12):
 def loader(seed=1, batch_size=7, **options):
     images, labels, unlabelled = labelled_digits()
     beside = WithLabelled(images, labels, 3, 14, 5)
-    return tr.DeviceLoader((unlabelled,), batch_size, seed=seed, last="wrap", augment=beside, **options)
+    return tr.DeviceLoader(
+        (unlabelled,), batch_size, seed=seed, last="wrap", augment=beside, **options
+    )
 
 
 def number_of(images):
@@ -354,7 +393,9 @@ def test_batches_hold_images_in_the_unit_range_and_labels_that_belong_to_them():
             assert float(each.min()) >= -1.0
             assert float(each.max()) <= 1.0
         assert torch.equal(y, labels[number_of(images)])
-        assert torch.allclose(images, (x[number_of(images)].float() / 127.5 - 1).permute(0, 3, 1, 2), atol=1e-6)
+        assert torch.allclose(
+            images, (x[number_of(images)].float() / 127.5 - 1).permute(0, 3, 1, 2), atol=1e-6
+        )
         drawn |= set(number_of(images).tolist())
         seen |= set(number_of(u).tolist())
     assert drawn == set(range(12))
@@ -392,7 +433,9 @@ def test_batches_resume_exactly():
 @pytest.mark.parametrize("n_labels", [0, 11])
 def test_a_label_for_each_image(n_labels):
     images, labels, _ = labelled_digits()
-    with pytest.raises(InvalidArgumentError, match=f"got {12 if n_labels else 0} images and {n_labels} labels"):
+    with pytest.raises(
+        InvalidArgumentError, match=f"got {12 if n_labels else 0} images and {n_labels} labels"
+    ):
         WithLabelled(images if n_labels else images[:0], labels[:n_labels], 3, 14)
 
 
@@ -414,15 +457,21 @@ def test_a_grid_shows_each_generator_in_a_row():
         for column in range(4):
             top, left = 2 + 34 * row, 2 + 34 * column
             shown = grid[top : top + 32, left : left + 32, 0]
-            assert torch.equal(shown, images[column, row, 0].repeat_interleave(4, 0).repeat_interleave(4, 1))
+            assert torch.equal(
+                shown, images[column, row, 0].repeat_interleave(4, 0).repeat_interleave(4, 1)
+            )
     assert set(grid[:2].flatten().tolist()) == {255}
     assert sample_grid(generators, 4, 7, most_rows=2).shape == (2 * 34 + 2, 4 * 34 + 2, 1)
     assert not torch.equal(sample_grid(generators, 4, 8), grid)
 
 
 def test_variety_is_that_within_a_generator():
-    """Real images that differ by 2 in every pixel; three generators of which two make one image each, all different."""
-    real = torch.stack([torch.full((1, 8, 8), -1.0), torch.full((1, 8, 8), 1.0)])  # standard deviation sqrt(2)
+    """Real images that differ by 2 in every pixel; three generators of which two make one image
+    each, all different.
+    """
+    real = torch.stack(
+        [torch.full((1, 8, 8), -1.0), torch.full((1, 8, 8), 1.0)]
+    )  # standard deviation sqrt(2)
     generators = small().generators
     z = torch.rand((100, 3, 5), generator=torch.Generator().manual_seed(7)) * 2 - 1
     with torch.no_grad():
@@ -434,7 +483,9 @@ def test_variety_is_that_within_a_generator():
     assert same(before, dict(generators.named_buffers()))
     images = copy.deepcopy(generators).eval()(z).detach()
     assert images[:, 1:].std(0).max() < 1e-6
-    assert images.mean(0).std(0).mean() > 1e-3  # the generators differ from each other, which is no variety
+    assert (
+        images.mean(0).std(0).mean() > 1e-3
+    )  # the generators differ from each other, which is no variety
     assert found == pytest.approx(float(images[:, 0].std(0).mean()) / 3 / 2**0.5, rel=1e-4)
     assert found > 0
 
@@ -474,26 +525,40 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 def on_gpu(**settings):
     """A run of the digits recipe with both rungs and its batches, on a GPU, in float32."""
     (config,) = [cell for cell in digits_cells() if cell.method == "resghmc"]
-    of_a_test = {"steps": 400, "warm_start": 100, "average_every": 10, "precision": "float32", "correction_factor": math.inf}
+    of_a_test = {
+        "steps": 400,
+        "warm_start": 100,
+        "average_every": 10,
+        "precision": "float32",
+        "correction_factor": math.inf,
+    }
     config = dataclasses.replace(config, **{**of_a_test, **settings})
     config.check()
     device = torch.device("cuda")
-    return config.run(0, device, config.energy()), loader_of(config, images_of(config, 0), 0, device)
+    return config.run(0, device, config.energy()), loader_of(
+        config, images_of(config, 0), 0, device
+    )
 
 
 def infos(run, data, n):
     blocks = list(run.advance(n, data))
-    return {name: torch.cat([getattr(block, name) for block in blocks]) for name in StepInfo._fields}
+    return {
+        name: torch.cat([getattr(block, name) for block in blocks]) for name in StepInfo._fields
+    }
 
 
 @needs_gpu
 @pytest.mark.parametrize("generators", ["shared", "own"])
 @pytest.mark.parametrize(("warm_start", "tolerance"), [(0, 1e-5), (12, 1e-3)])
 def test_captured_and_eager_agree(monkeypatch, generators, warm_start, tolerance):
-    """20 steps of float32: SGHMC as in test_capture. Adam divides by the size of a gradient, and by rounding where it is 0."""
+    """20 steps of float32: SGHMC as in test_capture. Adam divides by the size of a gradient, and by
+    rounding where it is 0.
+    """
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     captured, data = on_gpu(generators=generators, warm_start=warm_start)
-    monkeypatch.setattr(gan, "ReplicaExchange", functools.partial(tr.ReplicaExchange, compiled=False))
+    monkeypatch.setattr(
+        gan, "ReplicaExchange", functools.partial(tr.ReplicaExchange, compiled=False)
+    )
     eager, again = on_gpu(generators=generators, warm_start=warm_start)
     a, b = infos(captured, data, 20), infos(eager, again, 20)
     assert not captured.alone.graphs.failed
@@ -501,7 +566,10 @@ def test_captured_and_eager_agree(monkeypatch, generators, warm_start, tolerance
     assert torch.equal(a["accepted"], b["accepted"])
     torch.testing.assert_close(a["energy"], b["energy"], rtol=tolerance, atol=0)
     for one, other in zip(captured.ensemble.modules, eager.ensemble.modules, strict=True):
-        left, right = (torch.cat([p.detach().reshape(-1) for p in module.parameters()]) for module in (one, other))
+        left, right = (
+            torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+            for module in (one, other)
+        )
         assert float((left - right).norm() / right.norm()) < tolerance
 
 

@@ -1,4 +1,6 @@
-"""Runs of GANs on the page and before the doctor: a warm start is no fault, and what the generators make is to be seen."""
+"""Runs of GANs on the page and before the doctor: a warm start is no fault, and what the generators
+make is to be seen.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +35,32 @@ from written_runs import write_run
 STEPS, WARM_START, EVERY = 1_000, 600, 10
 METHODS = ("", "-sghmc", "-noswaps", "-supervised")
 needs_chromium = pytest.mark.skipif(
-    find_chromium() is None, reason="there is no Chromium: apt-get install chromium, to test the page in a real browser"
+    find_chromium() is None,
+    reason="there is no Chromium: apt-get install chromium, to test the page in a real browser",
 )
 
 
 def write_gan(
-    out: Path, recipe="gan/cifar10-4000", seed=0, *, swap_at=(700, 800), with_trace=True, status="finished", **settings
+    out: Path,
+    recipe="gan/cifar10-4000",
+    seed=0,
+    *,
+    swap_at=(700, 800),
+    with_trace=True,
+    status="finished",
+    **settings,
 ):
-    """A run folder as the runner leaves it, filled with noise. Energies of the warm start lie far apart, as they do."""
-    config = replace(get_recipe(recipe), steps=STEPS, warm_start=WARM_START, correction_factor=1.0, lr_floor=0.05, **settings)
+    """A run folder as the runner leaves it, filled with noise. Energies of the warm start lie far
+    apart, as they do.
+    """
+    config = replace(
+        get_recipe(recipe),
+        steps=STEPS,
+        warm_start=WARM_START,
+        correction_factor=1.0,
+        lr_floor=0.05,
+        **settings,
+    )
     made = torch.Generator().manual_seed(seed)
     rungs, rows = config.n_rungs, STEPS // EVERY
     when = torch.tensor(swap_at if config.swaps else (), dtype=torch.long)
@@ -55,15 +74,30 @@ def write_gan(
         "energy": energy,
         "noise_variance": torch.full((rows, rungs - 1), 1e-4),
         "correction": torch.full((rows, rungs - 1), 1e-4 * (100 - 1)),
-        "replica_at": torch.stack([turned, 1 - turned], 1) if rungs == 2 else torch.zeros(rows, 1, dtype=torch.long),
+        "replica_at": torch.stack([turned, 1 - turned], 1)
+        if rungs == 2
+        else torch.zeros(rows, 1, dtype=torch.long),
         "swap_steps": when,
         "swap_pairs": torch.zeros_like(when),
         "accepted": torch.full((rungs - 1,), len(when)),
         "proposed": torch.full((rungs - 1,), proposed),
     }
     accuracy = 0.6 + 0.01 * METHODS.index(recipe.removeprefix("gan/cifar10-4000"))
-    metrics = {"n_draws": 4, "accuracy": accuracy, "nll": 1.1, "ece": 0.03, "brier": 0.5, "mutual_information": 0.2}
-    metrics |= {"seconds_per_step": 0.1, "single_accuracy": 0.59, "single_nll": 1.2, "paper_accuracy": 0.71, "called_fake": 0.125}
+    metrics = {
+        "n_draws": 4,
+        "accuracy": accuracy,
+        "nll": 1.1,
+        "ece": 0.03,
+        "brier": 0.5,
+        "mutual_information": 0.2,
+    }
+    metrics |= {
+        "seconds_per_step": 0.1,
+        "single_accuracy": 0.59,
+        "single_nll": 1.2,
+        "paper_accuracy": 0.71,
+        "called_fake": 0.125,
+    }
     metrics |= {"pooled_accuracy": 0.63} if rungs > 1 else {}
     curves = {
         "step": steps.tolist(),
@@ -73,13 +107,31 @@ def write_gan(
         "probabilities_accuracy": [accuracy - 0.001, accuracy, accuracy, accuracy],
         "last_accuracy": [0.58, 0.59, 0.58, 0.59],
     }
-    swaps = [{"pair": [0, 1], "accepted": len(when), "proposed": proposed, "acceptance_rate": len(when) / max(1, proposed)}]
-    given = {"status": status, "metrics": metrics, "swaps": swaps * (rungs - 1), "steps_done": STEPS, "curves": curves}
+    swaps = [
+        {
+            "pair": [0, 1],
+            "accepted": len(when),
+            "proposed": proposed,
+            "acceptance_rate": len(when) / max(1, proposed),
+        }
+    ]
+    given = {
+        "status": status,
+        "metrics": metrics,
+        "swaps": swaps * (rungs - 1),
+        "steps_done": STEPS,
+        "curves": curves,
+    }
     folder = write_run(out, config, seed, **given)
     if with_trace:
-        save_file({name: tensor.contiguous() for name, tensor in trace.items()}, folder / "trace.safetensors")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in trace.items()},
+            folder / "trace.safetensors",
+        )
     if not recipe.endswith("-supervised"):
-        (folder / "samples.png").write_bytes(png(torch.randint(256, (42, 102, 3), generator=made).to(torch.uint8)))
+        (folder / "samples.png").write_bytes(
+            png(torch.randint(256, (42, 102, 3), generator=made).to(torch.uint8))
+        )
     return folder
 
 
@@ -98,25 +150,44 @@ def four(tmp_path_factory):
 
 
 def test_collapsed_generators_are_told(four):
-    """Each makes nearly one image; older results and discriminators alone do not say, and then nothing is said."""
+    """Each makes nearly one image; older results and discriminators alone do not say, and then
+    nothing is said.
+    """
     run = four["-sghmc"]
     assert not [each for each in diagnose(run).findings if "generators" in each.title]
 
     def with_variety(value):
-        return replace(run, result={**run.result, "metrics": {**run.result["metrics"], "variety": value}})
+        return replace(
+            run, result={**run.result, "metrics": {**run.result["metrics"], "variety": value}}
+        )
 
     collapsed = finding_of(diagnose(with_variety(0.24)).findings, "the generators have collapsed")
     assert collapsed.severity == "warning"
-    assert collapsed.words.startswith("The images of one generator vary by 0.24 of what real images do, less than 0.25")
+    assert collapsed.words.startswith(
+        "The images of one generator vary by 0.24 of what real images do, less than 0.25"
+    )
     assert finding_of(diagnose(with_variety(0.25)).findings, "generators").severity == "fine"
-    for variety, makes in ((0.09, "nearly one image"), (0.1, "few different images"), (0.24, "few different images")):
-        assert makes in finding_of(diagnose(with_variety(variety)).findings, "the generators have collapsed").words
+    for variety, makes in (
+        (0.09, "nearly one image"),
+        (0.1, "few different images"),
+        (0.24, "few different images"),
+    ):
+        assert (
+            makes
+            in finding_of(
+                diagnose(with_variety(variety)).findings, "the generators have collapsed"
+            ).words
+        )
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_warm_start_is_told_and_no_fault(four, method):
     diagnosis = diagnose(four[method])
-    titles = {finding.title for finding in diagnosis.findings if finding.severity in ("problem", "warning")}
+    titles = {
+        finding.title
+        for finding in diagnosis.findings
+        if finding.severity in ("problem", "warning")
+    }
     assert titles <= {"hardly any swaps", "few swaps"}, diagnosis.findings
     assert bool(titles) == (method == "")  # two swaps are few, whatever came before
     found = finding_of(diagnosis.findings, "warm start")
@@ -125,13 +196,19 @@ def test_a_warm_start_is_told_and_no_fault(four, method):
     assert ("without swaps, as they should" in found.words) == (method == "")
     # By hand: 4.5e-4 * max(0.05, exp(-600 / 800)).
     assert found.numbers["lr_of_sghmc"] == pytest.approx(4.5e-4 * math.exp(-0.75))
-    assert found.words.endswith("Adam begins at learning rate 0.00045 (of the mean loss), SGHMC at 0.0002126.")
+    assert found.words.endswith(
+        "Adam begins at learning rate 0.00045 (of the mean loss), SGHMC at 0.0002126."
+    )
 
 
 def test_without_a_warm_start_there_is_nothing_to_tell(tmp_path):
     run = load_run(write_gan(tmp_path))
     settings = replace(run.settings, warm_start=0)
-    assert not [found for found in diagnose(replace(run, settings=settings)).findings if found.title == "warm start"]
+    assert not [
+        found
+        for found in diagnose(replace(run, settings=settings)).findings
+        if found.title == "warm start"
+    ]
     assert first_test(replace(run, settings=settings)) == 1
 
 
@@ -161,9 +238,14 @@ def test_a_run_in_its_warm_start_has_no_swaps_yet(tmp_path):
     path = write_gan(tmp_path, with_trace=False, status="paused")
     result = json.loads((path / "result.json").read_text())
     swaps = [{"pair": [0, 1], "accepted": 0, "proposed": 0, "acceptance_rate": None}]
-    (path / "result.json").write_text(json.dumps({**result, "steps_done": 300, "swaps": swaps, "curves": {}, "metrics": {}}))
+    (path / "result.json").write_text(
+        json.dumps({**result, "steps_done": 300, "swaps": swaps, "curves": {}, "metrics": {}})
+    )
     found = finding_of(diagnose(load_run(path)).findings, "no swap was tested")
-    assert (found.severity, found.words) == ("note", "Swaps are tested from step 600 on, and it has come to step 300.")
+    assert (found.severity, found.words) == (
+        "note",
+        "Swaps are tested from step 600 on, and it has come to step 300.",
+    )
 
 
 def test_curves_tell_where_the_trace_is_not_there(tmp_path, four):
@@ -172,11 +254,16 @@ def test_curves_tell_where_the_trace_is_not_there(tmp_path, four):
     history = history_from_curves(run)
     assert torch.equal(history.replica_at[:, :, 0], four[""].history.replica_at[:, :, 0])
     assert history.swaps.step.tolist() == [700, 800]
-    told, same = (next(found.numbers for found in check_ladder(each) if "accepted" in found.numbers) for each in (run, four[""]))
+    told, same = (
+        next(found.numbers for found in check_ladder(each) if "accepted" in found.numbers)
+        for each in (run, four[""])
+    )
     assert {name: told[name] for name in ("accepted", "proposed", "round_trips_per_chain")} == {
         name: same[name] for name in ("accepted", "proposed", "round_trips_per_chain")
     }
-    assert not [found for found in diagnose(run).findings if found.title == "missing"]  # curves are what is committed
+    assert not [
+        found for found in diagnose(run).findings if found.title == "missing"
+    ]  # curves are what is committed
     # More swaps than are listed: who stood where is not known, and nothing is made up.
     run.result["swaps"][0]["accepted"] = 40
     assert history_from_curves(run).swaps is None
@@ -194,11 +281,18 @@ def test_the_test_images_of_every_data_set(four):
         assert n_tested(replace(four[""], settings=changed)) == n
     rising = [0.5 + 0.001 * k for k in range(30)]
     result = {**four[""].result, "curves": {"probabilities_accuracy": rising}}
-    words = finding_of(diagnose(replace(four[""], result=result)).findings, "the average has not converged").words
-    assert "extend the run, or make the warm start longer" in words  # where it ends the average begins
+    words = finding_of(
+        diagnose(replace(four[""], result=result)).findings, "the average has not converged"
+    ).words
+    assert (
+        "extend the run, or make the warm start longer" in words
+    )  # where it ends the average begins
 
 
-@pytest.mark.parametrize("changes", [{"temperature": -1.0}, {"lr_time": 0.0}, {"hot_temperature": 0.5}, {"lr_of_mean": "inf"}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"temperature": -1.0}, {"lr_time": 0.0}, {"hot_temperature": 0.5}, {"lr_of_mean": "inf"}],
+)
 def test_settings_that_make_no_ladder_are_a_problem_in_words(tmp_path, changes):
     path = write_gan(tmp_path)
     config = json.loads((path / "config.json").read_text())
@@ -220,19 +314,27 @@ def test_methods_are_compared_by_their_numbers(four):
         assert comparison.settings["method"] == ("resghmc", method[1:])
         assert rows["accuracy"].difference == pytest.approx(0.01 * METHODS.index(method))
         assert (rows["paper_accuracy"].better, rows["called_fake"].better) == ("higher", "")
-        assert "seconds_per_step" not in rows  # the time is that of all replicas that ran side by side
+        assert (
+            "seconds_per_step" not in rows
+        )  # the time is that of all replicas that ran side by side
 
 
 def test_settings_that_a_method_does_not_use_do_not_matter(four):
     for method, idle in (
         ("-noswaps", {"correction_factor": 7.0, "smoothing": 0.9}),
         ("-sghmc", {"correction_factor": 7.0, "hot_lr": 3.0, "generators": "own"}),
-        ("-supervised", {"hot_temperature": 7.0, "generators": "own"}),  # the latents are drawn all the same
+        (
+            "-supervised",
+            {"hot_temperature": 7.0, "generators": "own"},
+        ),  # the latents are drawn all the same
     ):
         config = four[method].config
         assert differing_that_matter(config, {**config, **idle}) == {}
         assert set(differing_that_matter(four[""].config, {**four[""].config, **idle})) == set(idle)
-        assert set(differing_that_matter(config, {**config, "steps": 7, "warm_start": 3})) == {"steps", "warm_start"}
+        assert set(differing_that_matter(config, {**config, "steps": 7, "warm_start": 3})) == {
+            "steps",
+            "warm_start",
+        }
 
 
 # The page
@@ -241,7 +343,13 @@ def test_settings_that_a_method_does_not_use_do_not_matter(four):
 def test_the_family_shows_what_the_authors_count_and_the_papers_numbers(four):
     (family,) = families(list(four.values()))
     assert family.name == "gan"
-    assert columns(family)[:5] == ["accuracy", "single_accuracy", "pooled_accuracy", "paper_accuracy", "called_fake"]
+    assert columns(family)[:5] == [
+        "accuracy",
+        "single_accuracy",
+        "pooled_accuracy",
+        "paper_accuracy",
+        "called_fake",
+    ]
     assert {"nll", "ece"} <= set(columns(family))
     first = family.rows[0]
     assert cell(first, "called_fake") == ("12.5", 12.5)
@@ -266,19 +374,34 @@ def test_methods_are_drawn_over_each_other_and_other_labels_apart(four, tmp_path
     (family,) = families([*runs, fewer])
     made = overlays(family, {id(run): charts_of(run)[0] for run in [*runs, fewer]})
     (accuracy,) = [chart for chart in made if chart["kind"] == "accuracy"]
-    assert accuracy["title"] == "cifar10-4000: accuracy of the average of probabilities against number of draws"
-    assert [line["name"] for line in accuracy["series"]] == [f"cifar10-4000{method}" for method in METHODS]
+    assert (
+        accuracy["title"]
+        == "cifar10-4000: accuracy of the average of probabilities against number of draws"
+    )
+    assert [line["name"] for line in accuracy["series"]] == [
+        f"cifar10-4000{method}" for method in METHODS
+    ]
     assert accuracy["series"][1]["y"] == [60.9, 61, 61, 61]
 
 
 def test_a_copy_is_not_drawn_twice(four):
-    """The mean line of seeds 0 and 1 is that of two runs, with a copy of seed 0 as well and with one that is not finished."""
+    """The mean line of seeds 0 and 1 is that of two runs, with a copy of seed 0 as well and with
+    one that is not finished.
+    """
     first = four[""]
     curves = first.result["curves"]
-    higher = {**first.result, "curves": {**curves, "probabilities_accuracy": [x + 0.2 for x in curves["probabilities_accuracy"]]}}
+    higher = {
+        **first.result,
+        "curves": {
+            **curves,
+            "probabilities_accuracy": [x + 0.2 for x in curves["probabilities_accuracy"]],
+        },
+    }
     second = replace(first, seed=1, result=higher)
     empty = {"metrics": {}, "curves": {}}
-    started = replace(first, status="unfinished", result={**first.result, **empty}, trace={}, history=None)
+    started = replace(
+        first, status="unfinished", result={**first.result, **empty}, trace={}, history=None
+    )
     for same in ([first, second], [first, second, replace(first)], [started, first, second]):
         runs = [*same, four["-sghmc"]]
         (family,) = families(runs)
@@ -288,7 +411,9 @@ def test_a_copy_is_not_drawn_twice(four):
 
 
 def test_acceptance_is_that_of_the_tests_after_the_warm_start(four):
-    """By hand: ten windows of 100 steps; swaps at 700 and 800, of 100 tests in each window from step 600 on, are 1 %."""
+    """By hand: ten windows of 100 steps; swaps at 700 and 800, of 100 tests in each window from
+    step 600 on, are 1 %.
+    """
     run = four[""]
     (chart,) = [each for each in charts_of(run)[0] if each["kind"] == "acceptance"]
     expected, observed = chart["series"]
@@ -305,7 +430,11 @@ def test_curves_are_drawn_by_steps_where_the_trace_is_not_there(tmp_path):
     charts, shared = charts_of(load_run(write_gan(tmp_path, with_trace=False)))
     assert [chart["kind"] for chart in charts] == ["energy", "sigma2", "correction", "accuracy"]
     assert shared["steps"][:3] == [0, 10, 20]
-    assert (charts[0]["xLabel"], charts[0]["over"], charts[0]["marks"]["x"]) == ("step", "steps", [700, 800])
+    assert (charts[0]["xLabel"], charts[0]["over"], charts[0]["marks"]["x"]) == (
+        "step",
+        "steps",
+        [700, 800],
+    )
     assert "Means over the steps" in charts[0]["note"]
 
 
@@ -322,8 +451,14 @@ def test_the_ladder_has_a_learning_rate_for_each_sampler(four, tmp_path):
 
 
 def test_what_the_energies_promise_is_that_of_the_swap_tests(four, tmp_path):
-    """In the warm start the cold energy lies 90 nats below, where none of 60 in 100 rows would swap."""
-    swaps = next(table for table in details_of(four[""], tmp_path / "page.html")["tables"] if table["title"] == "Swaps")
+    """In the warm start the cold energy lies 90 nats below, where none of 60 in 100 rows would
+    swap.
+    """
+    swaps = next(
+        table
+        for table in details_of(four[""], tmp_path / "page.html")["tables"]
+        if table["title"] == "Swaps"
+    )
     promised = acceptance_from_energies(four[""].history.after(WARM_START)).value
     assert float(promised) > 2 * float(acceptance_from_energies(four[""].history).value) > 0
     assert swaps["rows"][0][4].startswith(f"{100 * float(promised):.0f}")
@@ -332,7 +467,10 @@ def test_what_the_energies_promise_is_that_of_the_swap_tests(four, tmp_path):
 def test_what_the_generators_make_is_in_the_page(four, tmp_path):
     (picture,), problem = pictures_of(four[""])
     assert problem == ""
-    assert base64.b64decode(picture["src"].partition(",")[2]) == (four[""].path / "samples.png").read_bytes()
+    assert (
+        base64.b64decode(picture["src"].partition(",")[2])
+        == (four[""].path / "samples.png").read_bytes()
+    )
     assert (picture["width"], picture["note"]) == (
         306,
         "Images by the generators on rung 0 at the end, a row for each of 10 of 20 generators.",
@@ -349,8 +487,14 @@ def test_what_the_generators_make_is_in_the_page(four, tmp_path):
     [
         (lambda data: b"<svg onload='window.hacked=1'>", "it is no PNG file"),
         (lambda data: data[:-20], "it is cut short"),
-        (lambda data: data[:60] + bytes([data[60] ^ 1]) + data[61:], "it is damaged: a checksum does not hold"),
-        (lambda data: png(torch.zeros(5000, 1000, 1, dtype=torch.uint8)), "it has 1,000 x 5,000 pixels"),
+        (
+            lambda data: data[:60] + bytes([data[60] ^ 1]) + data[61:],
+            "it is damaged: a checksum does not hold",
+        ),
+        (
+            lambda data: png(torch.zeros(5000, 1000, 1, dtype=torch.uint8)),
+            "it has 1,000 x 5,000 pixels",
+        ),
         (lambda data: data + bytes(2**20), "and at most 1,048,576 are read"),
         (lambda data: b"", "it is no PNG file"),
     ],
@@ -389,6 +533,14 @@ def test_the_picture_is_seen_in_a_browser(four, tmp_path):
         browser.click("#none")
         browser.click('[data-run="0"]')
         browser.run("document.querySelector('img.samples').decode()")
-        shown = browser.run("[...document.querySelectorAll('img')].map(each => [each.naturalWidth, each.width, each.alt])")
-        assert shown == [[102, 306, "Images by the generators on rung 0 at the end, a row for each of 10 of 20 generators."]]
+        shown = browser.run(
+            "[...document.querySelectorAll('img')].map(each => [each.naturalWidth, each.width, each.alt])"
+        )
+        assert shown == [
+            [
+                102,
+                306,
+                "Images by the generators on rung 0 at the end, a row for each of 10 of 20 generators.",
+            ]
+        ]
         assert browser.errors == []

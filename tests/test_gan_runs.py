@@ -1,4 +1,6 @@
-"""Semi-supervised GANs from the command line to result.json, on the digits: exact resume, company, pictures; and it helps."""
+"""Semi-supervised GANs from the command line to result.json, on the digits: exact resume, company,
+pictures; and it helps.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def outcome(path):
     assert result["status"] == "finished"
     picture = path / "samples.png"
     return {
-        "metrics": {name: value for name, value in result["metrics"].items() if name != "seconds_per_step"},
+        "metrics": {
+            name: value for name, value in result["metrics"].items() if name != "seconds_per_step"
+        },
         "swaps": result["swaps"],
         "curves": result["curves"],
         "trace": load_file(path / "trace.safetensors"),
@@ -92,7 +96,9 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize("stops", [2, 6, 9])
 def test_stopped_and_resumed_equals_never_stopped(cli, tmp_path, whole, stops):
-    """Bit for bit: inside the warm start, at its end and after it. A budget that is over at once lets one step be done."""
+    """Bit for bit: inside the warm start, at its end and after it. A budget that is over at once
+    lets one step be done.
+    """
     words, folder = ["run", "gan/digits-100", "--out", tmp_path], tmp_path / "gan/digits-100/seed=0"
     for k in range(stops):
         code, out, err = cli(*words, *(["--resume"] if k else []), "--budget", "0.001s")
@@ -137,7 +143,10 @@ def test_killed_and_resumed_equals_never_stopped(tmp_path, whole):
     )
     assert done.returncode == -signal.SIGKILL
     folder = tmp_path / "gan/digits-100/seed=0"
-    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step=000000000", "step=000000004"]
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [
+        "step=000000000",
+        "step=000000004",
+    ]
     run_recipe(short(), 0, tmp_path, resume=True)
     assert same(outcome(folder), whole)
 
@@ -148,7 +157,9 @@ def test_methods_side_by_side_are_the_methods_alone(tmp_path, whole):
     together = [outcome(folder.path) for folder in run_together(jobs, tmp_path / "together")]
     assert same(together[0], whole)
     for (config, seed), beside in zip(jobs[1:], together[1:], strict=True):
-        assert same(outcome(run_recipe(config, seed, tmp_path / "alone").path), beside), config.recipe
+        assert same(outcome(run_recipe(config, seed, tmp_path / "alone").path), beside), (
+            config.recipe
+        )
     assert together[3]["samples.png"] is None  # it has no generators
     assert len({repr(one["metrics"]) for one in together}) == 4
     assert [len(one["swaps"]) for one in together] == [1, 0, 1, 0]
@@ -156,7 +167,9 @@ def test_methods_side_by_side_are_the_methods_alone(tmp_path, whole):
 
 
 def test_rungs_with_generators_of_their_own(tmp_path, whole):
-    """Another run: each rung's generators learn from their own discriminator alone. The cold one alone is SGHMC."""
+    """Another run: each rung's generators learn from their own discriminator alone. The cold one
+    alone is SGHMC.
+    """
     pair = outcome(run_recipe(short("gan/digits-100-noswaps", "generators=own"), 0, tmp_path).path)
     alone = outcome(run_recipe(short("gan/digits-100-sghmc"), 0, tmp_path).path)
     assert torch.equal(pair["trace"]["energy"][:, 0], alone["trace"]["energy"][:, 0])
@@ -171,7 +184,15 @@ def test_the_seed_decides(tmp_path, whole):
 def test_numbers_of_a_pair(whole):
     kinds = [f"{prefix}{kind}" for prefix in ("", "pooled_") for kind in ("", "single_")]
     names = {f"{kind}{name}" for kind in kinds for name in ("accuracy", "nll", "brier", "ece")}
-    more = {"best_accuracy", "pooled_best_accuracy", "n_draws", "mutual_information", "paper_accuracy", "called_fake", "variety"}
+    more = {
+        "best_accuracy",
+        "pooled_best_accuracy",
+        "n_draws",
+        "mutual_information",
+        "paper_accuracy",
+        "called_fake",
+        "variety",
+    }
     more |= {"training_mode_accuracy"}
     assert set(whole["metrics"]) == names | more
     assert whole["curves"]["draw_step"] == [8, 10, 12]
@@ -189,22 +210,30 @@ def test_the_authors_score_leaves_out_what_is_called_fake():
     module = BayesianGAN(2, 0, size=8, channels=1, width=2)
     module.discriminator = Known()
     run = types.SimpleNamespace(
-        live_module_at=lambda rung: module, ensemble=types.SimpleNamespace(casting=lambda: contextlib.nullcontext())
+        live_module_at=lambda rung: module,
+        ensemble=types.SimpleNamespace(casting=lambda: contextlib.nullcontext()),
     )
     labels = torch.tensor([0, 0, 0, 1])
     test = [(torch.arange(4)[part], labels[part]) for part in (slice(0, 3), slice(3, 4))]
     score = authors_score(run, test, 2)
-    assert score == {"paper_accuracy": 2 / 3, "called_fake": 0.25, "training_mode_accuracy": 0.5}  # wrong, fake, right, fake
+    assert score == {
+        "paper_accuracy": 2 / 3,
+        "called_fake": 0.25,
+        "training_mode_accuracy": 0.5,
+    }  # wrong, fake, right, fake
     assert module.training
     assert float((module.eval()(torch.arange(4)).argmax(1) == labels).float().mean()) == 0.75
 
 
 def test_the_score_in_training_mode_is_that_of_batches():
-    """Each batch normalised by itself, nothing left in the running statistics: by hand, and not the same as image by image."""
+    """Each batch normalised by itself, nothing left in the running statistics: by hand, and not the
+    same as image by image.
+    """
     torch.manual_seed(0)
     module = BayesianGAN(2, 0, size=8, channels=1, width=4)
     run = types.SimpleNamespace(
-        live_module_at=lambda rung: module, ensemble=types.SimpleNamespace(casting=lambda: contextlib.nullcontext())
+        live_module_at=lambda rung: module,
+        ensemble=types.SimpleNamespace(casting=lambda: contextlib.nullcontext()),
     )
     x, y = torch.randn(200, 1, 8, 8) + 3, torch.arange(200) % 2
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -220,7 +249,9 @@ def test_the_score_in_training_mode_is_that_of_batches():
         by_batches = score(torch.cat([module.discriminator(part).argmax(1) for part in x.split(8)]))
         together = score(module.discriminator(x).argmax(1))
         alone = score(module.eval().discriminator(x).argmax(1))
-    assert len({by_batches, together, alone}) == 3, "the three ways must differ for this to tell anything"
+    assert len({by_batches, together, alone}) == 3, (
+        "the three ways must differ for this to tell anything"
+    )
     assert found["training_mode_accuracy"] == pytest.approx(by_batches)
 
 
@@ -228,27 +259,35 @@ def test_the_score_in_training_mode_is_that_of_batches():
 
 
 def decoded(file):
-    """The image of a PNG file without filters, by the words of its specification: (height, width, channels)."""
+    """The image of a PNG file without filters, by the words of its specification: (height, width,
+    channels).
+    """
     assert file[:8] == b"\x89PNG\r\n\x1a\n"
     chunks, at = [], 8
     while at < len(file):
         (length,) = struct.unpack(">I", file[at : at + 4])
         kind, data = file[at + 4 : at + 8], file[at + 8 : at + 8 + length]
-        assert struct.unpack(">I", file[at + 8 + length : at + 12 + length]) == (zlib.crc32(kind + data),)
+        assert struct.unpack(">I", file[at + 8 + length : at + 12 + length]) == (
+            zlib.crc32(kind + data),
+        )
         chunks.append((kind, data))
         at += 12 + length
     assert [kind for kind, _ in chunks] == [b"IHDR", b"IDAT", b"IEND"]
     width, height, depth, colour, *rest = struct.unpack(">IIBBBBB", chunks[0][1])
     assert (depth, rest) == (8, [0, 0, 0])
     channels = {0: 1, 2: 3}[colour]
-    rows = torch.frombuffer(bytearray(zlib.decompress(chunks[1][1])), dtype=torch.uint8).view(height, 1 + width * channels)
+    rows = torch.frombuffer(bytearray(zlib.decompress(chunks[1][1])), dtype=torch.uint8).view(
+        height, 1 + width * channels
+    )
     assert not rows[:, 0].any()
     return rows[:, 1:].reshape(height, width, channels)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_png_is_the_picture(channels):
-    picture = torch.randint(256, (5, 7, channels), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    picture = torch.randint(
+        256, (5, 7, channels), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
     assert torch.equal(decoded(png(picture)), picture)
     transposed = picture.transpose(0, 1)  # not contiguous
     assert torch.equal(decoded(png(transposed)), transposed)
@@ -257,7 +296,9 @@ def test_a_png_is_the_picture(channels):
 @pytest.mark.parametrize("channels", [1, 3])
 def test_others_read_it_as_well(channels, tmp_path):
     image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
-    picture = torch.randint(256, (5, 7, channels), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    picture = torch.randint(
+        256, (5, 7, channels), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
     (tmp_path / "p.png").write_bytes(png(picture))
     with image.open(tmp_path / "p.png") as found:
         assert found.mode == {1: "L", 3: "RGB"}[channels]
@@ -279,7 +320,9 @@ def as_bytes(images):
 
 
 def test_which_images_have_labels():
-    """Equally many of each class, by the seed; with more labels the others keep theirs; the rest is unlabelled."""
+    """Equally many of each class, by the seed; with more labels the others keep theirs; the rest is
+    unlabelled.
+    """
     config = get_recipe("gan/digits-100")
     (x, y), test = digit_images()
     images, other = images_of(config, 0), images_of(config, 1)
@@ -303,7 +346,9 @@ def test_what_is_held_out_for_validation_is_not_trained_on():
     (x, _), (x_test, _) = digit_images()
     held_out = as_bytes(images.held_out[0])
     assert len(held_out) == 300
-    assert sorted(held_out + as_bytes(images.labelled) + as_bytes(images.unlabelled)) == sorted(as_bytes(x))
+    assert sorted(held_out + as_bytes(images.labelled) + as_bytes(images.unlabelled)) == sorted(
+        as_bytes(x)
+    )
     assert not set(held_out) & set(as_bytes(x_test))
     few = images_of(dataclasses.replace(config, test_subset=50), 0)
     assert torch.bincount(few.held_out[1]).tolist() == [5] * 10
@@ -315,17 +360,29 @@ def test_what_is_held_out_for_validation_is_not_trained_on():
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (["n_labelled=4005"], "'n_labelled' must be a multiple of the 10 classes (the nearest is 4000), got 4005"),
+        (
+            ["n_labelled=4005"],
+            "'n_labelled' must be a multiple of the 10 classes (the nearest is 4000), got 4005",
+        ),
         (["n_labelled=4006"], "the nearest is 4010"),
         (["n_labelled=4"], "the nearest is 10"),
         (["n_labelled=49997"], "the nearest is 49990"),
-        (["n_labelled=0"], "'n_labelled' must be at least 10 and less than the 50000 training images, got 0"),
+        (
+            ["n_labelled=0"],
+            "'n_labelled' must be at least 10 and less than the 50000 training images, got 0",
+        ),
         (["n_labelled=50000"], "less than the 50000 training images, got 50000"),
         (["n_labelled=60000"], "less than the 50000 training images, got 60000"),
-        (["n_labelled=45000", "validation=10000"], "less than the 40000 training images, got 45000"),
+        (
+            ["n_labelled=45000", "validation=10000"],
+            "less than the 40000 training images, got 45000",
+        ),
         (["n_labelled=49990"], "'batch_size' must be from 2 to the 10 unlabelled, got 64"),
         (["generators=other"], "'generators' must be one of shared, own, got 'other'"),
-        (["latents=17"], "'latents' must be so many that n_generators x latents, 340, is a multiple of batch_size, got 17"),
+        (
+            ["latents=17"],
+            "'latents' must be so many that n_generators x latents, 340, is a multiple of batch_size, got 17",
+        ),
         (["latents=1"], "'latents' must be at least 2, for the BatchNorm of a generator"),
         (["batch_size=0"], "'batch_size' must be from 2 to the 46000 unlabelled, got 0"),
         (["n_generators=0"], "'n_generators' must be at least 1, got 0"),
@@ -336,12 +393,20 @@ def test_what_is_held_out_for_validation_is_not_trained_on():
         (["momentum=1"], "'momentum' must be at least 0 and less than 1"),
         (["method=sghmc"], "setting 'method' belongs to the recipe"),
         (["data=svhn"], "setting 'data' belongs to the recipe"),
-        (["test_subset=10001"], "setting 'test_subset' must be between 1 and 10000, or none, got 10001"),
-        (["validation=300", "test_subset=301"], "setting 'test_subset' must be between 1 and 300, or none, got 301"),
+        (
+            ["test_subset=10001"],
+            "setting 'test_subset' must be between 1 and 10000, or none, got 10001",
+        ),
+        (
+            ["validation=300", "test_subset=301"],
+            "setting 'test_subset' must be between 1 and 300, or none, got 301",
+        ),
     ],
 )
 def test_bad_settings_are_one_clear_line_and_exit_2(cli, tmp_path, settings, expected):
-    code, out, err = cli("run", "gan/cifar10-4000", "--device", "cpu", "--out", tmp_path, settings=settings)
+    code, out, err = cli(
+        "run", "gan/cifar10-4000", "--device", "cpu", "--out", tmp_path, settings=settings
+    )
     assert code == 2
     assert expected in err
     assert len(err.strip().splitlines()) == 1
@@ -360,7 +425,12 @@ def test_bad_settings_are_one_clear_line_and_exit_2(cli, tmp_path, settings, exp
             "needs one process, got 2: its rungs share their generators; start it without torchrun, or add",
         ),
         ("gan/digits-100", ["generators=own"], 2, None),
-        ("gan/digits-100", ["generators=own"], 4, r"can use at most 2 process\(es\), one for each rung, got 4; start fewer"),
+        (
+            "gan/digits-100",
+            ["generators=own"],
+            4,
+            r"can use at most 2 process\(es\), one for each rung, got 4; start fewer",
+        ),
         ("gan/digits-100-sghmc", [], 2, r"can use at most 1 process\(es\)"),
         ("gan/digits-100-supervised", [], 2, r"can use at most 1 process\(es\)"),
     ],
@@ -368,7 +438,9 @@ def test_bad_settings_are_one_clear_line_and_exit_2(cli, tmp_path, settings, exp
 def test_on_how_many_processes(monkeypatch, recipe, settings, n_processes, expected):
     config = override(get_recipe(recipe), settings)
     crew = Crew(rank=0, size=n_processes)
-    monkeypatch.setattr(gan, "replica_mesh", lambda n_replicas, device: ReplicaMesh(n_replicas, crew))
+    monkeypatch.setattr(
+        gan, "replica_mesh", lambda n_replicas, device: ReplicaMesh(n_replicas, crew)
+    )
     if expected is None:
         assert list(config.mesh(torch.device("cpu")).mine) == [0]
         return
@@ -379,7 +451,9 @@ def test_on_how_many_processes(monkeypatch, recipe, settings, n_processes, expec
 
 def test_data_that_are_not_there(cli, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHREX_DATA", str(tmp_path / "nothing"))
-    code, _, err = cli("run", "gan/cifar10-4000", "--device", "cpu", "--out", tmp_path / "runs", settings=())
+    code, _, err = cli(
+        "run", "gan/cifar10-4000", "--device", "cpu", "--out", tmp_path / "runs", settings=()
+    )
     assert code == 2
     assert "torchrex data fetch cifar10" in err
     assert "torchrex data import cifar10" in err
@@ -389,19 +463,25 @@ def test_data_that_are_not_there(cli, tmp_path, monkeypatch):
 
 def few_images(n, n_classes, seed):
     labels = torch.arange(n) % n_classes
-    return torch.randint(256, (n, 32, 32, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8), labels
+    return torch.randint(
+        256, (n, 32, 32, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8
+    ), labels
 
 
 @pytest.mark.parametrize("without", [3, 9])
 def test_a_class_without_images_to_label(cli, tmp_path, monkeypatch, without):
-    """The first or the last one missing: the class is named, and no number of labels is advised instead."""
+    """The first or the last one missing: the class is named, and no number of labels is advised
+    instead.
+    """
     (x, y), test = few_images(800, 10, 0), few_images(100, 10, 1)
     y[y == without] = 0
     save_images(ImageSet("cifar10", 10, x, y, *test), tmp_path / "data")
     monkeypatch.setenv("TORCHREX_DATA", str(tmp_path / "data"))
     monkeypatch.setitem(gan.KINDS, "cifar10", Kind(800, 100, 10))
     settings = ["n_labelled=100", "steps=2", "warm_start=1", "average_every=1", "width=2"]
-    code, _, err = cli("run", "gan/cifar10-4000", "--device", "cpu", "--out", tmp_path / "runs", settings=settings)
+    code, _, err = cli(
+        "run", "gan/cifar10-4000", "--device", "cpu", "--out", tmp_path / "runs", settings=settings
+    )
     assert code == 2
     assert f"has no image of class {without} to label" in err
     assert len(err.strip().splitlines()) == 1
@@ -409,29 +489,47 @@ def test_a_class_without_images_to_label(cli, tmp_path, monkeypatch, without):
 
 
 @pytest.mark.parametrize(
-    ("method", "steps", "told"), [("-supervised", 2_001, "hours"), ("-sghmc", 2_001, "days"), ("-sghmc", 2_000, None)]
+    ("method", "steps", "told"),
+    [("-supervised", 2_001, "hours"), ("-sghmc", 2_001, "days"), ("-sghmc", 2_000, None)],
 )
 def test_how_long_a_cpu_takes_is_told(cli, tmp_path, monkeypatch, caplog, method, steps, told):
-    save_images(ImageSet("cifar10", 10, *few_images(800, 10, 0), *few_images(100, 10, 1)), tmp_path / "data")
+    save_images(
+        ImageSet("cifar10", 10, *few_images(800, 10, 0), *few_images(100, 10, 1)), tmp_path / "data"
+    )
     monkeypatch.setenv("TORCHREX_DATA", str(tmp_path / "data"))
     monkeypatch.setitem(gan.KINDS, "cifar10", Kind(800, 100, 10))
     settings = [*SMALL, "n_labelled=100", f"steps={steps}", "warm_start=1"]
-    words = ["run", f"gan/cifar10-4000{method}", "--device", "cpu", "--budget", "0.001s", "--out", tmp_path / "runs"]
+    words = [
+        "run",
+        f"gan/cifar10-4000{method}",
+        "--device",
+        "cpu",
+        "--budget",
+        "0.001s",
+        "--out",
+        tmp_path / "runs",
+    ]
     code, _, err = cli(*words, settings=settings)
     assert code == 0, err
     warnings = [record.message for record in caplog.records if "made for a GPU" in record.message]
-    assert [f"2,001 steps on this CPU will take {told};" in message for message in warnings] == ([True] if told else [])
+    assert [f"2,001 steps on this CPU will take {told};" in message for message in warnings] == (
+        [True] if told else []
+    )
 
 
 def test_a_set_that_is_not_whole_is_refused(tmp_path, monkeypatch):
     save_images(ImageSet("cifar10", 10, *few_images(800, 10, 0), *few_images(100, 10, 1)), tmp_path)
     monkeypatch.setenv("TORCHREX_DATA", str(tmp_path))
-    with pytest.raises(DataError, match="800 training images instead of 50,000; import or fetch it again"):
+    with pytest.raises(
+        DataError, match="800 training images instead of 50,000; import or fetch it again"
+    ):
         images_of(get_recipe("gan/cifar10-4000"), 0)
 
 
 def test_a_generator_that_breaks_is_named_by_the_command(cli, tmp_path, monkeypatch):
-    """Its weights become NaN after the tenth step: exit code, one line, and the same in result.json."""
+    """Its weights become NaN after the tenth step: exit code, one line, and the same in
+    result.json.
+    """
     plain = gan_runs.PosteriorAverage.update
 
     def update(self, run):
@@ -469,16 +567,30 @@ def test_every_recipe_is_what_its_name_says():
         family, cell = name.split("/")
         data, n, *method = cell.split("-")
         assert config.family == family
-        assert (config.data, config.n_labelled, config.method) == (data, int(n), *(method or ["resghmc"]))
-        assert config.n_rungs == config.ladder().n_rungs == (2 if config.method in ("resghmc", "noswaps") else 1)
-    of_table = {name for name in expected if name.split("/")[1].split("-")[1] in ("2000", "3000", "4000", "5000")}
+        assert (config.data, config.n_labelled, config.method) == (
+            data,
+            int(n),
+            *(method or ["resghmc"]),
+        )
+        assert (
+            config.n_rungs
+            == config.ladder().n_rungs
+            == (2 if config.method in ("resghmc", "noswaps") else 1)
+        )
+    of_table = {
+        name
+        for name in expected
+        if name.split("/")[1].split("-")[1] in ("2000", "3000", "4000", "5000")
+    }
     assert set(made.table3_recipes()) == of_table
     assert set(made.figure3_recipes()) == {name for name in expected if "digits" not in name}
 
 
 def test_methods_of_a_cell_differ_by_their_method_alone():
     for config in made.gan_recipes().values():
-        plain = made.gan_recipes()[made.gan_recipe_name(config.data, config.n_labelled, "resghmc", config.family)]
+        plain = made.gan_recipes()[
+            made.gan_recipe_name(config.data, config.n_labelled, "resghmc", config.family)
+        ]
         assert dataclasses.replace(config, recipe=plain.recipe, method="resghmc") == plain
 
 
@@ -486,16 +598,26 @@ def test_the_families_differ_where_they_say():
     tuned = {"recipe", "lr_of_mean", "lr_floor", "sampling_lr", "average_every"}
     for name, config in made.figure3_recipes().items():
         other = made.figure3_recipes()[name.replace("gan-tuned/", "gan/")]
-        differ = {f.name for f in dataclasses.fields(GanConfig) if getattr(config, f.name) != getattr(other, f.name)}
+        differ = {
+            f.name
+            for f in dataclasses.fields(GanConfig)
+            if getattr(config, f.name) != getattr(other, f.name)
+        }
         assert differ == (tuned if config.family == "gan-tuned" else set())
 
 
 def test_the_appendix_has_one_row_for_each_cell():
     for data in made.GAN_DATA:
         for n in made.N_LABELLED:
-            rows = [row for row in made.APPENDIX_B if row.data == data and row.n_labelled[0] <= n <= row.n_labelled[1]]
+            rows = [
+                row
+                for row in made.APPENDIX_B
+                if row.data == data and row.n_labelled[0] <= n <= row.n_labelled[1]
+            ]
             assert len(rows) == 1, (data, n)
-    assert set(made.PAPER_TABLE3) == {(data, n) for data in made.GAN_DATA for n in (2000, 3000, 4000, 5000)}
+    assert set(made.PAPER_TABLE3) == {
+        (data, n) for data in made.GAN_DATA for n in (2000, 3000, 4000, 5000)
+    }
     for n, temperature, factor in ((2500, 0.04, 1.0e4), (3500, 0.02, 2.5e4), (4000, 0.01, 5.0e4)):
         config = made.gan_recipes()[f"gan/cifar100-{n}"]
         assert config.temperatures == pytest.approx((temperature, 1.0))
@@ -504,7 +626,9 @@ def test_the_appendix_has_one_row_for_each_cell():
 
 def test_the_learning_rate_falls_as_in_the_paper():
     config = made.gan_recipes()["gan/cifar10-4000"]
-    assert [config.decay(step) for step in (0, 800, 15_000)] == pytest.approx([1.0, 0.36788, 0.05], rel=1e-4)
+    assert [config.decay(step) for step in (0, 800, 15_000)] == pytest.approx(
+        [1.0, 0.36788, 0.05], rel=1e-4
+    )
     later = dataclasses.replace(config, sampling_lr=50.0)  # of SGHMC alone, from its first step on
     assert [later.decay(step) for step in (0, 4_999, 5_000)] == pytest.approx([1.0, 0.05, 2.5])
     assert config.ladder().lrs[0] * config.n_data == pytest.approx(4.5e-4)
@@ -515,8 +639,21 @@ def test_what_jobs_side_by_side_must_share():
     """Whatever shapes a batch or the rhythm of a run, the seed, and nothing else."""
     config = get_recipe("gan/digits-100")
     shared = {
-        **{"data": "svhn", "n_labelled": 200, "steps": 99, "batch_size": 10, "n_generators": 7, "latents": 10, "validation": 5},
-        **{"test_subset": 50, "precision": "float32", "deterministic": False, "checkpoint_every": 7},
+        **{
+            "data": "svhn",
+            "n_labelled": 200,
+            "steps": 99,
+            "batch_size": 10,
+            "n_generators": 7,
+            "latents": 10,
+            "validation": 5,
+        },
+        **{
+            "test_subset": 50,
+            "precision": "float32",
+            "deterministic": False,
+            "checkpoint_every": 7,
+        },
     }
     for name, value in shared.items():
         assert dataclasses.replace(config, **{name: value}).company(0) != config.company(0), name
@@ -543,17 +680,32 @@ def test_configs_are_checked_when_they_are_set():
 
 
 def test_a_run_has_the_settings_of_its_config():
-    settings = ["momentum=0.8", "smoothing=0.2", "correction_factor=7", "prior_precision=3", "warm_start=5", "width=4"]
+    settings = [
+        "momentum=0.8",
+        "smoothing=0.2",
+        "correction_factor=7",
+        "prior_precision=3",
+        "warm_start=5",
+        "width=4",
+    ]
     config = override(get_recipe("gan/digits-100"), settings)
     run = config.run(0, torch.device("cpu"), config.energy())
-    assert (run.rules.swap_start, run.rules.factor.initial, run.rules.noise) == (5, 7.0, tr.PairedVariance(0.2))
+    assert (run.rules.swap_start, run.rules.factor.initial, run.rules.noise) == (
+        5,
+        7.0,
+        tr.PairedVariance(0.2),
+    )
     assert run.ensemble.sampler == tr.AdamStart(tr.SGHMC(0.2), 5, n_data=1197)
     assert run.ensemble.energy.prior == tr.GaussianPrior(3.0)
     assert run.ensemble.n_data == config.n_data == 1197
     first, second = (module.state_dict() for module in run.ensemble.modules)
     assert torch.equal(first["generators.first"], second["generators.first"])
-    assert not torch.equal(first["discriminator.classes.weight"], second["discriminator.classes.weight"])
-    other = override(get_recipe("gan/digits-100-noswaps"), ["warm_start=0", "prior_precision=0", "width=4"])
+    assert not torch.equal(
+        first["discriminator.classes.weight"], second["discriminator.classes.weight"]
+    )
+    other = override(
+        get_recipe("gan/digits-100-noswaps"), ["warm_start=0", "prior_precision=0", "width=4"]
+    )
     apart = other.run(0, torch.device("cpu"), other.energy())
     assert isinstance(apart.rules.pairing, tr.NoSwaps)
     assert apart.ensemble.sampler == tr.SGHMC(0.5)
@@ -569,7 +721,12 @@ def test_jobs_side_by_side_have_an_energy_each_unless_they_are_equal(monkeypatch
         raise DataError("enough")
 
     monkeypatch.setattr(gan_runs, "train_together", together)
-    names = ("gan/digits-100", "gan/digits-100-noswaps", "gan/digits-100-supervised", "gan/digits-100")
+    names = (
+        "gan/digits-100",
+        "gan/digits-100-noswaps",
+        "gan/digits-100-supervised",
+        "gan/digits-100",
+    )
     for seed in (0, 1):
         jobs = [Job(override(get_recipe(name), SMALL), seed, None) for name in names[:3]]
         jobs.append(Job(override(get_recipe(names[3]), [*SMALL, "prior_precision=9"]), seed, None))
@@ -587,7 +744,13 @@ def test_jobs_side_by_side_have_an_energy_each_unless_they_are_equal(monkeypatch
 
 def accuracy_of(recipe, seed):
     """On the 500 test digits, which chose nothing; a run whose energies are not finite is none."""
-    how, (one,) = train_gans([Job(get_recipe(recipe), seed, None)], device="cpu", resume=False, budget=None, progress=None)
+    how, (one,) = train_gans(
+        [Job(get_recipe(recipe), seed, None)],
+        device="cpu",
+        resume=False,
+        budget=None,
+        progress=None,
+    )
     assert how.status == "finished"
     assert one.trace.tensors()["energy"].isfinite().all()
     assert one.metrics["n_draws"] == 4
@@ -597,13 +760,18 @@ def accuracy_of(recipe, seed):
 def test_unlabelled_digits_help():
     """With 100 labels, end to end, means over 3 seeds of the accuracy on held-out digits.
 
-    Settings were chosen on 300 validation digits with seeds 10 to 14. There and with seeds 20 to 24 semi-supervised minus
-    supervised was 0.029 on average with a standard deviation of 0.013 between seeds, 0.013 at least: a mean over 3 other seeds is
-    below 0.005 in one of 100 choices of them (t distribution, 9 degrees of freedom). These ones are fixed, and what may differ
-    between machines is rounding.
+    Settings were chosen on 300 validation digits with seeds 10 to 14. There and with seeds 20 to 24
+    semi-supervised minus supervised was 0.029 on average with a standard deviation of 0.013 between
+    seeds, 0.013 at least: a mean over 3 other seeds is below 0.005 in one of 100 choices of them (t
+    distribution, 9 degrees of freedom). These ones are fixed, and what may differ between machines
+    is rounding.
     """
     supervised, unlabelled = (
-        [accuracy_of(f"gan/digits-100-{method}", seed) for seed in (0, 1, 2)] for method in ("supervised", "sghmc")
+        [accuracy_of(f"gan/digits-100-{method}", seed) for seed in (0, 1, 2)]
+        for method in ("supervised", "sghmc")
     )
     assert statistics.mean(supervised) > 0.85, supervised  # the line below is a serious one
-    assert statistics.mean(unlabelled) > statistics.mean(supervised) + 0.005, (supervised, unlabelled)
+    assert statistics.mean(unlabelled) > statistics.mean(supervised) + 0.005, (
+        supervised,
+        unlabelled,
+    )

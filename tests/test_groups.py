@@ -14,17 +14,24 @@ from command import run_command
 from modules import same
 from torchrex.checkpoint import Checkpoints
 from torchrex.errors import NonFiniteEnergyError, RunFolderError
-from torchrex.exchange import ModuleExchange
 from torchrex.experiments.config import dumps, override
 from torchrex.experiments.groups import group
 from torchrex.experiments.images import ImageConfig
 from torchrex.experiments.recipes import get_recipe
 from torchrex.experiments.run_folder import RunFolder
 from torchrex.experiments.runner import run_recipe, run_together
+from torchrex.network import ModuleExchange
 from torchrex.vision.data import ImageSet, save_images
 
 # Four epochs of one step each.
-TINY = ["net=resnet8", "epochs=4", "subset=256", "test_subset=50", "batch_size=32", "checkpoint_every=2"]
+TINY = [
+    "net=resnet8",
+    "epochs=4",
+    "subset=256",
+    "test_subset=50",
+    "batch_size=32",
+    "checkpoint_every=2",
+]
 NAME = "clean/cifar10-resnet20"
 
 
@@ -39,7 +46,11 @@ def data(monkeypatch, tmp_path_factory):
     if not folder.exists():
         generator = torch.Generator().manual_seed(0)
         train, test = (
-            (torch.randint(256, (n, 32, 32, 3), dtype=torch.uint8, generator=generator), torch.arange(n) % 10) for n in (300, 60)
+            (
+                torch.randint(256, (n, 32, 32, 3), dtype=torch.uint8, generator=generator),
+                torch.arange(n) % 10,
+            )
+            for n in (300, 60)
         )
         save_images(ImageSet("cifar10", 10, *train, *test), folder)
     monkeypatch.setenv("TORCHREX_DATA", str(folder))
@@ -65,7 +76,9 @@ def outcome(folder):
     """All numbers of a finished run that do not depend on the clock."""
     result = folder.result
     assert result["status"] == "finished", result
-    metrics = {name: value for name, value in result["metrics"].items() if name != "seconds_per_epoch"}
+    metrics = {
+        name: value for name, value in result["metrics"].items() if name != "seconds_per_epoch"
+    }
     return metrics, result["swaps"], result["curves"], load_file(folder.path / "trace.safetensors")
 
 
@@ -73,8 +86,14 @@ def outcome(folder):
 
 
 def test_one_company_goes_together(tmp_path):
-    """All methods of both families, in the order given; another network, data set or length is other company."""
-    jobs = [(tiny(f"{family}/cifar10-resnet20{end}"), 0) for family in ("clean", "icml2020") for end in ("", "-msgd", "-sghmc")]
+    """All methods of both families, in the order given; another network, data set or length is
+    other company.
+    """
+    jobs = [
+        (tiny(f"{family}/cifar10-resnet20{end}"), 0)
+        for family in ("clean", "icml2020")
+        for end in ("", "-msgd", "-sghmc")
+    ]
     assert len(group(jobs, tmp_path, overwrite=False)) == 1
     others = [
         (tiny(NAME), 0),
@@ -92,7 +111,11 @@ def test_one_company_goes_together(tmp_path):
 
 
 def test_configs_that_train_alone_are_groups_of_one(tmp_path):
-    jobs = [(get_recipe(name), seed) for name in ("digits/sghmc", "figure1/case1-sgld") for seed in (0, 1)]
+    jobs = [
+        (get_recipe(name), seed)
+        for name in ("digits/sghmc", "figure1/case1-sgld")
+        for seed in (0, 1)
+    ]
     assert [len(each.jobs) for each in group(jobs, tmp_path, overwrite=False)] == [1, 1, 1, 1]
 
     class Alone(ImageConfig):
@@ -100,12 +123,16 @@ def test_configs_that_train_alone_are_groups_of_one(tmp_path):
             return None
 
     alone = Alone(**asdict(tiny()))
-    assert [len(each.jobs) for each in group([(alone, 0), (alone, 1)], tmp_path, overwrite=False)] == [1, 1]
+    assert [
+        len(each.jobs) for each in group([(alone, 0), (alone, 1)], tmp_path, overwrite=False)
+    ] == [1, 1]
     mixed = [jobs[0], (tiny(), 0), jobs[2], (tiny(), 1)]
     assert [len(each.jobs) for each in group(mixed, tmp_path, overwrite=False)] == [1, 2, 1]
 
 
-@pytest.mark.parametrize(("net", "sizes"), [("wrn-28-10", [2, 2, 1]), ("wrn-16-8", [4, 1]), ("resnet8", [5])])
+@pytest.mark.parametrize(
+    ("net", "sizes"), [("wrn-28-10", [2, 2, 1]), ("wrn-16-8", [4, 1]), ("resnet8", [5])]
+)
 def test_a_group_has_as_many_replicas_as_the_device_carries(tmp_path, net, sizes):
     """4, 8 and 16 replicas; a pair has two."""
     pair = [(tiny(NAME, f"net={net}"), seed) for seed in range(5)]
@@ -114,13 +141,20 @@ def test_a_group_has_as_many_replicas_as_the_device_carries(tmp_path, net, sizes
     assert all(each.replicas == 2 * len(each.jobs) <= pair[0][0].most_replicas for each in groups)
     many = [(tiny(f"{NAME}-msgd", f"net={net}"), seed) for seed in range(17)]
     most = many[0][0].most_replicas
-    assert [len(each.jobs) for each in group(many, tmp_path, overwrite=False)] == [most] * (17 // most) + [17 % most]
+    assert [len(each.jobs) for each in group(many, tmp_path, overwrite=False)] == [most] * (
+        17 // most
+    ) + [17 % most]
 
 
 def test_a_later_job_may_fill_an_earlier_group(tmp_path):
     """Three of 4 replicas are taken: a pair has no room, but a single one has."""
     net = "net=wrn-28-10"
-    jobs = [(tiny(NAME, net), 0), (tiny(f"{NAME}-msgd", net), 0), (tiny(NAME, net), 1), (tiny(f"{NAME}-sghmc", net), 0)]
+    jobs = [
+        (tiny(NAME, net), 0),
+        (tiny(f"{NAME}-msgd", net), 0),
+        (tiny(NAME, net), 1),
+        (tiny(f"{NAME}-sghmc", net), 0),
+    ]
     groups = group(jobs, tmp_path, overwrite=False)
     assert [each.jobs for each in groups] == [[jobs[0], jobs[1], jobs[3]], [jobs[2]]]
 
@@ -135,7 +169,9 @@ def test_runs_go_on_with_those_at_their_own_step(tmp_path):
     assert seeds(groups) == [[0, 4, 5], [1, 2], [3]]
     assert [set(each.steps) for each in groups] == [set(), {4}, {2}]
     # What is begun anew stands at the beginning.
-    assert seeds(group([(config, seed) for seed in range(6)], tmp_path, overwrite=True)) == [[0, 1, 2, 3, 4, 5]]
+    assert seeds(group([(config, seed) for seed in range(6)], tmp_path, overwrite=True)) == [
+        [0, 1, 2, 3, 4, 5]
+    ]
 
 
 def test_a_step_must_be_common_to_all_of_a_group(tmp_path):
@@ -159,9 +195,14 @@ def test_a_folder_with_a_damaged_result_is_named(tmp_path):
 
 
 def test_each_run_of_a_group_has_a_folder_as_if_alone(tmp_path):
-    """All four methods of a family with one seed, and another seed: in the folders is what there would be without the others."""
+    """All four methods of a family with one seed, and another seed: in the folders is what there
+    would be without the others.
+    """
     short = ("average_after=0", "epochs=3", "batch_size=16")
-    configs = [tiny(f"icml2020/cifar10-resnet20{end}", *short) for end in ("", "-independent", "-msgd", "-sghmc")]
+    configs = [
+        tiny(f"icml2020/cifar10-resnet20{end}", *short)
+        for end in ("", "-independent", "-msgd", "-sghmc")
+    ]
     jobs = [(config, 3) for config in configs] + [(configs[0], 4)]
     folders = run_together(jobs, tmp_path / "together", device="cpu")
     assert [folder.path for folder in folders] == [
@@ -195,7 +236,9 @@ def test_a_group_with_a_finished_run_goes_on_with_the_others(tmp_path):
     config = tiny()
     run_recipe(config, 0, tmp_path, device="cpu")
     paused = run_together([(config, 1), (config, 2)], tmp_path, device="cpu", budget=1e-9)
-    assert [(folder.result["status"], folder.result["steps_done"]) for folder in paused] == [("paused", 1)] * 2
+    assert [(folder.result["status"], folder.result["steps_done"]) for folder in paused] == [
+        ("paused", 1)
+    ] * 2
     groups = group([(config, seed) for seed in range(4)], tmp_path, overwrite=False)
     assert seeds(groups) == [[0, 3], [1, 2]]
     for each in groups:
@@ -218,15 +261,22 @@ def test_one_that_diverges_does_not_hold_up_the_others(tmp_path, caplog):
     assert failed["metrics"] == {}
     assert not (folders[1].path / "trace.safetensors").exists()
     for seed in (0, 2):
-        assert same(outcome(run_recipe(config, seed, tmp_path / "alone", device="cpu")), outcome(folders[seed]))
+        assert same(
+            outcome(run_recipe(config, seed, tmp_path / "alone", device="cpu")),
+            outcome(folders[seed]),
+        )
 
 
 def test_the_first_may_be_the_one_that_diverges(tmp_path):
     """Steps, data and time are then those of the others."""
     config = tiny(NAME, "average_after=250")
-    folders = run_together([(replace(config, lr_of_mean=1e20), 1), (config, 0)], tmp_path, device="cpu")
+    folders = run_together(
+        [(replace(config, lr_of_mean=1e20), 1), (config, 0)], tmp_path, device="cpu"
+    )
     assert [folder.result["status"] for folder in folders] == ["failed", "finished"]
-    assert same(outcome(run_recipe(config, 0, tmp_path / "alone", device="cpu")), outcome(folders[1]))
+    assert same(
+        outcome(run_recipe(config, 0, tmp_path / "alone", device="cpu")), outcome(folders[1])
+    )
 
 
 def test_when_all_diverge_it_is_an_error_and_each_folder_says_so(tmp_path):
@@ -249,13 +299,20 @@ def test_when_all_diverge_each_folder_has_its_own_reason(tmp_path):
 
 
 def test_runs_that_failed_come_last_and_by_themselves(tmp_path):
-    """Or they would take the others back to their last checkpoint, and stand in their way at every call."""
+    """Or they would take the others back to their last checkpoint, and stand in their way at every
+    call.
+    """
     config = tiny()
     stands_at(tmp_path, config, 0, 2, status="failed")
     stands_at(tmp_path, config, 1, 2, status="paused")
     stands_at(tmp_path, config, 2, 2, status="paused")
-    assert seeds(group([(config, seed) for seed in range(3)], tmp_path, overwrite=False)) == [[1, 2], [0]]
-    assert seeds(group([(config, seed) for seed in range(3)], tmp_path, overwrite=True)) == [[0, 1, 2]]
+    assert seeds(group([(config, seed) for seed in range(3)], tmp_path, overwrite=False)) == [
+        [1, 2],
+        [0],
+    ]
+    assert seeds(group([(config, seed) for seed in range(3)], tmp_path, overwrite=True)) == [
+        [0, 1, 2]
+    ]
 
 
 def test_the_others_go_on_where_one_has_failed(tmp_path, monkeypatch, capsys):
@@ -272,11 +329,25 @@ def test_the_others_go_on_where_one_has_failed(tmp_path, monkeypatch, capsys):
         run_recipe(tiny(), 0, tmp_path)
     run_recipe(tiny(), 1, tmp_path, budget=1e-9)
     settings = [word for setting in TINY for word in ("--set", setting)]
-    words = ["run", NAME, "--seeds", "2", "--resume", "--device", "cpu", "--out", tmp_path, *settings]
+    words = [
+        "run",
+        NAME,
+        "--seeds",
+        "2",
+        "--resume",
+        "--device",
+        "cpu",
+        "--out",
+        tmp_path,
+        *settings,
+    ]
     code, _, err = run_command(monkeypatch, capsys, *words)
     assert code == 2
     assert "1 of 2 runs failed" in " ".join(err.split())
-    assert [RunFolder.of(tmp_path, NAME, seed).result["status"] for seed in (0, 1)] == ["failed", "finished"]
+    assert [RunFolder.of(tmp_path, NAME, seed).result["status"] for seed in (0, 1)] == [
+        "failed",
+        "finished",
+    ]
 
 
 def test_overwriting_on_a_full_disk_loses_nothing(tmp_path, monkeypatch):

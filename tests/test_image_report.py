@@ -1,4 +1,6 @@
-"""Tables 1 and 2 and figure 2 from run folders that are written here, with numbers whose means and errors are known by hand."""
+"""Tables 1 and 2 and figure 2 from run folders that are written here, with numbers whose means and
+errors are known by hand.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def cli(monkeypatch, capsys):
 
     def call(*words, columns=100):
         monkeypatch.setenv("COLUMNS", str(columns))
-        monkeypatch.setattr(consoles.stdout, "_width", columns)  # it is as wide as it was when it was made
+        monkeypatch.setattr(
+            consoles.stdout, "_width", columns
+        )  # it is as wide as it was when it was made
         return run_command(monkeypatch, capsys, *words)
 
     return call
@@ -54,36 +58,73 @@ def rebuild(cli, tmp_path):
     """Rebuilds from tmp_path: what is printed, and what is in the JSON and the markdown."""
 
     def call(what, *words, name=None, columns=100):
-        code, out, err = cli("reproduce", what, "--rebuild", "--out", tmp_path, *words, columns=columns)
+        code, out, err = cli(
+            "reproduce", what, "--rebuild", "--out", tmp_path, *words, columns=columns
+        )
         assert code == 0, err
         path = tmp_path / (name or what)
         assert path.with_name(f"{path.name}.png").read_bytes().startswith(b"\x89PNG")
-        return out, json.loads(path.with_name(f"{path.name}.json").read_text()), path.with_name(f"{path.name}.md").read_text()
+        return (
+            out,
+            json.loads(path.with_name(f"{path.name}.json").read_text()),
+            path.with_name(f"{path.name}.md").read_text(),
+        )
 
     return call
 
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a finished run of a recipe. `headline` and `pooled` are accuracies in %: the sum of logits at its best."""
+    """Writes a finished run of a recipe. `headline` and `pooled` are accuracies in %: the sum of
+    logits at its best.
+    """
 
-    def one(recipe, seed=0, headline=90.0, pooled=91.0, *, swaps=0, status="finished", metrics=None, **settings):
+    def one(
+        recipe,
+        seed=0,
+        headline=90.0,
+        pooled=91.0,
+        *,
+        swaps=0,
+        status="finished",
+        metrics=None,
+        **settings,
+    ):
         config = replace(image_recipes()[recipe], **({"epochs": 6} | settings))
         n_epochs = config.epochs
-        numbers, curves = {"n_draws": 2}, {"epoch": list(range(n_epochs)), "draw_epoch": [n_epochs - 1, n_epochs]}
+        numbers, curves = (
+            {"n_draws": 2},
+            {"epoch": list(range(n_epochs)), "draw_epoch": [n_epochs - 1, n_epochs]},
+        )
         for prefix, best in (("", headline), ("pooled_", pooled))[: config.n_rungs]:
-            # The last value of each kind of average lies its own distance below the best of the logits.
-            below = {HEADLINE: 0.0, "logits_accuracy": 0.1, "best_accuracy": 0.3, "accuracy": 0.5, "single_accuracy": 2.0}
+            # The last value of each kind of average lies its own distance below the best of the
+            # logits.
+            below = {
+                HEADLINE: 0.0,
+                "logits_accuracy": 0.1,
+                "best_accuracy": 0.3,
+                "accuracy": 0.5,
+                "single_accuracy": 2.0,
+            }
             numbers |= {f"{prefix}{name}": (best - less) / 100 for name, less in below.items()}
             numbers |= {f"{prefix}nll": 0.25, f"{prefix}ece": 0.031, f"{prefix}brier": 0.125}
             curves[f"{prefix}probabilities_accuracy"] = [(best - 1.5) / 100, (best - 0.5) / 100]
-        curves["energy"] = [[100.0 - epoch for epoch in range(n_epochs)] for _ in range(config.n_rungs)]
+        curves["energy"] = [
+            [100.0 - epoch for epoch in range(n_epochs)] for _ in range(config.n_rungs)
+        ]
         paired = config.variance == "paired"
         variance = [float(epoch) for epoch in range(n_epochs)] if not paired else [2.0] * n_epochs
         curves["noise_variance"] = curves["correction"] = [variance] if config.n_rungs > 1 else []
         curves["swap_epochs"] = [1.5] * swaps
-        given = {"status": status, "metrics": numbers | (metrics or {}), "swaps": swaps, "curves": curves}
-        return write_run_on_gpu(tmp_path, config, seed, **given, versions={"torchrex": "0.1.0", "torch": "2.0"})
+        given = {
+            "status": status,
+            "metrics": numbers | (metrics or {}),
+            "swaps": swaps,
+            "curves": curves,
+        }
+        return write_run_on_gpu(
+            tmp_path, config, seed, **given, versions={"torchrex": "0.1.0", "torch": "2.0"}
+        )
 
     return one
 
@@ -98,7 +139,9 @@ def the(rows, **wanted):
 
 def test_z_score_by_hand():
     """The paper's sd is half its ±, over five seeds; ours is that of our seeds."""
-    assert z_score([94.0, 96.0, 98.0], (95.0, 2.0)) == pytest.approx(1.0 / math.sqrt(4.0 / 3 + 1.0 / 5))
+    assert z_score([94.0, 96.0, 98.0], (95.0, 2.0)) == pytest.approx(
+        1.0 / math.sqrt(4.0 / 3 + 1.0 / 5)
+    )
 
 
 def test_a_row_has_mean_and_two_sd_over_seeds(write, rebuild):
@@ -114,7 +157,13 @@ def test_a_row_has_mean_and_two_sd_over_seeds(write, rebuild):
     assert row["z"] == pytest.approx((94.3 - paper) / math.sqrt(0.3**2 / 3 + (two_sd / 2) ** 2 / 5))
     means = {name: row[name]["mean"] for name in NUMBERS}
     assert means == pytest.approx(
-        {HEADLINE: 94.3, "logits_accuracy": 94.2, "best_accuracy": 94.0, "accuracy": 93.8, "single_accuracy": 92.3}
+        {
+            HEADLINE: 94.3,
+            "logits_accuracy": 94.2,
+            "best_accuracy": 94.0,
+            "accuracy": 93.8,
+            "single_accuracy": 92.3,
+        }
         | {"nll": 0.25, "ece": 3.1, "brier": 0.125}
     )
     assert row["swaps"] == [2, 3, 4]
@@ -127,7 +176,18 @@ def test_a_row_has_mean_and_two_sd_over_seeds(write, rebuild):
     line = next(line for line in markdown.splitlines() if "| reSGHMC |" in line)
     cells = [each.strip() for each in line.strip("|").split("|")]
     assert cells[4:8] == [f"{paper:.2f}±{two_sd:.2f}", "94.30±0.60", "3", f"{row['z']:+.1f}"]
-    assert cells[8:] == ["94.20", "94.30", "93.80", "94.00", "92.30", "0.250", "3.10", "2, 3, 4", "500", "1.5"]
+    assert cells[8:] == [
+        "94.20",
+        "94.30",
+        "93.80",
+        "94.00",
+        "92.30",
+        "0.250",
+        "3.10",
+        "2, 3, 4",
+        "500",
+        "1.5",
+    ]
     assert "94.30±0.60" in out
 
 
@@ -136,7 +196,9 @@ def test_the_families_report_what_they_say(write, rebuild):
     write("clean/cifar10-resnet20", headline=90.0)
     rows = rebuild("table1")[1]["rows"]
     assert the(rows, method="reSGHMC", family="icml2020")["ours"]["mean"] == pytest.approx(90.0)
-    assert the(rows, method="reSGHMC", family="clean")["ours"]["mean"] == pytest.approx(89.5)  # probabilities, last value
+    assert the(rows, method="reSGHMC", family="clean")["ours"]["mean"] == pytest.approx(
+        89.5
+    )  # probabilities, last value
 
 
 def test_one_seed_has_no_error_and_no_test(write, rebuild):
@@ -155,7 +217,10 @@ def test_table_2_has_its_own_recipes_and_numbers(write, rebuild):
     write(R20)  # of table 1
     _, numbers, markdown = rebuild("table2")
     assert {row["data"] for row in numbers["rows"]} == {"cifar100"}
-    assert the(numbers["rows"], method="reSGHMC")["paper"]["mean"] == PAPER_TABLE2["cifar100", "resnet20"][2][0]
+    assert (
+        the(numbers["rows"], method="reSGHMC")["paper"]["mean"]
+        == PAPER_TABLE2["cifar100", "resnet20"][2][0]
+    )
     assert "batch size 1024" in markdown
 
 
@@ -171,7 +236,9 @@ def test_sghmc_is_rung_0_of_the_pair_where_it_was_not_run(write, rebuild):
     assert row["ours"]["values"] == pytest.approx({"0": 94.0, "1": 94.4})
     assert row["borrowed_seeds"] == [1]
     assert row["recipes"] == [f"{R20}-independent", f"{R20}-sghmc"]
-    assert row["z"] == pytest.approx((94.2 - PAPER[1][0]) / math.sqrt(0.08 / 2 + (PAPER[1][1] / 2) ** 2 / 5))
+    assert row["z"] == pytest.approx(
+        (94.2 - PAPER[1][0]) / math.sqrt(0.08 / 2 + (PAPER[1][1] / 2) ** 2 / 5)
+    )
     pair = the(numbers["rows"], method="no swaps, both rungs")
     assert pair["ours"]["values"] == pytest.approx({"0": 95.0, "1": 95.2})
     assert (pair["swaps"], pair["borrowed_seeds"]) == ([0, 0], [])
@@ -210,11 +277,22 @@ def test_msgd_of_both_families_is_the_same_run():
     """As the footnote says. The other methods differ, or this would say nothing."""
 
     def train(family, method):
-        config = replace(cell(family, "cifar10", "resnet20", method), net="resnet8", subset=64, batch_size=16, epochs=3)
+        config = replace(
+            cell(family, "cifar10", "resnet20", method),
+            net="resnet8",
+            subset=64,
+            batch_size=16,
+            epochs=3,
+        )
         run = config.run(0, torch.device("cpu"), config.energy())
         generator = torch.Generator().manual_seed(0)
         for _ in range(3):
-            run.step((torch.randn(16, 3, 32, 32, generator=generator), torch.randint(10, (16,), generator=generator)))
+            run.step(
+                (
+                    torch.randn(16, 3, 32, 32, generator=generator),
+                    torch.randint(10, (16,), generator=generator),
+                )
+            )
         return run.state_dict()["replicas"]
 
     assert same(train("icml2020", "msgd"), train("clean", "msgd"))
@@ -225,15 +303,29 @@ def test_msgd_of_both_families_is_the_same_run():
 
 
 def test_differences_are_paired_by_seed(write, rebuild):
-    for seed, (accuracy, pooled) in {0: (94.0, 95.0), 1: (95.0, 96.1), 2: (96.0, 97.2), 7: (50.0, 51.0)}.items():
+    for seed, (accuracy, pooled) in {
+        0: (94.0, 95.0),
+        1: (95.0, 96.1),
+        2: (96.0, 97.2),
+        7: (50.0, 51.0),
+    }.items():
         write(R20, seed, accuracy, pooled)
-    for seed, (accuracy, pooled) in {0: (93.0, 94.9), 1: (93.5, 95.9), 2: (94.0, 96.9), 8: (60.0, 61.0)}.items():
+    for seed, (accuracy, pooled) in {
+        0: (93.0, 94.9),
+        1: (93.5, 95.9),
+        2: (94.0, 96.9),
+        8: (60.0, 61.0),
+    }.items():
         write(f"{R20}-independent", seed, accuracy, pooled)
     out, numbers, markdown = rebuild("table1")
     both = the(numbers["swaps"], of="reSGHMC, both rungs", metric=HEADLINE)
     assert both["minus"] == "no swaps, both rungs"
     assert both["differences"] == pytest.approx({"0": 0.1, "1": 0.2, "2": 0.3})  # neither 7 nor 8
-    assert (both["n"], both["mean"], both["se"]) == (3, pytest.approx(0.2), pytest.approx(0.1 / math.sqrt(3)))
+    assert (both["n"], both["mean"], both["se"]) == (
+        3,
+        pytest.approx(0.2),
+        pytest.approx(0.1 / math.sqrt(3)),
+    )
     rung_0 = the(numbers["swaps"], of="reSGHMC", metric=HEADLINE)
     assert rung_0["minus"] == "SGHMC"
     assert (rung_0["mean"], rung_0["se"]) == (pytest.approx(1.5), pytest.approx(0.5 / math.sqrt(3)))
@@ -243,7 +335,9 @@ def test_differences_are_paired_by_seed(write, rebuild):
 
 
 def test_p_of_pairs_by_hand():
-    """t = 3 with two degrees of freedom has p = 1 - 3 / sqrt(11); where all differences are equal there is no test."""
+    """t = 3 with two degrees of freedom has p = 1 - 3 / sqrt(11); where all differences are equal
+    there is no test.
+    """
     assert p_of_pairs(3.0, 1.0, 3) == pytest.approx(1.0 - 3.0 / math.sqrt(11.0))
     assert p_of_pairs(-3.0, 1.0, 3) == p_of_pairs(3.0, 1.0, 3)
     assert p_of_pairs(0.1, 1e-15, 3) is None  # rounding
@@ -257,8 +351,14 @@ def test_few_seeds_claim_nothing(write, rebuild):
     write("clean/cifar10-resnet20", 0, 94.0)
     write("clean/cifar10-resnet20-sghmc", 0, 93.9)
     markdown = rebuild("table1")[2]
-    assert "both rungs minus no swaps +0.30 ± 0.10 (n=2); rung 0 minus SGHMC +1.00 ± 0.00 (n=2)" in markdown
-    assert "both rungs minus no swaps - (no seed was run with both); rung 0 minus SGHMC +0.10 (n=1)" in markdown
+    assert (
+        "both rungs minus no swaps +0.30 ± 0.10 (n=2); rung 0 minus SGHMC +1.00 ± 0.00 (n=2)"
+        in markdown
+    )
+    assert (
+        "both rungs minus no swaps - (no seed was run with both); rung 0 minus SGHMC +0.10 (n=1)"
+        in markdown
+    )
 
 
 # Runs as they are
@@ -273,8 +373,13 @@ def test_compressed_epochs_are_seen_and_not_mixed(write, rebuild):
     out, numbers, markdown = rebuild("table1")
     rows = [row for row in numbers["rows"] if row["method"] == "reSGHMC"]
     assert [(row["epochs"], row["seeds"]) for row in rows] == [(500, [0, 3]), (150, [1, 2])]
-    assert [row["z"] is None for row in rows] == [False, True]  # another experiment than the paper's
-    assert {effect["n"] for effect in numbers["swaps"]} == {0}  # seed 0 is not paired with other settings
+    assert [row["z"] is None for row in rows] == [
+        False,
+        True,
+    ]  # another experiment than the paper's
+    assert {effect["n"] for effect in numbers["swaps"]} == {
+        0
+    }  # seed 0 is not paired with other settings
     for text in (out, markdown):
         assert "150/500" in text
         assert "Compressed: 150 epochs in place of the paper's 500" in " ".join(text.split())
@@ -321,7 +426,9 @@ def test_the_table_fits_the_terminal(write, rebuild, columns):
 
 
 def test_only_what_is_shown_is_explained(write, rebuild):
-    """In a narrow terminal some columns are not there; neither are their notes, nor those of rows that nobody has."""
+    """In a narrow terminal some columns are not there; neither are their notes, nor those of rows
+    that nobody has.
+    """
     write(f"{R20}-msgd", 0, epochs=150)
     narrow, _, markdown = rebuild("table1", columns=64)
     wide = rebuild("table1", columns=120)[0]
@@ -347,11 +454,7 @@ def test_only_what_is_shown_is_explained(write, rebuild):
 
 @pytest.mark.parametrize(
     ("damage", "words"),
-    [
-        ("{", "cannot read"),
-        ("[1]", "cannot read"),
-        ('{"status": "finished"}', "has no 'metrics'"),
-    ],
+    [("{", "cannot read"), ("[1]", "cannot read"), ('{"status": "finished"}', "has no 'metrics'")],
 )
 def test_a_damaged_result_is_one_line(write, cli, tmp_path, damage, words):
     folder = write(R20)
@@ -413,9 +516,11 @@ def test_rebuild_refuses_what_it_would_ignore(cli, tmp_path, words, expected):
 
 
 def test_only_matches_every_part():
-    assert [name for name in table1_recipes() if matches("resnet20/cifar10", name) and name.startswith("clean")] == [
-        f"clean/cifar10-resnet20{method}" for method in ("-msgd", "-sghmc", "", "-independent")
-    ]
+    assert [
+        name
+        for name in table1_recipes()
+        if matches("resnet20/cifar10", name) and name.startswith("clean")
+    ] == [f"clean/cifar10-resnet20{method}" for method in ("-msgd", "-sghmc", "", "-independent")]
     assert not matches("cifar10", "icml2020/cifar100-resnet20")  # numbers are whole
     assert matches("100", "icml2020/cifar100-resnet20")
     assert not matches("00", "icml2020/cifar100-resnet20")
@@ -429,7 +534,9 @@ def test_only_matches_every_part():
 def test_only_makes_a_part_beside_the_whole(write, rebuild, tmp_path):
     for recipe in (R20, "icml2020/cifar100-resnet20", "icml2020/cifar10-resnet32"):
         write(recipe)
-    _, numbers, markdown = rebuild("table1", "--only", "resnet20/cifar10", name="table1-resnet20-cifar10")
+    _, numbers, markdown = rebuild(
+        "table1", "--only", "resnet20/cifar10", name="table1-resnet20-cifar10"
+    )
     assert {(row["data"], row["net"]) for row in numbers["rows"]} == {("cifar10", "resnet20")}
     assert "resnet32" not in markdown
     assert "cifar100" not in markdown
@@ -445,12 +552,18 @@ def test_only_sghmc_shows_the_borrowed_run(write, rebuild):
 
 
 def test_what_is_run():
-    """Three methods in every cell; SGHMC and M-SGD of the clean family are runs of others, unless they are asked for."""
+    """Three methods in every cell; SGHMC and M-SGD of the clean family are runs of others, unless
+    they are asked for.
+    """
     names = list(trained_ones(table1_recipes()))
     assert len(names) == 10 * 3 + 10 * 2
-    assert not [name for name in names if "-sghmc" in name or (name.endswith("-msgd") and "clean" in name)]
+    assert not [
+        name for name in names if "-sghmc" in name or (name.endswith("-msgd") and "clean" in name)
+    ]
     assert len(trained_ones(table2_recipes())) == 2 * 3 + 2 * 2
-    only = {name: config for name, config in table1_recipes().items() if matches("clean/msgd", name)}
+    only = {
+        name: config for name, config in table1_recipes().items() if matches("clean/msgd", name)
+    }
     assert len(trained_ones(only)) == 10
     only = {name: config for name, config in table1_recipes().items() if matches("sghmc", name)}
     assert len(trained_ones(only)) == 20
@@ -473,11 +586,25 @@ def trained(write, monkeypatch):
 
 def test_what_is_missing_is_announced_and_run(cli, write, tmp_path, trained):
     write(f"{R20}-msgd", 0, epochs=150)
-    arguments = ["reproduce", "table1", "--only", "resnet20/cifar10", "--set", "epochs=150", "--out", tmp_path]
+    arguments = [
+        "reproduce",
+        "table1",
+        "--only",
+        "resnet20/cifar10",
+        "--set",
+        "epochs=150",
+        "--out",
+        tmp_path,
+    ]
     code, out, err = cli(*arguments)
     assert code == 0, err
     assert "to run: 4 runs in 1 group side by side" in out
-    wanted = [R20, f"{R20}-independent", "clean/cifar10-resnet20", "clean/cifar10-resnet20-independent"]
+    wanted = [
+        R20,
+        f"{R20}-independent",
+        "clean/cifar10-resnet20",
+        "clean/cifar10-resnet20-independent",
+    ]
     assert trained == [(name, 0, 150) for name in wanted]
     assert "nothing was run again" in cli(*arguments)[1]
     code, _, err = cli(*arguments[:4], "--out", tmp_path)  # 500 epochs
@@ -491,7 +618,9 @@ def test_settings_of_figure_2_are_told(cli, tmp_path, trained):
     words = ["--only", "cifar10", "--seeds", 2, "--set", "epochs=9", "--set", "hot_lr=2"]
     code, out, err = cli("reproduce", "figure2", *words, "--out", tmp_path)
     assert code == 0, err
-    assert "to run: 14 runs in 2 groups side by side" in out  # six F0 and the clean run; 16 replicas at a time
+    assert (
+        "to run: 14 runs in 2 groups side by side" in out
+    )  # six F0 and the clean run; 16 replicas at a time
     assert "cifar10§, 9 epochs: not the recipes' settings (hot_lr=2.0)" in out
     assert "9/500" in out
     assert len(set(trained)) == 14
@@ -506,17 +635,31 @@ def test_figure_2_by_hand(write, rebuild):
             write(recipe, seed, 94.0 + factor / 1e6 + more, 95.0 + more, swaps=2 + 2 * seed)
     write("clean/cifar10-resnet20", 0)
     write(f"{R20}-independent", 0, 93.0, 94.5)
-    write(f"{R20}-independent", 1, 50.0, 50.0, epochs=150)  # a row of its own, and no level for the others
+    write(
+        f"{R20}-independent", 1, 50.0, 50.0, epochs=150
+    )  # a row of its own, and no level for the others
     write(f"{R20}-F5e5", 0, 50.0, epochs=150)
     out, numbers, markdown = rebuild("figure2")
     longer, data = numbers["rows"]
     assert (longer["data"], longer["epochs"], longer["course"]) == ("cifar10", 150, {})
-    assert [(one["f0"], one["accuracy"]["mean"]) for one in longer["factors"]] == [(5e5, pytest.approx(50.0))]
-    assert {title: level["mean"] for title, level in longer["levels"].items()} == {"SGHMC": 50.0, "no swaps, both rungs": 50.0}
+    assert [(one["f0"], one["accuracy"]["mean"]) for one in longer["factors"]] == [
+        (5e5, pytest.approx(50.0))
+    ]
+    assert {title: level["mean"] for title, level in longer["levels"].items()} == {
+        "SGHMC": 50.0,
+        "no swaps, both rungs": 50.0,
+    }
     assert [one["f0"] for one in data["factors"]] == [1e5, 3e5]
     first = data["factors"][0]
-    assert (first["accuracy"]["mean"], first["accuracy"]["two_sd"]) == (pytest.approx(94.2), pytest.approx(0.2 * math.sqrt(2)))
-    assert (first["both_rungs"]["mean"], first["swaps"], first["n"]) == (pytest.approx(95.1), [2, 4], 2)
+    assert (first["accuracy"]["mean"], first["accuracy"]["two_sd"]) == (
+        pytest.approx(94.2),
+        pytest.approx(0.2 * math.sqrt(2)),
+    )
+    assert (first["both_rungs"]["mean"], first["swaps"], first["n"]) == (
+        pytest.approx(95.1),
+        [2, 4],
+        2,
+    )
     levels = {title: level["mean"] for title, level in data["levels"].items()}
     assert levels == pytest.approx({"SGHMC": 93.0, "no swaps, both rungs": 94.5})
     medians = {family: course["median_noise_variance"] for family, course in data["course"].items()}
@@ -524,7 +667,10 @@ def test_figure_2_by_hand(write, rebuild):
     assert data["course"]["icml2020"]["seed"] == 0
     for text in (out, markdown):
         flat = " ".join(text.split())
-        assert "cifar10, 6 epochs: median noise variance over epochs unpaired 3, paired 2: 1.5 times smaller" in flat
+        assert (
+            "cifar10, 6 epochs: median noise variance over epochs unpaired 3, paired 2: 1.5 times smaller"
+            in flat
+        )
         assert "94.20±0.28" in flat
         assert "6/500" in flat
         assert "150/500" in flat
@@ -538,7 +684,9 @@ def test_runs_without_swaps_make_no_row_of_figure_2(write, rebuild):
 
 
 def test_energies_of_figure_2(write, rebuild):
-    """The clean energies have the prior in them; swaps in every part of the axis leave no room for their numbers."""
+    """The clean energies have the prior in them; swaps in every part of the axis leave no room for
+    their numbers.
+    """
     write(R20, 0)
     write("clean/cifar10-resnet20", 0)
     (row,) = rebuild("figure2")[1]["rows"]
@@ -563,11 +711,9 @@ def test_rows_of_figure_2_with_other_settings_have_marks(write, rebuild):
     write(R20, 2, hot_lr=3.0)
     out, numbers, markdown = rebuild("figure2")
     assert [row["mark"] for row in numbers["rows"]] == ["", "§", "§§"]
-    assert [line.split(" |")[0] for line in markdown.splitlines() if line.startswith("| cifar10")] == [
-        "| cifar10",
-        "| cifar10§",
-        "| cifar10§§",
-    ]
+    assert [
+        line.split(" |")[0] for line in markdown.splitlines() if line.startswith("| cifar10")
+    ] == ["| cifar10", "| cifar10§", "| cifar10§§"]
     said = [
         "cifar10§, 6 epochs: not the recipes' settings (hot_lr=2.0)",
         "cifar10§§, 6 epochs: not the recipes' settings (hot_lr=3.0)",
@@ -577,7 +723,12 @@ def test_rows_of_figure_2_with_other_settings_have_marks(write, rebuild):
 
 
 def test_swaps_that_cannot_be_told_apart_share_a_tick():
-    assert ticks([10.0, 100.5, 288.0, 290.0, 421.0], 500) == [(10.0, 1), (100.5, 1), (289.0, 2), (421.0, 1)]
+    assert ticks([10.0, 100.5, 288.0, 290.0, 421.0], 500) == [
+        (10.0, 1),
+        (100.5, 1),
+        (289.0, 2),
+        (421.0, 1),
+    ]
     assert ticks([], 500) == []
     many = ticks([k / 10 for k in range(5000)], 500)  # a swap at nearly every step
     assert len(many) == 50
@@ -589,10 +740,9 @@ def test_figure_2_without_some_panels(write, rebuild):
     write(f"{R20}-F1e6")
     write("clean/cifar100-resnet20")
     numbers = rebuild("figure2")[1]
-    assert [(row["data"], row["course"] == {}, row["factors"] == []) for row in numbers["rows"]] == [
-        ("cifar10", True, False),
-        ("cifar100", False, True),
-    ]
+    assert [
+        (row["data"], row["course"] == {}, row["factors"] == []) for row in numbers["rows"]
+    ] == [("cifar10", True, False), ("cifar100", False, True)]
 
 
 def test_the_paper_s_numbers_are_those_of_the_recipes(write, tmp_path):
@@ -603,6 +753,8 @@ def test_the_paper_s_numbers_are_those_of_the_recipes(write, tmp_path):
             for seed, apart in ((0, -0.1), (1, 0.1)):
                 write(config.recipe, seed, mean + apart, epochs=500)
     table = tabulate("table1", tmp_path, table1_recipes())
-    rows = [row_of(each, line) for each in table.cells for line in each.lines if line.paper is not None]
+    rows = [
+        row_of(each, line) for each in table.cells for line in each.lines if line.paper is not None
+    ]
     assert len(rows) == 3 * len(PAPER_TABLE1) == 30
     assert max(abs(row["z"]) for row in rows) < 1e-9

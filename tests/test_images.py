@@ -1,4 +1,6 @@
-"""Image recipes from the command line to result.json, on a small data set of coloured squares; and that all recipes are there."""
+"""Image recipes from the command line to result.json, on a small data set of coloured squares; and
+that all recipes are there.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,26 @@ from torchrex.posterior import PosteriorAverage
 from torchrex.vision.augment import CIFAR_MEAN, CIFAR_STD
 from torchrex.vision.data import ImageSet, load_images, save_images
 
-# Two steps an epoch. The first epoch of four gives no draw, and the correction is turned off so that some swaps are made.
-SHORT = ["net=resnet8", "epochs=4", "subset=512", "test_subset=50", "batch_size=32", "average_after=125", "correction_factor=inf"]
+# Two steps an epoch. The first epoch of four gives no draw, and the correction is turned off so
+# that some swaps are made.
+SHORT = [
+    "net=resnet8",
+    "epochs=4",
+    "subset=512",
+    "test_subset=50",
+    "batch_size=32",
+    "average_after=125",
+    "correction_factor=inf",
+]
 NAMES = ["accuracy", "nll", "brier", "ece", "best_accuracy"]
 
 
 def coloured(n, n_classes, seed):
     """Images of one colour per class, in noise."""
     generator = torch.Generator().manual_seed(seed)
-    colours = torch.randint(40, 216, (n_classes, 3), generator=torch.Generator().manual_seed(1000 + n_classes))
+    colours = torch.randint(
+        40, 216, (n_classes, 3), generator=torch.Generator().manual_seed(1000 + n_classes)
+    )
     labels = torch.arange(n) % n_classes
     noise = torch.randint(-40, 40, (n, 32, 32, 3), generator=generator)
     return (colours[labels][:, None, None] + noise).to(torch.uint8), labels
@@ -64,7 +77,9 @@ def outcome(path):
     """All numbers of a run folder that do not depend on the clock."""
     result = json.loads((path / "result.json").read_text())
     assert result["status"] == "finished"
-    metrics = {name: value for name, value in result["metrics"].items() if name != "seconds_per_epoch"}
+    metrics = {
+        name: value for name, value in result["metrics"].items() if name != "seconds_per_epoch"
+    }
     return {
         "metrics": metrics,
         "swaps": result["swaps"],
@@ -83,7 +98,9 @@ def trained(monkeypatch, folder):
     monkeypatch.setenv("TORCHREX_DATA", str(folder))
 
     def call(config, seed=0):
-        how, (one,) = train_images([Job(config, seed, None)], device="cpu", resume=False, budget=None, progress=None)
+        how, (one,) = train_images(
+            [Job(config, seed, None)], device="cpu", resume=False, budget=None, progress=None
+        )
         assert how.status == "finished"
         return one
 
@@ -101,19 +118,28 @@ def trained(monkeypatch, folder):
     ],
 )
 def test_stopped_and_resumed_equals_never_stopped(cli, tmp_path, recipe, more, stops):
-    """Bit for bit; the first as it is, but for its length, the second with repeated energies between its stops."""
+    """Bit for bit; the first as it is, but for its length, the second with repeated energies
+    between its stops.
+    """
     settings = [*SHORT, *more]
     words = ["run", recipe, "--device", "cpu"]
     code, out, err = cli(*words, "--out", tmp_path / "whole", settings=settings)
     assert code == 0, err
     assert "accuracy of the average" in out
     whole = tmp_path / "whole" / recipe / "seed=0"
-    assert sorted(p.name for p in whole.iterdir()) == ["checkpoints", "config.json", "result.json", "trace.safetensors"]
+    assert sorted(p.name for p in whole.iterdir()) == [
+        "checkpoints",
+        "config.json",
+        "result.json",
+        "trace.safetensors",
+    ]
 
     parts = tmp_path / "parts" / recipe / "seed=0"
     for k in range(stops):  # a budget that is over at once lets one step be done
         resume = ["--resume"] if k else []
-        code, out, _ = cli(*words, *resume, "--out", tmp_path / "parts", "--budget", "0.001s", settings=settings)
+        code, out, _ = cli(
+            *words, *resume, "--out", tmp_path / "parts", "--budget", "0.001s", settings=settings
+        )
         assert code == 0
         assert "the budget is used up" in out
         result = json.loads((parts / "result.json").read_text())
@@ -124,7 +150,9 @@ def test_stopped_and_resumed_equals_never_stopped(cli, tmp_path, recipe, more, s
     assert torch.equal(one["trace"]["steps"], torch.arange(len(one["trace"]["steps"])))
     if recipe.startswith("icml2020"):
         assert one["swaps"][0]["accepted"] > 0, "nothing to be lost at a stop"
-        assert int((one["trace"]["noise_variance"].diff(dim=0) != 0).sum()) == 3  # before steps 2, 4 and 6
+        assert (
+            int((one["trace"]["noise_variance"].diff(dim=0) != 0).sum()) == 3
+        )  # before steps 2, 4 and 6
 
 
 def test_seeds_side_by_side_are_the_seeds_alone(cli, tmp_path):
@@ -132,16 +160,22 @@ def test_seeds_side_by_side_are_the_seeds_alone(cli, tmp_path):
     code, out, err = cli(*words, "--seeds", 2, "--out", tmp_path / "both", settings=settings)
     assert code == 0, err
     assert out.count("beside 2 other replicas") == 2
-    both = [outcome(tmp_path / "both/icml2020/cifar10-resnet20" / f"seed={seed}") for seed in (0, 1)]
+    both = [
+        outcome(tmp_path / "both/icml2020/cifar10-resnet20" / f"seed={seed}") for seed in (0, 1)
+    ]
     for seed in (0, 1):
         assert cli(*words, "--seed", seed, "--out", tmp_path / "alone", settings=settings)[0] == 0
-        assert same(outcome(tmp_path / "alone/icml2020/cifar10-resnet20" / f"seed={seed}"), both[seed])
+        assert same(
+            outcome(tmp_path / "alone/icml2020/cifar10-resnet20" / f"seed={seed}"), both[seed]
+        )
     assert not torch.equal(both[0]["trace"]["energy"], both[1]["trace"]["energy"])
 
 
 def test_another_data_set_and_held_out_images(cli, tmp_path):
     more = ["validation=100", "subset=256"]
-    code, _, err = cli("run", "clean/cifar100-resnet20-msgd", "--out", tmp_path, settings=[*SHORT, *more])
+    code, _, err = cli(
+        "run", "clean/cifar100-resnet20-msgd", "--out", tmp_path, settings=[*SHORT, *more]
+    )
     assert code == 0, err
     one = outcome(tmp_path / "clean/cifar100-resnet20-msgd/seed=0")
     assert one["trace"]["probabilities"].shape == (50, 100)
@@ -155,12 +189,21 @@ def test_metrics_and_curves_of_a_pair(trained):
     config = short("clean/cifar10-resnet20")
     one = trained(config)
     assert (config.n_steps, config.steps_per_epoch, config.burn_in) == (8, 2, 2)
-    kinds = [f"{prefix}{kind}{name}" for prefix in ("", "pooled_") for kind in ("", "logits_", "single_") for name in NAMES]
+    kinds = [
+        f"{prefix}{kind}{name}"
+        for prefix in ("", "pooled_")
+        for kind in ("", "logits_", "single_")
+        for name in NAMES
+    ]
     assert set(one.metrics) == {"n_draws", "mutual_information", "seconds_per_epoch", *kinds}
     assert all(isinstance(value, int | float) for value in one.metrics.values())
     assert one.metrics["n_draws"] == 3  # at the ends of epochs 2, 3 and 4
-    for kind in (name.removesuffix("best_accuracy") for name in kinds if name.endswith("best_accuracy")):
-        assert one.metrics[f"{kind}best_accuracy"] >= one.metrics[f"{kind}accuracy"] - 1e-6  # torchmetrics counts in float32
+    for kind in (
+        name.removesuffix("best_accuracy") for name in kinds if name.endswith("best_accuracy")
+    ):
+        assert (
+            one.metrics[f"{kind}best_accuracy"] >= one.metrics[f"{kind}accuracy"] - 1e-6
+        )  # torchmetrics counts in float32
 
     trace, curves = one.trace.tensors(), one.curves
     assert curves["epoch"] == [0, 1, 2, 3]
@@ -176,7 +219,9 @@ def test_metrics_and_curves_of_a_pair(trained):
         means = trace["energy"][:, rung].view(4, 2).mean(1).tolist()
         assert curves["energy"][rung] == pytest.approx(means, rel=1e-4)
         assert means[-1] < means[0], "nothing was learnt"
-    assert curves["noise_variance"][0] == pytest.approx(trace["noise_variance"][:, 0].view(4, 2).mean(1).tolist(), rel=1e-4)
+    assert curves["noise_variance"][0] == pytest.approx(
+        trace["noise_variance"][:, 0].view(4, 2).mean(1).tolist(), rel=1e-4
+    )
     assert curves["correction"] == [[0.0] * 4]  # F is infinite
     assert len(curves["swap_epochs"]) == int(trace["accepted"].sum())
     assert one.tensors["probabilities"].shape == (50, 10)
@@ -184,11 +229,16 @@ def test_metrics_and_curves_of_a_pair(trained):
 
 
 def test_metrics_are_of_what_they_say():
-    """From logits that are known: two draws of two rungs on 40 examples, the first draw the better one."""
+    """From logits that are known: two draws of two rungs on 40 examples, the first draw the better
+    one.
+    """
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(40) % 10
     right = 3.0 * torch.nn.functional.one_hot(y, 10)
-    logits = [[right * weight + 2.0 * torch.randn(40, 10, generator=generator) for weight in (1.0, 0.7)] for _ in range(2)]
+    logits = [
+        [right * weight + 2.0 * torch.randn(40, 10, generator=generator) for weight in (1.0, 0.7)]
+        for _ in range(2)
+    ]
     logits[1] = [each - 0.5 * right for each in logits[1]]
 
     class Known:
@@ -208,21 +258,33 @@ def test_metrics_are_of_what_they_say():
     def accuracy(probabilities):
         return float((probabilities.argmax(1) == y).double().mean())
 
-    table = torch.stack([torch.stack(each) for each in logits]).double()  # (draws, rungs, n, classes)
+    table = torch.stack(
+        [torch.stack(each) for each in logits]
+    ).double()  # (draws, rungs, n, classes)
     for prefix, chosen in (("", table[:, :1]), ("pooled_", table)):
         of = {"": chosen.softmax(-1).mean((0, 1)), "logits_": chosen.mean((0, 1)).softmax(-1)}
         of["single_"] = chosen[-1].softmax(-1).mean(0)
-        before = {"": chosen[0].softmax(-1).mean(0), "logits_": chosen[0].mean(0), "single_": chosen[0].softmax(-1).mean(0)}
+        before = {
+            "": chosen[0].softmax(-1).mean(0),
+            "logits_": chosen[0].mean(0),
+            "single_": chosen[0].softmax(-1).mean(0),
+        }
         for kind, probabilities in of.items():
             assert metrics[f"{prefix}{kind}nll"] == pytest.approx(nll(probabilities), rel=1e-5)
-            assert metrics[f"{prefix}{kind}accuracy"] == pytest.approx(accuracy(probabilities), abs=1e-6)
+            assert metrics[f"{prefix}{kind}accuracy"] == pytest.approx(
+                accuracy(probabilities), abs=1e-6
+            )
             best = max(accuracy(probabilities), accuracy(before[kind]))
             assert metrics[f"{prefix}{kind}best_accuracy"] == pytest.approx(best, abs=1e-6)
-    assert len({round(value, 6) for name, value in metrics.items() if name.endswith("nll")}) == 6, "nothing was told apart"
+    assert len({round(value, 6) for name, value in metrics.items() if name.endswith("nll")}) == 6, (
+        "nothing was told apart"
+    )
     assert metrics["single_best_accuracy"] > metrics["single_accuracy"] + 0.1
     entropy = torch.special.entr(table[:, 0].softmax(-1)).sum(-1).mean(0)
     mean = table[:, 0].softmax(-1).mean(0)
-    assert metrics["mutual_information"] == pytest.approx(float((torch.special.entr(mean).sum(-1) - entropy).mean()))
+    assert metrics["mutual_information"] == pytest.approx(
+        float((torch.special.entr(mean).sum(-1) - entropy).mean())
+    )
 
 
 def test_curves_take_the_mean_of_the_steps_that_were_kept():
@@ -234,12 +296,21 @@ def test_curves_take_the_mean_of_the_steps_that_were_kept():
         def history(self, rung):
             return {
                 "step": torch.tensor([62]),
-                **{name: torch.tensor([0.123456789]) for name in ("probabilities", "logits", "last")},
+                **{
+                    name: torch.tensor([0.123456789])
+                    for name in ("probabilities", "logits", "last")
+                },
             }
 
     none = torch.zeros(31, 0)
     energy = torch.where(steps < 31, 1.0, 3.0) + steps
-    trace = {"steps": steps, "energy": energy[:, None], "noise_variance": none, "correction": none, "swap_steps": steps[:0]}
+    trace = {
+        "steps": steps,
+        "energy": energy[:, None],
+        "noise_variance": none,
+        "correction": none,
+        "swap_steps": steps[:0],
+    }
     curves = curves_of(config, trace, NoDraws())
     assert curves["energy"] == [[1.0 + 15.0, 3.0 + 46.0]]
     assert (curves["noise_variance"], curves["swap_epochs"], curves["draw_epoch"]) == ([], [], [2])
@@ -255,12 +326,18 @@ def test_one_rung_has_nothing_to_pool(trained):
         *(f"{kind}{name}" for kind in ("", "logits_", "single_") for name in NAMES),
     }
     assert not any(name.startswith("pooled") for name in one.curves)
-    assert (len(one.curves["energy"]), one.curves["noise_variance"], one.curves["swap_epochs"]) == (1, [], [])
+    assert (len(one.curves["energy"]), one.curves["noise_variance"], one.curves["swap_epochs"]) == (
+        1,
+        [],
+        [],
+    )
 
 
 def test_msgd_is_the_same_in_both_families(trained):
     """But for what its energy is called: that of `clean` has the prior in it."""
-    one, other = (trained(short(f"{family}/cifar10-resnet20-msgd")) for family in ("clean", "icml2020"))
+    one, other = (
+        trained(short(f"{family}/cifar10-resnet20-msgd")) for family in ("clean", "icml2020")
+    )
     assert same(one.tensors, other.tensors)
     timed = {"seconds_per_epoch": 0.0}
     assert one.metrics | timed == other.metrics | timed
@@ -268,25 +345,35 @@ def test_msgd_is_the_same_in_both_families(trained):
     prior = one.trace.tensors()["energy"] - other.trace.tensors()["energy"]
     config = short("clean/cifar10-resnet20-msgd")
     module = config.run(0, torch.device("cpu"), config.energy()).module_at(0)
-    squares = sum(float(weights.detach().double().square().sum()) for weights in module.parameters())
+    squares = sum(
+        float(weights.detach().double().square().sum()) for weights in module.parameters()
+    )
     assert float(prior[0]) == pytest.approx(0.5 * 5e-4 * 512 * squares, rel=1e-5)
 
 
 @pytest.mark.parametrize("family", ["clean", "icml2020"])
 def test_sghmc_is_rung_0_of_the_independent_pair(trained, family):
-    single, pair = (trained(short(f"{family}/cifar10-resnet20-{method}")) for method in ("sghmc", "independent"))
+    single, pair = (
+        trained(short(f"{family}/cifar10-resnet20-{method}")) for method in ("sghmc", "independent")
+    )
     assert torch.equal(single.trace.tensors()["energy"][:, 0], pair.trace.tensors()["energy"][:, 0])
     assert same(single.tensors, pair.tensors)
-    clockless = {name: value for name, value in single.metrics.items() if name != "seconds_per_epoch"}
+    clockless = {
+        name: value for name, value in single.metrics.items() if name != "seconds_per_epoch"
+    }
     assert clockless.items() <= pair.metrics.items()
     assert int(pair.trace.tensors()["proposed"].sum()) == 0
     assert not torch.equal(*pair.trace.tensors()["energy"].unbind(1))
 
 
 def test_noise_that_keeps_the_initial_lr_is_more_noise(trained):
-    """The families differ where the lr has fallen: at twice the paper's rate of decay they have parted by the last epoch."""
+    """The families differ where the lr has fallen: at twice the paper's rate of decay they have
+    parted by the last epoch.
+    """
     energies = [
-        trained(short("clean/cifar10-resnet20-sghmc", "temperature=1e5", f"noise_follows_lr={follows}")).trace.tensors()["energy"]
+        trained(
+            short("clean/cifar10-resnet20-sghmc", "temperature=1e5", f"noise_follows_lr={follows}")
+        ).trace.tensors()["energy"]
         for follows in ("true", "false")
     ]
     assert torch.equal(
@@ -301,18 +388,28 @@ def as_bytes(images):
 
 def test_what_is_held_out_is_not_trained_on(monkeypatch, folder):
     monkeypatch.setenv("TORCHREX_DATA", str(folder))
-    config = override(get_recipe("clean/cifar10-resnet20"), ["validation=100", "subset=600", "test_subset=60"])
+    config = override(
+        get_recipe("clean/cifar10-resnet20"), ["validation=100", "subset=600", "test_subset=60"]
+    )
     loader, extra, held_out = data_of(config, torch.device("cpu"))
     x, y = loader._tensors.values()
     assert torch.bincount(y).tolist() == [60] * 10
     assert torch.bincount(torch.cat([labels for _, labels in held_out])).tolist() == [6] * 10
-    everything, mean, std = load_images("cifar10"), torch.tensor(CIFAR_MEAN), torch.tensor(CIFAR_STD)
-    evaluated = [((images.permute(0, 2, 3, 1) * std + mean) * 255).round().byte() for images, _ in held_out]
+    everything, mean, std = (
+        load_images("cifar10"),
+        torch.tensor(CIFAR_MEAN),
+        torch.tensor(CIFAR_STD),
+    )
+    evaluated = [
+        ((images.permute(0, 2, 3, 1) * std + mean) * 255).round().byte() for images, _ in held_out
+    ]
     assert as_bytes(torch.cat(evaluated)) <= as_bytes(everything.train_images) - as_bytes(x)
     assert same(loader._tensors, extra._tensors)
     assert not torch.equal(next(iter(loader))[1], next(iter(extra))[1])  # in another order
     _, _, of_test = data_of(dataclasses.replace(config, validation=0), torch.device("cpu"))
-    tested = [((images.permute(0, 2, 3, 1) * std + mean) * 255).round().byte() for images, _ in of_test]
+    tested = [
+        ((images.permute(0, 2, 3, 1) * std + mean) * 255).round().byte() for images, _ in of_test
+    ]
     assert as_bytes(torch.cat(tested)) <= as_bytes(everything.test_images)
 
 
@@ -322,10 +419,18 @@ def test_what_is_held_out_is_not_trained_on(monkeypatch, folder):
 @pytest.mark.parametrize(
     ("settings", "words", "expected"),
     [
-        (["net=resnet21"], [], "setting 'net': no network is called 'resnet21'; did you mean 'resnet"),
+        (
+            ["net=resnet21"],
+            [],
+            "setting 'net': no network is called 'resnet21'; did you mean 'resnet",
+        ),
         (["data=cifar11"], [], "'data' must be one of cifar10, cifar100, got 'cifar11'"),
         (["data=svhn"], [], "'data' must be one of cifar10, cifar100"),
-        (["batch_size=513"], [], "'batch_size' must be between 1 and the 512 training images, got 513"),
+        (
+            ["batch_size=513"],
+            [],
+            "'batch_size' must be between 1 and the 512 training images, got 513",
+        ),
         (["epochs=0"], [], "'epochs' must be at least 1, got 0"),
         (["subset=0"], [], "'subset' must be between 1 and 50000, or none, got 0"),
         (["subset=50001"], [], "'subset' must be between 1 and 50000, or none"),
@@ -347,7 +452,9 @@ def test_what_is_held_out_is_not_trained_on(monkeypatch, folder):
     ],
 )
 def test_bad_input_is_one_clear_line_and_exit_2(cli, tmp_path, settings, words, expected):
-    code, out, err = cli("run", "clean/cifar10-resnet20", *words, "--out", tmp_path, settings=[*SHORT, *settings])
+    code, out, err = cli(
+        "run", "clean/cifar10-resnet20", *words, "--out", tmp_path, settings=[*SHORT, *settings]
+    )
     assert code == 2
     assert expected in err
     assert len(err.strip().splitlines()) == 1
@@ -369,7 +476,17 @@ def test_data_that_are_not_there(cli, tmp_path, monkeypatch):
 def test_a_budget_too_short_for_an_epoch_is_told_and_loses_nothing(tmp_path, folder):
     """As a person runs it, in a process of its own."""
     settings = [word for assignment in SHORT for word in ("--set", assignment)]
-    words = ["run", "clean/cifar10-resnet20-msgd", "--device", "cpu", "--budget", "0.001s", "--out", str(tmp_path), *settings]
+    words = [
+        "run",
+        "clean/cifar10-resnet20-msgd",
+        "--device",
+        "cpu",
+        "--budget",
+        "0.001s",
+        "--out",
+        str(tmp_path),
+        *settings,
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "torchrex", *words],
         env={**os.environ, "TORCHREX_DATA": str(folder), "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
@@ -386,7 +503,16 @@ def test_a_budget_too_short_for_an_epoch_is_told_and_loses_nothing(tmp_path, fol
 
 
 def test_it_is_told_again_when_the_run_goes_on(cli, tmp_path, caplog):
-    words = ["run", "clean/cifar10-resnet20-msgd", "--device", "cpu", "--budget", "0.001s", "--out", tmp_path]
+    words = [
+        "run",
+        "clean/cifar10-resnet20-msgd",
+        "--device",
+        "cpu",
+        "--budget",
+        "0.001s",
+        "--out",
+        tmp_path,
+    ]
     for resume in ([], ["--resume"]):
         caplog.clear()
         assert cli(*words, *resume, settings=SHORT)[0] == 0
@@ -407,20 +533,38 @@ def test_every_cell_of_the_tables_has_its_recipes():
                 expected.add(f"{family}/{data}-resnet20-batch1024{end}")
     factors = {"1e5": 1e5, "2e5": 2e5, "4e5": 4e5, "5e5": 5e5, "1e6": 1e6}
     figure2 = {
-        f"icml2020/{data}-resnet20-F{name}": factor for data in ("cifar10", "cifar100") for name, factor in factors.items()
+        f"icml2020/{data}-resnet20-F{name}": factor
+        for data in ("cifar10", "cifar100")
+        for name, factor in factors.items()
     }
     everything = made.image_recipes()
     assert set(everything) == expected | set(figure2)
     assert len(everything) == 80 + 16 + 10
-    assert all(config.recipe == name and recipes()[name] == config for name, config in everything.items())
+    assert all(
+        config.recipe == name and recipes()[name] == config for name, config in everything.items()
+    )
     for name, factor in figure2.items():
         assert everything[name].correction_factor == factor / 2
         plain = everything[name.rsplit("-", 1)[0]]
-        assert dataclasses.replace(everything[name], recipe=plain.recipe, correction_factor=1.5e5) == plain
-    assert set(made.figure2_recipes()) == {*figure2, "icml2020/cifar10-resnet20", "icml2020/cifar100-resnet20"}
-    assert all(config == everything[name] for name, config in made.figure2_recipes().items())  # one name, one config
-    assert all(config.batch_size == 1024 and config.n_steps == 97_500 for config in made.table2_recipes().values())
-    assert set(made.PAPER_TABLE1) == {(data, net) for data in ("cifar10", "cifar100") for net in nets}
+        assert (
+            dataclasses.replace(everything[name], recipe=plain.recipe, correction_factor=1.5e5)
+            == plain
+        )
+    assert set(made.figure2_recipes()) == {
+        *figure2,
+        "icml2020/cifar10-resnet20",
+        "icml2020/cifar100-resnet20",
+    }
+    assert all(
+        config == everything[name] for name, config in made.figure2_recipes().items()
+    )  # one name, one config
+    assert all(
+        config.batch_size == 1024 and config.n_steps == 97_500
+        for config in made.table2_recipes().values()
+    )
+    assert set(made.PAPER_TABLE1) == {
+        (data, net) for data in ("cifar10", "cifar100") for net in nets
+    }
 
 
 def test_every_recipe_is_what_its_name_says():
@@ -480,17 +624,38 @@ def test_what_jobs_side_by_side_must_share():
 
 
 def test_a_set_that_is_not_whole_is_refused(cli, tmp_path):
-    """The cache of these tests has 800 images: without a subset a recipe would train on the wrong number."""
-    code, _, err = cli("run", "clean/cifar10-resnet20", "--device", "cpu", "--out", tmp_path, settings=["net=resnet8"])
+    """The cache of these tests has 800 images: without a subset a recipe would train on the wrong
+    number.
+    """
+    code, _, err = cli(
+        "run",
+        "clean/cifar10-resnet20",
+        "--device",
+        "cpu",
+        "--out",
+        tmp_path,
+        settings=["net=resnet8"],
+    )
     assert code == 2
-    assert "800 training images instead of 50,000; import or fetch it again" in " ".join(err.split())
+    assert "800 training images instead of 50,000; import or fetch it again" in " ".join(
+        err.split()
+    )
     assert not list(tmp_path.rglob("*"))
 
 
 @pytest.mark.parametrize(("epochs", "told"), [(4, False), (200_000, True)])
 def test_days_on_a_cpu_are_told(cli, tmp_path, caplog, epochs, told):
     settings = [*SHORT[:1], *SHORT[2:], f"epochs={epochs}"]
-    words = ["run", "clean/cifar10-resnet20-msgd", "--device", "cpu", "--budget", "0.001s", "--out", tmp_path]
+    words = [
+        "run",
+        "clean/cifar10-resnet20-msgd",
+        "--device",
+        "cpu",
+        "--budget",
+        "0.001s",
+        "--out",
+        tmp_path,
+    ]
     code, _, err = cli(*words, settings=settings)
     assert code == 0, err
     assert ("is made for a GPU" in caplog.text) == told

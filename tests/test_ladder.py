@@ -15,9 +15,9 @@ from assertions import assert_mean_is
 from modules import batches, cross_entropy, make_run, mlp, same
 from torchrex.diagnostics import History
 from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyError
-from torchrex.exchange import ModuleExchange
 from torchrex.exchange.momentum import after_swap
 from torchrex.exchange.standing import change_places, invert, take
+from torchrex.network import ModuleExchange
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,10 @@ CPU = torch.device("cpu")
     ("make", "word"),
     [
         (lambda: tr.Ladder((), 0.1), "at least one"),
-        (lambda: tr.Ladder((2.0, 1.0), 0.1), r"rise from cold to hot, but rung 1 \(1\).*from_inverse"),
+        (
+            lambda: tr.Ladder((2.0, 1.0), 0.1),
+            r"rise from cold to hot, but rung 1 \(1\).*from_inverse",
+        ),
         (lambda: tr.Ladder((1.0, 1.0), 0.1), "rise"),
         (lambda: tr.Ladder((0.0, 1.0), 0.1), "rung 0 has 0.*descent"),
         (lambda: tr.Ladder((-1.0,), 0.1), "positive"),
@@ -46,16 +49,25 @@ def test_bad_ladders(make, word):
 
 
 def test_constructors():
-    assert tr.Ladder.geometric(1.0, 8.0, 4, lrs=0.1).temperatures == pytest.approx((1.0, 2.0, 4.0, 8.0))
+    assert tr.Ladder.geometric(1.0, 8.0, 4, lrs=0.1).temperatures == pytest.approx(
+        (1.0, 2.0, 4.0, 8.0)
+    )
     assert tr.Ladder.from_inverse((1.0, 0.5), 0.1).temperatures == (1.0, 2.0)
     assert repr(tr.Ladder((0.01, 0.05), (2e-6, 3e-6))) == "Ladder((0.01, 0.05), lrs=(2e-06, 3e-06))"
     assert tr.Ladder.descent(0.1).temperatures == (0.0,)
 
 
 def test_annealing_multiplies_every_rung():
-    ladder = tr.Ladder((1.0, 5.0), (0.1, 0.2), anneal=tr.schedules.geometric(0.5), decay=tr.schedules.hold_then_decay(1, 0.1))
+    ladder = tr.Ladder(
+        (1.0, 5.0),
+        (0.1, 0.2),
+        anneal=tr.schedules.geometric(0.5),
+        decay=tr.schedules.hold_then_decay(1, 0.1),
+    )
     temperature, lr, _ = ladder.table(1, 2, device=CPU, dtype=torch.float64)
-    assert torch.allclose(temperature, torch.tensor([[0.5, 2.5], [0.25, 1.25]], dtype=torch.float64))
+    assert torch.allclose(
+        temperature, torch.tensor([[0.5, 2.5], [0.25, 1.25]], dtype=torch.float64)
+    )
     assert torch.allclose(lr, torch.tensor([[0.1, 0.2], [0.01, 0.02]], dtype=torch.float64))
 
 
@@ -65,7 +77,10 @@ def propose(rule, attempts, n_pairs, n_runs=4):
 
 def test_even_odd_alternates():
     proposed = propose(tr.EvenOdd(), 2, 5)[:, 0, :, 0]
-    assert proposed.tolist() == [[True, False, True, False, True], [False, True, False, True, False]]
+    assert proposed.tolist() == [
+        [True, False, True, False, True],
+        [False, True, False, True, False],
+    ]
     assert propose(tr.EvenOdd(), 3, 1).all()  # two rungs: the one pair is tested at every attempt
 
 
@@ -109,7 +124,11 @@ def test_take_is_indexing(n):
 
 def test_replicas_travel_the_whole_ladder():
     draws = tr.sample(
-        lambda x: -0.5 * x.square().sum(-1), dim=1, ladder=tr.Ladder.geometric(1.0, 4.0, 20, lrs=0.1), n_steps=1500, n_runs=2
+        lambda x: -0.5 * x.square().sum(-1),
+        dim=1,
+        ladder=tr.Ladder.geometric(1.0, 4.0, 20, lrs=0.1),
+        n_steps=1500,
+        n_runs=2,
     )
     visited = [{int(r) for r in draws.replica_at[:, 0, run]} for run in range(2)]
     assert all(len(v) > 10 for v in visited)
@@ -151,7 +170,9 @@ def warm_up(step):
 
 def density_run(ladder, **options):
     target = tr.GaussianMixture([0.4, 0.6], means=[-3.0, 2.0], stds=[0.7, 0.5])
-    ensemble = tr.TensorEnsemble.start(target, tr.SGHMC(0.3), n_rungs=ladder.n_rungs, n_runs=3, dtype=torch.float64)
+    ensemble = tr.TensorEnsemble.start(
+        target, tr.SGHMC(0.3), n_rungs=ladder.n_rungs, n_runs=3, dtype=torch.float64
+    )
     return tr.ReplicaExchange(ensemble, ladder, noise=tr.KnownVariance(), seed=1, **options)
 
 
@@ -174,7 +195,11 @@ def position_of(run):
 @pytest.mark.parametrize("schedule", [cosine, ends, turns_negative, warm_up])
 def test_a_schedule_is_asked_for_steps_that_are_taken(make, schedule):
     """As a decay, and as an annealing where it is positive; stopped and resumed in the middle too."""
-    kinds = [{"decay": schedule}] if schedule is warm_up else [{"decay": schedule}, {"anneal": schedule}]
+    kinds = (
+        [{"decay": schedule}]
+        if schedule is warm_up
+        else [{"decay": schedule}, {"anneal": schedule}]
+    )
     for kind in kinds:
         ladder = tr.Ladder((0.5, 1.0), (1e-3, 2e-3), **kind)
         run, resumed = make(ladder), make(ladder)
@@ -233,7 +258,9 @@ def test_with_a_learning_rate_of_0_nothing_moves(make):
     before = position_of(run)
     go(run, 20)
     assert torch.equal(position_of(run), before)
-    run = make(tr.Ladder((0.5, 0.5001), 1e-3, decay=lambda step: float(step >= 3)))  # swaps come all the time
+    run = make(
+        tr.Ladder((0.5, 0.5001), 1e-3, decay=lambda step: float(step >= 3))
+    )  # swaps come all the time
     before = position_of(run)
     go(run, 3)
     assert torch.equal(position_of(run), before)
@@ -246,19 +273,32 @@ def test_with_a_learning_rate_of_0_nothing_moves(make):
 @pytest.mark.parametrize("make", [density_run, network_run])
 def test_swaps_with_rungs_that_do_not_move_make_no_nan(make, policy):
     """The mutant divides by the scale of a rung whose lr is 0."""
-    for lrs, decay in (((0.0, 1e-3), None), ((1e-3, 0.0), None), ((1e-3, 2e-3), lambda step: float(step % 5 != 0))):
-        run = make(tr.Ladder((0.5, 0.5001), lrs, decay=decay), momentum=policy, correction_factor=math.inf)
+    for lrs, decay in (
+        ((0.0, 1e-3), None),
+        ((1e-3, 0.0), None),
+        ((1e-3, 2e-3), lambda step: float(step % 5 != 0)),
+    ):
+        run = make(
+            tr.Ladder((0.5, 0.5001), lrs, decay=decay), momentum=policy, correction_factor=math.inf
+        )
         go(run, 40)
         assert bool(position_of(run).isfinite().all())
         assert bool(run.ensemble.velocity.isfinite().all())
 
 
 def test_the_velocity_of_a_swap_with_a_rung_that_does_not_move():
-    """It stops where nothing moves; from there, and while nothing moves anywhere, it stays as it is."""
+    """It stops where nothing moves; from there, and while nothing moves anywhere, it stays as it
+    is.
+    """
     velocity = torch.full((4, 1, 1), 3.0)
     swapped = torch.tensor([True, True, True, False])[:, None]
-    before, after = torch.tensor([2.0, 0.0, 0.0, 0.0])[:, None], torch.tensor([0.0, 2.0, 0.0, 0.0])[:, None]
-    new = after_swap(velocity, None, swapped, policy="rescale", scale_before=before, scale_after=after)
+    before, after = (
+        torch.tensor([2.0, 0.0, 0.0, 0.0])[:, None],
+        torch.tensor([0.0, 2.0, 0.0, 0.0])[:, None],
+    )
+    new = after_swap(
+        velocity, None, swapped, policy="rescale", scale_before=before, scale_after=after
+    )
     assert new.flatten().tolist() == [0.0, 3.0, 3.0, 3.0]
 
 
@@ -273,7 +313,9 @@ def test_ladders_are_told_apart_by_their_schedules():
 
 def test_a_history_asks_for_the_steps_it_has():
     ladder = tr.Ladder((1.0, 2.0), 0.01, anneal=ends)
-    draws = tr.sample(lambda x: -0.5 * x.square().sum(-1), dim=1, ladder=ladder, n_steps=T, n_runs=2)
+    draws = tr.sample(
+        lambda x: -0.5 * x.square().sum(-1), dim=1, ladder=ladder, n_steps=T, n_runs=2
+    )
     history = History.from_draws(draws, ladder)
     assert history.temperature[:, 0].tolist() == pytest.approx([ends(step) for step in range(T)])
 
@@ -284,7 +326,9 @@ def test_a_history_asks_for_the_steps_it_has():
 @pytest.mark.parametrize("make", [density_run, network_run])
 @pytest.mark.parametrize(("every", "first"), [(40, 0), (7, 5), (300, 0), (1, 0), (1000, 3)])
 def test_advance_stops_at_every_kth_step(make, every, first):
-    """Whatever the blocks of the run are, with the same numbers; the mutant stops at the ends of blocks."""
+    """Whatever the blocks of the run are, with the same numbers; the mutant stops at the ends of
+    blocks.
+    """
     ladder = tr.Ladder((0.5, 0.51), 1e-3)
     runs = [make(ladder) for _ in range(2)]
     data = [batches(7)] if make is network_run else [None]
@@ -296,9 +340,15 @@ def test_advance_stops_at_every_kth_step(make, every, first):
     for block in runs[0].advance(total, *data, every=every):
         stops.append(runs[0].n_steps)
         blocks.append(type(block)(*(values.clone() for values in block)))
-    expected = [step for step in range(first + 1, first + total + 1) if step % every == 0 or step == first + total]
+    expected = [
+        step
+        for step in range(first + 1, first + total + 1)
+        if step % every == 0 or step == first + total
+    ]
     assert stops == expected
-    assert [len(block.energy) for block in blocks] == [b - a for a, b in pairwise([first, *expected])]
+    assert [len(block.energy) for block in blocks] == [
+        b - a for a, b in pairwise([first, *expected])
+    ]
     other = torch.cat([block.energy.clone() for block in runs[1].advance(total, *data)])
     assert torch.equal(torch.cat([block.energy for block in blocks]), other)
     assert torch.equal(position_of(runs[0]), position_of(runs[1]))
@@ -309,7 +359,9 @@ def test_advance_stops_at_every_kth_step(make, every, first):
 
 def test_a_failure_comes_after_the_steps_before_it():
     ensemble = tr.TensorEnsemble.start(
-        tr.LogDensity(lambda x: torch.where(x[:, 0] > 2.5, math.nan, -0.5 * x.square().sum(-1)), 1), n_rungs=2, n_runs=4
+        tr.LogDensity(lambda x: torch.where(x[:, 0] > 2.5, math.nan, -0.5 * x.square().sum(-1)), 1),
+        n_rungs=2,
+        n_runs=4,
     )
     run = tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1), seed=1)
     seen = []

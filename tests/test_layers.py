@@ -13,15 +13,23 @@ ORDER = [
     {"samplers"},
     {"exchange"},
     {"checkpoint"},
-    {"posterior", "recording"},
-    {"training"},
+    {"posterior"},
+    {"recording"},
+    {"density"},
+    {"network"},
     {"diagnostics"},
     {"vision"},
     {"experiments"},
     {"report"},
     {"cli"},
 ]
-FOUNDATIONS_KNOW = {"rng": {"errors"}, "schedules": {"errors"}, "errors": set(), "durable": set(), "notebook": set()}
+FOUNDATIONS_KNOW = {
+    "rng": {"errors"},
+    "schedules": {"errors"},
+    "errors": set(),
+    "durable": set(),
+    "notebook": set(),
+}
 
 
 def level(room: str) -> int:
@@ -29,7 +37,9 @@ def level(room: str) -> int:
 
 
 def imported_rooms(source: str) -> set[str]:
-    """Rooms of the package that a module imports from; `import torchrex` alone, for the version, does not count."""
+    """Rooms of the package that a module imports from; `import torchrex` alone, for the version,
+    does not count.
+    """
     rooms = set()
     for node in ast.walk(ast.parse(source)):
         names = []
@@ -37,7 +47,11 @@ def imported_rooms(source: str) -> set[str]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports hide the direction"
-            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "torchrex" else [node.module or ""]
+            names = (
+                [f"{node.module}.{alias.name}" for alias in node.names]
+                if node.module == "torchrex"
+                else [node.module or ""]
+            )
         rooms |= {name.split(".")[1] for name in names if name.startswith("torchrex.")}
     return rooms
 
@@ -46,7 +60,9 @@ def backward_imports(room: str, source: str) -> set[str]:
     if room in FOUNDATIONS_KNOW:
         return imported_rooms(source) - FOUNDATIONS_KNOW[room]
     return {
-        other for other in imported_rooms(source) if level(other) > level(room) or (level(other) == level(room) and other != room)
+        other
+        for other in imported_rooms(source)
+        if level(other) > level(room) or (level(other) == level(room) and other != room)
     }
 
 
@@ -56,7 +72,9 @@ def test_no_import_points_backwards():
         relative = path.relative_to(PACKAGE)
         room = relative.parts[0].removesuffix(".py")
         if room not in ("__init__", "__main__"):
-            wrong += [f"{relative} imports {other}" for other in backward_imports(room, path.read_text())]
+            wrong += [
+                f"{relative} imports {other}" for other in backward_imports(room, path.read_text())
+            ]
     assert not wrong, wrong
 
 
@@ -67,5 +85,9 @@ def test_the_walk_sees_a_backward_import():
 
 
 def test_every_room_has_a_place():
-    rooms = {path.name.removesuffix(".py") for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    rooms = {
+        path.name.removesuffix(".py")
+        for path in PACKAGE.iterdir()
+        if path.suffix == ".py" or path.is_dir()
+    }
     assert rooms - {"__init__", "__main__", "__pycache__", "py.typed"} <= set().union(*ORDER)

@@ -1,4 +1,6 @@
-"""Who watches a run is told everything once, changes nothing, costs little, and leaves the screen and its log clean."""
+"""Who watches a run is told everything once, changes nothing, costs little, and leaves the screen
+and its log clean.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,24 @@ from rich.console import Console
 
 import torchrex as tr
 from modules import batches, classes, flat_energy, linear, make_run, same
-from torchrex.errors import ConfigError, InvalidArgumentError, MissingDependencyError, NonFiniteEnergyError
+from torchrex.errors import (
+    ConfigError,
+    InvalidArgumentError,
+    MissingDependencyError,
+    NonFiniteEnergyError,
+)
 from torchrex.exchange import StepInfo
 from torchrex.experiments import get_recipe, run_recipe
 from torchrex.experiments.config import override
-from torchrex.recording import JsonLines, LiveDisplay, Observer, TensorBoard, Watched, live, read_log
+from torchrex.recording import (
+    JsonLines,
+    LiveDisplay,
+    Observer,
+    TensorBoard,
+    Watched,
+    live,
+    read_log,
+)
 from torchrex.recording.live_picture import Line, draw
 from torchrex.recording.live_resize import extra_rows, reflows
 from torchrex.recording.observer import Windows
@@ -60,8 +75,16 @@ def go(run=None, *, folder=None, observers=(), n_steps=N_STEPS, trace=None, ever
     run = make_run() if run is None else run
     average = tr.PosteriorAverage(batches(2), every=20)
     trace = tr.Trace() if trace is None else trace
-    options = {"average": average, "trace": trace, "checkpoints": folder, "checkpoint_every": every, **options}
-    outcome = tr.train(run, tr.DeviceLoader(classes(), 8, seed=0), n_steps, observers=observers, **options)
+    options = {
+        "average": average,
+        "trace": trace,
+        "checkpoints": folder,
+        "checkpoint_every": every,
+        **options,
+    }
+    outcome = tr.train(
+        run, tr.DeviceLoader(classes(), 8, seed=0), n_steps, observers=observers, **options
+    )
     return run, trace, outcome
 
 
@@ -76,8 +99,15 @@ def test_observers_are_told_everything_once_and_change_nothing(tmp_path):
     steps = [event[1:] for event in told.events if event[0] == "steps"]
     assert [first for first, _ in steps] == [0, *(last for _, last in steps[:-1])]
     assert steps[-1][1] == N_STEPS
-    assert torch.equal(torch.cat([info.energy for info in told.infos])[..., 0], trace.tensors()["energy"])
-    assert [event[1:] for event in told.events if event[0] == "draw"] == [(20, 1), (40, 2), (60, 3), (80, 4)]
+    assert torch.equal(
+        torch.cat([info.energy for info in told.infos])[..., 0], trace.tensors()["energy"]
+    )
+    assert [event[1:] for event in told.events if event[0] == "draw"] == [
+        (20, 1),
+        (40, 2),
+        (60, 3),
+        (80, 4),
+    ]
     assert [event[1] for event in told.events if event[0] == "save"] == [0, 30, 60, 90]
 
 
@@ -100,7 +130,10 @@ def test_a_member_that_fails_ends_alone():
             watched.run.ensemble.position[0, 0] = math.nan
 
     healthy, broken = Told(), Breaks()
-    members = [tr.Member(make_run(seed=seed), observers=[told]) for seed, told in enumerate((healthy, broken))]
+    members = [
+        tr.Member(make_run(seed=seed), observers=[told])
+        for seed, told in enumerate((healthy, broken))
+    ]
     assert tr.train_together(members, batches(7), N_STEPS).status == "finished"
     assert isinstance(members[1].failure, NonFiniteEnergyError)
     assert [event[2] for event in healthy.events if event[0] == "end"] == ["finished"]
@@ -128,7 +161,12 @@ def test_windows_do_not_depend_on_the_stretches(stretches):
     for n in stretches:
         found += windows.add(StepInfo(*(values[done : done + n] for values in infos)), done + n)
         done += n
-    assert [(window.first, window.last) for window in found] == [(1, 25), (26, 50), (51, 75), (76, 100)]
+    assert [(window.first, window.last) for window in found] == [
+        (1, 25),
+        (26, 50),
+        (51, 75),
+        (76, 100),
+    ]
     assert torch.equal(torch.cat([window.energy for window in found]), infos.energy[..., 0])
     assert not list(windows.rest())
 
@@ -151,7 +189,9 @@ def assert_covers(log, trace):
         rows = slice(line["first"] - 1, line["step"])
         assert line["energy"] == pytest.approx(kept["energy"][rows].mean(0).tolist())
         assert line["replica_at"] == kept["replica_at"][line["step"] - 1].tolist()
-        assert line["noise_variance"] == pytest.approx(kept["noise_variance"][line["step"] - 1].tolist())
+        assert line["noise_variance"] == pytest.approx(
+            kept["noise_variance"][line["step"] - 1].tolist()
+        )
 
 
 def test_the_log_says_what_the_trace_says(tmp_path):
@@ -163,9 +203,20 @@ def test_the_log_says_what_the_trace_says(tmp_path):
     assert [log[0]["kind"], log[-1]["kind"]] == ["start", "end"]
     assert log[0]["n_steps"] == N_STEPS
     assert log[-1]["status"] == "finished"
-    assert [line["step"] for line in steps_of(log)] == [20, 25, 40, 50, 60, 75, 80, 90]  # draws end a line as well
+    assert [line["step"] for line in steps_of(log)] == [
+        20,
+        25,
+        40,
+        50,
+        60,
+        75,
+        80,
+        90,
+    ]  # draws end a line as well
     line = steps_of(log)[-1]
-    assert line["temperature"] == pytest.approx([0.5 * 0.99 ** (N_STEPS - 1), 0.99 ** (N_STEPS - 1)])
+    assert line["temperature"] == pytest.approx(
+        [0.5 * 0.99 ** (N_STEPS - 1), 0.99 ** (N_STEPS - 1)]
+    )
     assert [line["n_draws"] for line in log if line["kind"] == "draw"] == [1, 2, 3, 4]
     assert all(0 <= line["accuracy"] <= 1 for line in log if line["kind"] == "draw")
     assert [line["step"] for line in log] == sorted(line["step"] for line in log)
@@ -186,13 +237,19 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_is(tmp_path, crash_at):
     assert_covers(log, trace)
     times = ("seconds", "time")
     whole, mine = (
-        [{k: v for k, v in line.items() if k not in times} for line in lines if line["kind"] in ("steps", "draw")]
+        [
+            {k: v for k, v in line.items() if k not in times}
+            for line in lines
+            if line["kind"] in ("steps", "draw")
+        ]
         for lines in (read_log(tmp_path / "whole.jsonl"), log)
     )
     assert mine == whole
 
 
-@pytest.mark.parametrize("junk", ['{"kind": "odd"}', '{"kind": "steps", "step": "9"}', "[1]", "not JSON"])
+@pytest.mark.parametrize(
+    "junk", ['{"kind": "odd"}', '{"kind": "steps", "step": "9"}', "[1]", "not JSON"]
+)
 def test_a_resumed_run_cuts_its_log_where_it_is_damaged(tmp_path, junk):
     """What another program wrote into it stops nobody, and what follows it counts no more."""
     path = tmp_path / "log.jsonl"
@@ -250,7 +307,9 @@ def test_a_log_is_json_whatever_the_numbers_and_is_read_up_to_the_damage(tmp_pat
 
 @pytest.fixture
 def in_order(monkeypatch):
-    """TensorBoard sorts files of one second and one process by the text of a number: 10 comes before 9, but 1001 after 1000."""
+    """TensorBoard sorts files of one second and one process by the text of a number: 10 comes
+    before 9, but 1001 after 1000.
+    """
     writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
     monkeypatch.setattr(writer, "_global_uid", writer.AtomicCounter(1000))
 
@@ -269,11 +328,23 @@ def test_tensorboard_says_what_the_trace_says(tmp_path):
     _, trace, _ = go(make_run(ladder=ladder), observers=TensorBoard(tmp_path, every=30))
     found, kept = events_of(tmp_path), trace.tensors()
     tags = found.Tags()
-    for name in ("energy/rung_1", "energy/replica_1", "rung_of/replica_0", "sigma2/pair_0", "correction/pair_0"):
+    for name in (
+        "energy/rung_1",
+        "energy/replica_1",
+        "rung_of/replica_0",
+        "sigma2/pair_0",
+        "correction/pair_0",
+    ):
         assert [event.step for event in found.Scalars(name)] == [30, 60, 90]
-    assert {"average/accuracy/rung_0", "average/n_draws", "temperature/rung_0", "lr/rung_1"} <= set(tags["scalars"])
-    assert {"energy/rung_0", "energy/rung_1", "difference_minus_correction/pair_0"} <= set(tags["histograms"])
-    before = torch.cat([torch.arange(2)[None], kept["replica_at"][:-1]])  # who stood there when the energies were taken
+    assert {"average/accuracy/rung_0", "average/n_draws", "temperature/rung_0", "lr/rung_1"} <= set(
+        tags["scalars"]
+    )
+    assert {"energy/rung_0", "energy/rung_1", "difference_minus_correction/pair_0"} <= set(
+        tags["histograms"]
+    )
+    before = torch.cat(
+        [torch.arange(2)[None], kept["replica_at"][:-1]]
+    )  # who stood there when the energies were taken
     of_replica = torch.empty_like(kept["energy"]).scatter_(1, before, kept["energy"])
     assert kept["accepted"].item() > 0
     for replica in range(2):
@@ -288,14 +359,24 @@ def test_tensorboard_says_what_the_trace_says(tmp_path):
 @pytest.mark.usefixtures("in_order")
 def test_tensorboard_hides_what_is_done_again(tmp_path):
     with pytest.raises(RuntimeError, match="crash"):
-        go(observers=[TensorBoard(tmp_path / "t", every=10), Told(stop_at=70)], folder=tmp_path / "c", every=50)
+        go(
+            observers=[TensorBoard(tmp_path / "t", every=10), Told(stop_at=70)],
+            folder=tmp_path / "c",
+            every=50,
+        )
     go(observers=[TensorBoard(tmp_path / "t", every=10)], folder=tmp_path / "c", every=50)
-    assert [event.step for event in events_of(tmp_path / "t").Scalars("energy/rung_0")] == list(range(10, 91, 10))
+    assert [event.step for event in events_of(tmp_path / "t").Scalars("energy/rung_0")] == list(
+        range(10, 91, 10)
+    )
 
 
 def swaps_shown(folder):
     found = events_of(folder)
-    names = {tag.partition("/")[0] for tag in found.Tags()["scalars"] if tag.startswith("swaps") and found.Scalars(tag)}
+    names = {
+        tag.partition("/")[0]
+        for tag in found.Tags()["scalars"]
+        if tag.startswith("swaps") and found.Scalars(tag)
+    }
     assert len(names) == 1
     name = names.pop()
     return name, {event.step: event.value for event in found.Scalars(f"{name}/pair_0")}
@@ -304,12 +385,22 @@ def swaps_shown(folder):
 @pytest.mark.usefixtures("in_order")
 @pytest.mark.parametrize(("crash_at", "every"), [(70, 50), (37, 15), (5, 50)])
 def test_tensorboard_counts_swaps_on_after_a_resume(tmp_path, crash_at, every):
-    """Between checkpoints, at points that are none, and before the first one; then once more after it was interrupted."""
+    """Between checkpoints, at points that are none, and before the first one; then once more after
+    it was interrupted.
+    """
     path = tmp_path / "t"
     with pytest.raises(RuntimeError, match="crash"):
-        go(observers=[TensorBoard(path, every=20), Told(stop_at=crash_at)], folder=tmp_path / "c", every=every)
+        go(
+            observers=[TensorBoard(path, every=20), Told(stop_at=crash_at)],
+            folder=tmp_path / "c",
+            every=every,
+        )
     with pytest.raises(RuntimeError, match="crash"):
-        go(observers=[TensorBoard(path, every=20), Told(stop_at=80)], folder=tmp_path / "c", every=every)
+        go(
+            observers=[TensorBoard(path, every=20), Told(stop_at=80)],
+            folder=tmp_path / "c",
+            every=every,
+        )
     _, trace, _ = go(observers=[TensorBoard(path, every=20)], folder=tmp_path / "c", every=every)
     name, shown = swaps_shown(path)
     steps = trace.tensors()["swap_steps"]
@@ -325,7 +416,11 @@ def test_tensorboard_says_since_when_it_counts_if_it_came_late(tmp_path):
     with pytest.raises(RuntimeError, match="crash"):
         go(observers=[Told(stop_at=45)], folder=tmp_path / "c", every=40)
     with pytest.raises(RuntimeError, match="crash"):
-        go(observers=[TensorBoard(path, every=20), Told(stop_at=85)], folder=tmp_path / "c", every=40)
+        go(
+            observers=[TensorBoard(path, every=20), Told(stop_at=85)],
+            folder=tmp_path / "c",
+            every=40,
+        )
     _, trace, _ = go(observers=[TensorBoard(path, every=20)], folder=tmp_path / "c", every=40)
     name, shown = swaps_shown(path)
     steps = trace.tensors()["swap_steps"]
@@ -333,7 +428,10 @@ def test_tensorboard_says_since_when_it_counts_if_it_came_late(tmp_path):
     assert shown == {step: int(((steps >= 40) & (steps < step)).sum()) for step in (60, 80, 90)}
     # A run that begins anew in the same folder hides all that, whatever steps it had.
     go(observers=[TensorBoard(path, every=20)], folder=tmp_path / "new", every=40)
-    assert swaps_shown(path) == ("swaps", {step: int((steps < step).sum()) for step in (20, 40, 60, 80, 90)})
+    assert swaps_shown(path) == (
+        "swaps",
+        {step: int((steps < step).sum()) for step in (20, 40, 60, 80, 90)},
+    )
 
 
 @pytest.mark.usefixtures("in_order")
@@ -341,16 +439,24 @@ def test_tensorboard_does_not_count_on_from_points_of_another_run(tmp_path):
     path = tmp_path / "t"
     go(observers=[TensorBoard(path, every=20)], folder=tmp_path / "another", every=40)
     with pytest.raises(RuntimeError, match="crash"):
-        go(observers=[TensorBoard(path, every=20), Told(stop_at=25)], folder=tmp_path / "c", every=20)
+        go(
+            observers=[TensorBoard(path, every=20), Told(stop_at=25)],
+            folder=tmp_path / "c",
+            every=20,
+        )
     with pytest.raises(RuntimeError, match="crash"):
-        go(observers=[Told(stop_at=45)], folder=tmp_path / "c", every=20)  # not logged: the point at 40 is the other run's
+        go(
+            observers=[Told(stop_at=45)], folder=tmp_path / "c", every=20
+        )  # not logged: the point at 40 is the other run's
     go(observers=[TensorBoard(path, every=20)], folder=tmp_path / "c", every=20)
     scalars = events_of(path).Tags()["scalars"]
     assert "swaps_since_step_40/pair_0" in scalars
 
 
 def small(*more):
-    return override(get_recipe("digits/resghmc"), ["epochs=4", "burn_in_epochs=1", "checkpoint_every=30", *more])
+    return override(
+        get_recipe("digits/resghmc"), ["epochs=4", "burn_in_epochs=1", "checkpoint_every=30", *more]
+    )
 
 
 def test_missing_tensorboard_names_the_extra_before_anything_is_written(tmp_path, monkeypatch):
@@ -370,7 +476,11 @@ def test_run_folders_hold_their_logs(tmp_path, caplog):
     log, trace = read_log(folder.path / "log.jsonl"), folder.trace()
     assert [line["status"] for line in log if line["kind"] == "end"] == ["paused", "finished"]
     assert sum(line["accepted"][0] for line in steps_of(log)) == trace["accepted"].item()
-    assert sum(line["proposed"][0] for line in steps_of(log)) == trace["proposed"].item() == config.n_steps
+    assert (
+        sum(line["proposed"][0] for line in steps_of(log))
+        == trace["proposed"].item()
+        == config.n_steps
+    )
     assert [line["name"] for line in log if line["kind"] == "start"] == [config.recipe] * 2
     run_recipe(config, 1, tmp_path, log=["jsonl"], budget=0.01)
     again = run_recipe(config, 1, tmp_path, overwrite=True)
@@ -395,11 +505,20 @@ def test_a_failure_before_the_first_step_leaves_nothing(tmp_path):
 
 
 def terminal(width=120, height=30):
-    return Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None, _environ={})
+    return Console(
+        file=io.StringIO(),
+        force_terminal=True,
+        width=width,
+        height=height,
+        color_system=None,
+        _environ={},
+    )
 
 
 def text_of(picture, width, height=30):
-    console = Console(file=io.StringIO(), width=width, height=height, color_system=None, _environ={})
+    console = Console(
+        file=io.StringIO(), width=width, height=height, color_system=None, _environ={}
+    )
     console.print(picture)
     return console.file.getvalue()
 
@@ -420,7 +539,10 @@ def test_a_picture_for_every_room():
     one, six = lines_of(1), lines_of(6)
     swaps = int(some_infos(50).accepted.sum())
     shown = text_of(draw("training", 50, 1000, 61.0, one, 120, 30), 120)
-    assert all(word in shown for word in ("50 of 1,000 steps", "5 %", "0:01:01 left", "temperature", "0.55", "sigma2"))
+    assert all(
+        word in shown
+        for word in ("50 of 1,000 steps", "5 %", "0:01:01 left", "temperature", "0.55", "sigma2")
+    )
     assert f"{100 * swaps / 50:.3g} %" in shown
     assert f"{float(some_infos(50).energy.mean(0)[1]):#.5g}" in shown
     assert f"{float(some_infos(50).noise_variance[-1, 0]):#.5g}" in shown
@@ -430,13 +552,25 @@ def test_a_picture_for_every_room():
     for width in (80, 100, 120):
         for runs in (one, six, lines_of(1, 8), lines_of(2, 1)):
             for height in (5, 9, 30):
-                shown = text_of(draw("a recipe with a long name, seed 0", 50, 1000, 61.0, runs, width, height), width)
+                shown = text_of(
+                    draw("a recipe with a long name, seed 0", 50, 1000, 61.0, runs, width, height),
+                    width,
+                )
                 assert len(shown.splitlines()) < height
                 assert "…" not in shown.replace("…", "", len(runs) + 1), "only names are shortened"
     for width in (20, 40, 60, 79):
-        assert len(text_of(draw("a recipe with a long name", 999, 1000, 3601.0, [], width, 30), width).splitlines()) == 1
+        assert (
+            len(
+                text_of(
+                    draw("a recipe with a long name", 999, 1000, 3601.0, [], width, 30), width
+                ).splitlines()
+            )
+            == 1
+        )
     assert "1:00:01 left" in text_of(draw("t", 999, 1000, 3601.0, six, 40, 30), 40)
-    assert len(text_of(draw("training", 50, 1000, None, six, 120, 6), 120).splitlines()) == 1  # no room: the bar
+    assert (
+        len(text_of(draw("training", 50, 1000, None, six, 120, 6), 120).splitlines()) == 1
+    )  # no room: the bar
 
 
 def test_the_display_shows_the_run_and_leaves_the_screen_clean(monkeypatch):
@@ -474,7 +608,9 @@ def test_a_resumed_run_counts_its_swaps_on(tmp_path):
     display = Keeps(console=terminal())
     _, trace, _ = go(make_run(**hot), folder=tmp_path / "c", observers=[display])
     assert trace.n_steps == N_STEPS
-    assert [(display.kept.accepted[0], display.kept.proposed[0])] == [(s["accepted"], s["proposed"]) for s in trace.swaps()]
+    assert [(display.kept.accepted[0], display.kept.proposed[0])] == [
+        (s["accepted"], s["proposed"]) for s in trace.swaps()
+    ]
     assert display.kept.proposed == [N_STEPS]
     assert "since step" not in display.picture
 
@@ -487,7 +623,9 @@ def test_a_resumed_run_counts_its_swaps_on(tmp_path):
 
 
 class Screen(io.StringIO):
-    """A terminal that breaks lines when it becomes narrower, as far as the display uses it; it never scrolls."""
+    """A terminal that breaks lines when it becomes narrower, as far as the display uses it; it
+    never scrolls.
+    """
 
     def __init__(self, width):
         super().__init__()
@@ -507,7 +645,9 @@ class Screen(io.StringIO):
                 self.row -= 1
             elif part[0] != "\x1b":
                 line = self.rows[self.row]
-                self.rows[self.row] = line[: self.column].ljust(self.column) + part + line[self.column + len(part) :]
+                self.rows[self.row] = (
+                    line[: self.column].ljust(self.column) + part + line[self.column + len(part) :]
+                )
                 self.column += len(part)
                 assert self.column <= self.width, "a line too long"
             else:
@@ -515,8 +655,12 @@ class Screen(io.StringIO):
         return len(text)
 
     def narrow(self, width):
-        broken = [[row[k : k + width] for k in range(0, len(row), width)] or [""] for row in self.rows]
-        self.row = sum(map(len, broken[: self.row + 1])) - 1  # the display leaves the cursor at the end of its last line
+        broken = [
+            [row[k : k + width] for k in range(0, len(row), width)] or [""] for row in self.rows
+        ]
+        self.row = (
+            sum(map(len, broken[: self.row + 1])) - 1
+        )  # the display leaves the cursor at the end of its last line
         self.rows, self.width = [row for rows in broken for row in rows], width
         self.column = len(self.rows[self.row])
 
@@ -528,7 +672,9 @@ def test_a_terminal_that_becomes_narrower_keeps_no_pieces(monkeypatch, ends_at):
     for name in ("XTERM_VERSION", "STY"):
         monkeypatch.delenv(name, raising=False)
     screen = Screen(120)
-    console = Console(file=screen, force_terminal=True, width=120, height=30, color_system=None, _environ={})
+    console = Console(
+        file=screen, force_terminal=True, width=120, height=30, color_system=None, _environ={}
+    )
     screen.write("what was there\nbefore\n")
 
     class Narrows(Observer):
@@ -550,7 +696,9 @@ def test_a_terminal_that_becomes_narrower_just_before_the_end_is_left_clean(monk
     for name in ("XTERM_VERSION", "STY"):
         monkeypatch.delenv(name, raising=False)
     screen = Screen(120)
-    console = Console(file=screen, force_terminal=True, width=120, height=30, color_system=None, _environ={})
+    console = Console(
+        file=screen, force_terminal=True, width=120, height=30, color_system=None, _environ={}
+    )
     screen.write("before\n")
     with LiveDisplay("a title", 1000, console=console) as display:
         display.progress(10, 1000)
@@ -577,7 +725,9 @@ def test_a_terminal_that_does_not_break_lines_keeps_what_was_there():
     widths = [len(line) for line in text_of(picture, 120).splitlines()]
     for width in (99, 75, 40, 20):
         rows = sum(-(-n // width) for n in widths)
-        assert extra_rows(terminal(width), picture, drawn_for=120, width=width) == rows - len(widths)
+        assert extra_rows(terminal(width), picture, drawn_for=120, width=width) == rows - len(
+            widths
+        )
     assert reflows({})
     assert not reflows({"XTERM_VERSION": "XTerm(388)"})
     assert not reflows({"STY": "1.pts"})
@@ -649,9 +799,14 @@ def test_runs_side_by_side_are_drawn_at_one_step(monkeypatch):
     monkeypatch.setattr(live, "AT_LEAST", 0.0)
     monkeypatch.setattr(live, "SHARE", 1e9)
     seen = []
-    monkeypatch.setattr(live, "draw", lambda *a: (seen.append([sum(line.proposed) for line in a[4]]), "")[1])
+    monkeypatch.setattr(
+        live, "draw", lambda *a: (seen.append([sum(line.proposed) for line in a[4]]), "")[1]
+    )
     display = LiveDisplay(console=terminal())
-    members = [tr.Member(make_run(linear, flat_energy(), seed=seed), observers=[display]) for seed in range(3)]
+    members = [
+        tr.Member(make_run(linear, flat_energy(), seed=seed), observers=[display])
+        for seed in range(3)
+    ]
     tr.train_together(members, batches(7), 40)
     assert [40, 40, 40] in seen
     assert all(len(set(counts)) == 1 for counts in seen if len(counts) == 3)

@@ -1,4 +1,6 @@
-"""DeviceLoader: every example its turn, an order that the seed decides, and a position from which it goes on exactly."""
+"""DeviceLoader: every example its turn, an order that the seed decides, and a position from which
+it goes on exactly.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def test_keep_gives_every_example_once_an_epoch(batch_size, shuffle):
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("batch_size", [1, 5, 22, 23])
 def test_wrap_gives_every_example_equally_often_over_epochs(batch_size, shuffle):
-    """The batches of batch_size epochs fit exactly, and cut anywhere into N they hold every example once."""
+    """The batches of batch_size epochs fit exactly, and cut anywhere into N they hold every example
+    once.
+    """
     data = loader(batch_size, last="wrap", shuffle=shuffle)
     seen = []
     for _ in range(N * 4):
@@ -77,12 +81,18 @@ def test_drop_leaves_out_what_does_not_fill_a_batch(batch_size):
         seen = flat(batches)
         assert len(set(seen)) == len(seen), "an example twice in one epoch"
         left_out |= set(range(N)) - set(seen)
-    assert left_out == (set(range(N)) if N % batch_size else set()), "the same examples are left out in every epoch"
+    assert left_out == (set(range(N)) if N % batch_size else set()), (
+        "the same examples are left out in every epoch"
+    )
 
 
 @pytest.mark.parametrize("last", ["drop", "wrap", "keep"])
 def test_the_seed_and_the_epoch_decide_the_order(last):
-    mine, again, other = loader(seed=4, last=last), loader(seed=4, last=last), loader(seed=5, last=last)
+    mine, again, other = (
+        loader(seed=4, last=last),
+        loader(seed=4, last=last),
+        loader(seed=5, last=last),
+    )
     torch.manual_seed(0)
     first = [labels(mine) for _ in range(3)]
     torch.manual_seed(1)
@@ -92,7 +102,9 @@ def test_the_seed_and_the_epoch_decide_the_order(last):
 
 
 def test_the_order_is_random():
-    """No place of the order prefers an example: 23 cells of expectation 100, chi-square below its 1 - 1e-6 quantile."""
+    """No place of the order prefers an example: 23 cells of expectation 100, chi-square below its 1
+    - 1e-6 quantile.
+    """
     data = loader(N, seed=1)
     counts = torch.zeros(N)
     for _ in range(100 * N):
@@ -112,7 +124,10 @@ def test_in_order():
     assert flat(labels(data)) == list(range(N))
     assert flat(labels(data)) == list(range(N))
     wrapped = loader(5, shuffle=False, last="wrap")
-    assert [wrapped.next()[1].tolist() for _ in range(6)][4:] == [[20, 21, 22, 0, 1], [2, 3, 4, 5, 6]]
+    assert [wrapped.next()[1].tolist() for _ in range(6)][4:] == [
+        [20, 21, 22, 0, 1],
+        [2, 3, 4, 5, 6],
+    ]
 
 
 def test_a_dict_gives_dicts():
@@ -158,7 +173,9 @@ def test_augmentation_draws_from_the_loaders_generator():
 
 def test_augmentation_of_dicts():
     x, y = numbered()
-    data = tr.DeviceLoader({"x": x, "target": y}, 5, augment=lambda batch, generator: {**batch, "x": -batch["x"]})
+    data = tr.DeviceLoader(
+        {"x": x, "target": y}, 5, augment=lambda batch, generator: {**batch, "x": -batch["x"]}
+    )
     batch = data.next()
     assert torch.equal(batch["x"][:, 0], -batch["target"].float())
 
@@ -211,7 +228,10 @@ def test_a_loop_that_was_left_goes_on_with_the_rest():
 def test_a_state_is_not_changed_by_going_on():
     data = loader(augment=jitter)
     state = data.state_dict()
-    before = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+    before = {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in state.items()
+    }
     labels(data)
     assert same(state, before)
 
@@ -242,7 +262,9 @@ def test_the_state_of_another_loader_is_refused(other):
     state = loader(**other).state_dict()
     mine = loader()
     mine.next()
-    with pytest.raises(InvalidArgumentError, match=r"the state is that of DeviceLoader\(.*, this is DeviceLoader\("):
+    with pytest.raises(
+        InvalidArgumentError, match=r"the state is that of DeviceLoader\(.*, this is DeviceLoader\("
+    ):
         mine.load_state_dict(state)
     assert (mine.epoch, mine.position) == (0, 5)
 
@@ -255,7 +277,9 @@ def test_bad_arguments():
     with pytest.raises(InvalidArgumentError, match=r"same first size.*\(23, 3\), \(22,\)"):
         tr.DeviceLoader((x, y[:-1]), 5)
     for size in (0, -1, 24):
-        with pytest.raises(InvalidArgumentError, match=f"between 1 and the 23 examples, got {size}"):
+        with pytest.raises(
+            InvalidArgumentError, match=f"between 1 and the 23 examples, got {size}"
+        ):
             tr.DeviceLoader((x, y), size)
     with pytest.raises(InvalidArgumentError, match="drop, wrap or keep, got 'pad'"):
         tr.DeviceLoader((x, y), 5, last="pad")
@@ -285,5 +309,11 @@ def test_a_batch_size_is_a_whole_number():
 
 
 def test_it_prints_usefully():
-    assert repr(loader(augment=jitter)) == "DeviceLoader(23x3, 23; batch_size=5, seed=0, last='drop', augmented)"
-    assert repr(loader(shuffle=False, last="keep")) == "DeviceLoader(23x3, 23; batch_size=5, in order, last='keep')"
+    assert (
+        repr(loader(augment=jitter))
+        == "DeviceLoader(23x3, 23; batch_size=5, seed=0, last='drop', augmented)"
+    )
+    assert (
+        repr(loader(shuffle=False, last="keep"))
+        == "DeviceLoader(23x3, 23; batch_size=5, in order, last='keep')"
+    )

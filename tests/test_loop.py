@@ -12,14 +12,16 @@ import torch
 
 import torchrex as tr
 from densities import MIXTURE, SETUPS
+from torchrex.density.loop import STEPS_WORTH_COMPILING, CompiledLoop, EagerLoop
 from torchrex.exchange import block
-from torchrex.exchange.loop import STEPS_WORTH_COMPILING, CompiledLoop, EagerLoop
 
 
 def make_run(name, compiled, dtype=torch.float64, n_runs=5, seed=3):
     setup = dict(SETUPS[name])
     target, sampler, ladder = setup.pop("target")(), setup.pop("sampler", None), setup.pop("ladder")
-    ensemble = tr.TensorEnsemble.start(target, sampler, n_rungs=ladder.n_rungs, n_runs=n_runs, initial=0.1, dtype=dtype)
+    ensemble = tr.TensorEnsemble.start(
+        target, sampler, n_rungs=ladder.n_rungs, n_runs=n_runs, initial=0.1, dtype=dtype
+    )
     return tr.ReplicaExchange(ensemble, ladder, **setup, seed=seed, compiled=compiled)
 
 
@@ -48,7 +50,9 @@ def test_compiled_and_eager_give_the_same_numbers(name):
 
 
 def test_float32_agrees_over_a_short_run():
-    got, expected = (trace(make_run("the paper's", compiled, torch.float32), 60) for compiled in (True, False))
+    got, expected = (
+        trace(make_run("the paper's", compiled, torch.float32), 60) for compiled in (True, False)
+    )
     assert torch.equal(got[2], expected[2])
     assert torch.allclose(got[0], expected[0], atol=1e-4)
 
@@ -67,7 +71,9 @@ def assert_resumes(name, compiled, first, n=200):
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_stopped_and_continued_equals_never_stopped(name, monkeypatch):
-    """A run restored from state_dict goes on bit for bit: every sampler, pairing, estimator and rule."""
+    """A run restored from state_dict goes on bit for bit: every sampler, pairing, estimator and
+    rule.
+    """
     monkeypatch.setattr(block, "LONGEST", 64)
     assert_resumes(name, False, 100)
 
@@ -86,7 +92,10 @@ def test_the_state_of_another_run_is_refused():
 
 
 def test_a_long_run_begins_with_the_short_one():
-    short, long = trace(make_run("the paper's", False), 40), trace(make_run("the paper's", False), 90)
+    short, long = (
+        trace(make_run("the paper's", False), 40),
+        trace(make_run("the paper's", False), 90),
+    )
     assert torch.equal(short[0], long[0][:40])
 
 
@@ -102,7 +111,9 @@ def test_a_run_that_began_with_one_step_is_compiled_when_it_pays():
 def test_many_measurements_do_not_make_large_blocks():
     target = tr.Noisy(MIXTURE, tr.Gaussian(2.0))
     ensemble = tr.TensorEnsemble.start(target, n_rungs=2, n_runs=64)
-    rules = tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1), noise=tr.RunningMean(tr.RepeatedDraws(200, every=1))).rules
+    rules = tr.ReplicaExchange(
+        ensemble, tr.Ladder((1.0, 2.0), 0.1), noise=tr.RunningMean(tr.RepeatedDraws(200, every=1))
+    ).rules
     assert block.block_length(rules, ensemble) == block.SHORTEST
 
 
@@ -134,7 +145,9 @@ def needs_a_library(x):
 )
 def test_what_cannot_be_compiled_runs_eagerly_with_one_reason(density, reason, caplog):
     with caplog.at_level(logging.WARNING, logger="torchrex"):
-        draws = tr.sample(density, dim=2, temperatures=(1.0, 2.0), lr=0.1, n_steps=50, compiled=True)
+        draws = tr.sample(
+            density, dim=2, temperatures=(1.0, 2.0), lr=0.1, n_steps=50, compiled=True
+        )
     assert draws.n_draws == 50
     messages = [record.getMessage() for record in caplog.records if record.name == "torchrex"]
     assert len(messages) == 1
@@ -163,8 +176,14 @@ def test_without_a_compiler_it_runs_eagerly_with_one_warning(tmp_path):
         "import torchrex as tr, logging; logging.basicConfig(format='%(name)s %(message)s');"
         "print(tr.sample(lambda x: -0.5 * x.square().sum(-1), dim=1, temperatures=(1.0, 2.0), lr=0.1, n_steps=20, compiled=True))"
     )
-    environment = {**os.environ, "CXX": "/no/such/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    environment = {
+        **os.environ,
+        "CXX": "/no/such/compiler",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
     assert "20 draws" in done.stdout
     assert done.stderr.count("torchrex running eagerly") == 1
     assert "Traceback" not in done.stderr

@@ -1,4 +1,6 @@
-"""Replicas of a user's module: how they begin, what belongs to whom, what a step does to them, and going on exactly."""
+"""Replicas of a user's module: how they begin, what belongs to whom, what a step does to them, and
+going on exactly.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,11 @@ THREE = tr.Ladder((0.5, 0.7, 1.0), (1e-3, 2e-3, 4e-3))
 
 def losses_of(module, batch):
     """Per-example losses of a copy, so that nothing of the module changes."""
-    return F.cross_entropy(copy.deepcopy(module)(batch[0]), batch[1], reduction="none").detach().double()
+    return (
+        F.cross_entropy(copy.deepcopy(module)(batch[0]), batch[1], reduction="none")
+        .detach()
+        .double()
+    )
 
 
 # Beginning
@@ -90,7 +96,9 @@ def test_replicas_share_no_memory():
     with torch.no_grad():
         run.ensemble.modules[1][0].weight.fill_(7.0)
     assert float(run.ensemble.modules[0][0].weight.detach().max()) < 7.0
-    assert int((run.ensemble.position == 7.0).sum()) == 6 * N_FEATURES, "the modules do not see the rows that move"
+    assert int((run.ensemble.position == 7.0).sum()) == 6 * N_FEATURES, (
+        "the modules do not see the rows that move"
+    )
 
 
 def test_a_module_stays_in_its_mode():
@@ -121,7 +129,10 @@ def test_bfloat16_is_for_the_forward_pass_only():
 class Mixed(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body, self.head = nn.Linear(N_FEATURES, 3), nn.Linear(3, N_CLASSES, dtype=torch.float64)
+        self.body, self.head = (
+            nn.Linear(N_FEATURES, 3),
+            nn.Linear(3, N_CLASSES, dtype=torch.float64),
+        )
 
 
 def frozen():
@@ -157,7 +168,10 @@ def test_a_lazy_module_must_have_seen_a_batch():
 def test_replicas_must_be_alike():
     sizes = iter((3, 4))
     with pytest.raises(TargetError, match=r"different sizes, in 0\.weight"):
-        make_run(lambda: nn.Sequential(nn.Linear(N_FEATURES, next(sizes)), nn.Tanh()), initial="independent")
+        make_run(
+            lambda: nn.Sequential(nn.Linear(N_FEATURES, next(sizes)), nn.Tanh()),
+            initial="independent",
+        )
     biases = iter((True, False))
     with pytest.raises(TargetError, match="different parameters"):
         make_run(lambda: nn.Linear(N_FEATURES, N_CLASSES, bias=next(biases)), initial="independent")
@@ -194,9 +208,14 @@ def test_a_refused_run_does_not_use_up_its_ensemble():
 
 
 def test_all_pairs_in_turn_need_fresh_energies():
-    with pytest.raises(InvalidArgumentError, match=r"AllInTurn\(\) needs fresh minibatch energies.*EvenOdd"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"AllInTurn\(\) needs fresh minibatch energies.*EvenOdd"
+    ):
         make_run(ladder=THREE, pairing=tr.AllInTurn())
-    assert make_run(pairing=tr.AllInTurn()).step(classes(8)).accepted.shape == (1, 1)  # one pair has one round
+    assert make_run(pairing=tr.AllInTurn()).step(classes(8)).accepted.shape == (
+        1,
+        1,
+    )  # one pair has one round
 
 
 def test_steps_need_batches():
@@ -231,14 +250,23 @@ class Frozen(nn.Module):
 
 
 def test_frozen_parameters_never_change():
-    run = make_run(Frozen, cross_entropy(prior=tr.GaussianPrior(10.0)), THREE, sampler=tr.SGHMC(0.1), correction_factor=INF)
+    run = make_run(
+        Frozen,
+        cross_entropy(prior=tr.GaussianPrior(10.0)),
+        THREE,
+        sampler=tr.SGHMC(0.1),
+        correction_factor=INF,
+    )
     assert run.ensemble.layout.size == 7 * N_CLASSES
     before = [weights_of(run, replica) for replica in range(3)]
     for batch in batches(10):
         run.step(batch)
     for replica in range(3):
         after = weights_of(run, replica)
-        assert all(torch.equal(after[name], before[replica][name]) == name.startswith("features") for name in after)
+        assert all(
+            torch.equal(after[name], before[replica][name]) == name.startswith("features")
+            for name in after
+        )
     assert not any(p.requires_grad for p in run.module_at().features.parameters())
 
 
@@ -263,7 +291,9 @@ def test_tied_weights_stay_tied_and_count_once():
         prior = 1.5 * sum(p.square().sum() for p in reference.parameters())
         energy = N_DATA / 8 * F.cross_entropy(reference(x), y, reduction="sum") + prior
         gradients = torch.autograd.grad(energy, list(reference.parameters()))
-        assert float(run.step((x, y)).energy[0, 0]) == pytest.approx(float(energy.detach()), rel=1e-12)
+        assert float(run.step((x, y)).energy[0, 0]) == pytest.approx(
+            float(energy.detach()), rel=1e-12
+        )
         with torch.no_grad():
             for p, g in zip(reference.parameters(), gradients, strict=True):
                 p -= 1e-2 * g
@@ -310,9 +340,13 @@ class Numbers(nn.Module):
 
 
 def stationary_variance(friction, lr, stiffness, temperature):
-    """Of x in the discrete chain, by summing the linear recursion up; SGLD is SGHMC with friction 1."""
+    """Of x in the discrete chain, by summing the linear recursion up; SGLD is SGHMC with friction
+    1.
+    """
     decay = 1.0 - friction
-    turn = torch.tensor([[1.0 - lr * stiffness, decay], [-lr * stiffness, decay]], dtype=torch.float64)
+    turn = torch.tensor(
+        [[1.0 - lr * stiffness, decay], [-lr * stiffness, decay]], dtype=torch.float64
+    )
     kick = 2.0 * friction * lr * temperature * torch.ones(2, 2, dtype=torch.float64)
     total, term = kick.clone(), kick
     for _ in range(3000):
@@ -340,7 +374,9 @@ def test_the_law_of_the_discrete_chain(friction):
         expected = stationary_variance(friction, lrs[rung], 4.0, temperatures[rung])
         assert_mean_is(run.ensemble.position[rung].square(), expected)
     if friction == 1.0:
-        assert expected == pytest.approx(2.0 / (4.0 * (1.0 - 0.3)), rel=1e-6), "tau / (a (1 - lr a / 2))"
+        assert expected == pytest.approx(2.0 / (4.0 * (1.0 - 0.3)), rel=1e-6), (
+            "tau / (a (1 - lr a / 2))"
+        )
 
 
 # What a step says
@@ -349,7 +385,14 @@ def test_the_law_of_the_discrete_chain(friction):
 @pytest.mark.parametrize("pairing", [tr.EvenOdd(), tr.RandomPair()])
 def test_energies_are_those_of_the_rungs_before_the_swaps(pairing):
     prior = tr.GaussianPrior(0.5, groups={"bias": 2.0})
-    run = make_run(mlp, cross_entropy(prior=prior), THREE, initial="independent", pairing=pairing, correction_factor=INF)
+    run = make_run(
+        mlp,
+        cross_entropy(prior=prior),
+        THREE,
+        initial="independent",
+        pairing=pairing,
+        correction_factor=INF,
+    )
     orders = set()
     for batch in batches(60):
         stood = run.state.replica_at[:, 0].tolist()
@@ -357,16 +400,22 @@ def test_energies_are_those_of_the_rungs_before_the_swaps(pairing):
         for replica in stood:
             module = run.ensemble.modules[replica]
             weights = sum(
-                p.detach().double().square().sum() * (1.0 if "bias" in n else 0.25) for n, p in module.named_parameters()
+                p.detach().double().square().sum() * (1.0 if "bias" in n else 0.25)
+                for n, p in module.named_parameters()
             )
             expected.append(N_DATA / 8 * losses_of(module, batch).sum() + weights)
         info = run.step(batch)
         assert torch.allclose(info.energy[:, 0], torch.stack(expected), rtol=1e-6)
         stands = info.replica_at[:, 0].tolist()
         for pair in range(2):
-            assert bool(info.accepted[pair, 0]) == (stands[pair : pair + 2] == stood[pair : pair + 2][::-1])
+            assert bool(info.accepted[pair, 0]) == (
+                stands[pair : pair + 2] == stood[pair : pair + 2][::-1]
+            )
         assert [run.replica_at(rung) for rung in range(3)] == stands
-        assert all(run.live_module_at(rung) is run.ensemble.modules[replica] for rung, replica in enumerate(stands))
+        assert all(
+            run.live_module_at(rung) is run.ensemble.modules[replica]
+            for rung, replica in enumerate(stands)
+        )
         orders.add(tuple(stands))
     assert orders & {(1, 2, 0), (2, 0, 1)}, "no proper permutation"
     assert info.energy.dtype == torch.float64
@@ -375,7 +424,10 @@ def test_energies_are_those_of_the_rungs_before_the_swaps(pairing):
 def test_the_lr_is_that_of_the_rung():
     """A force of 1 everywhere, no noise to speak of, energies that always swap."""
     energy = tr.PosteriorEnergy.of(
-        lambda m, b: torch.stack([(p - p.detach()).sum() for p in m.parameters()]).sum().expand(len(b[0])), n_data=8
+        lambda m, b: (
+            torch.stack([(p - p.detach()).sum() for p in m.parameters()]).sum().expand(len(b[0]))
+        ),
+        n_data=8,
     )
     lrs = (0.1, 0.2, 0.4)
     run = make_run(linear, energy, tr.Ladder((1e-24, 2e-24, 3e-24), lrs))
@@ -383,7 +435,10 @@ def test_the_lr_is_that_of_the_rung():
     for batch in batches(6):
         before = run.ensemble.position.clone()
         rung_of = run.step(batch).replica_at[:, 0].argsort()
-        assert torch.allclose(before - run.ensemble.position, 8.0 * torch.tensor(lrs)[rung_of][:, None].expand_as(before))
+        assert torch.allclose(
+            before - run.ensemble.position,
+            8.0 * torch.tensor(lrs)[rung_of][:, None].expand_as(before),
+        )
         orders.add(tuple(rung_of.tolist()))
     assert len(orders) == 6
 
@@ -391,8 +446,9 @@ def test_the_lr_is_that_of_the_rung():
 @pytest.mark.parametrize("paired", [True, False])
 @pytest.mark.parametrize("replacement", [True, False])
 def test_the_free_variance_is_that_of_the_losses(paired, replacement):
-    """N^2 / n times half the variance of the difference, or the mean of the variances, of the replicas on the rungs; times
-    1 - n / N where the examples of an epoch are drawn without replacement.
+    """N^2 / n times half the variance of the difference, or the mean of the variances, of the
+    replicas on the rungs; times 1 - n / N where the examples of an epoch are drawn without
+    replacement.
     """
     run = make_run(
         mlp,
@@ -407,7 +463,10 @@ def test_the_free_variance_is_that_of_the_losses(paired, replacement):
     for k, batch in enumerate(batches(30)):
         cold_to_hot = [losses_of(run.live_module_at(rung), batch) for rung in range(3)]
         sample = torch.stack(
-            [scale * (0.5 * (a - b).var() if paired else 0.5 * (a.var() + b.var())) for a, b in pairwise(cold_to_hot)]
+            [
+                scale * (0.5 * (a - b).var() if paired else 0.5 * (a.var() + b.var()))
+                for a, b in pairwise(cold_to_hot)
+            ]
         )
         smoothed = sample if k == 0 else 0.7 * smoothed + 0.3 * sample
         info = run.step(batch)
@@ -428,12 +487,21 @@ def test_swaps_are_decided_by_the_corrected_energies():
     """At temperatures near 0 the test is a comparison, so every decision can be foretold."""
     ladder = tr.Ladder((1e-9, 1.0), (1e-4, 1e-2))
     for factor, threshold in ((INF, 0.0), (1e12, None)):
-        run = make_run(mlp, ladder=ladder, initial="independent", noise=tr.KnownVariance(4.0), correction_factor=factor, seed=4)
+        run = make_run(
+            mlp,
+            ladder=ladder,
+            initial="independent",
+            noise=tr.KnownVariance(4.0),
+            correction_factor=factor,
+            seed=4,
+        )
         swaps = 0
         for batch in batches(40):
             info = run.step(batch)
             needed = (1e9 - 1.0) * 4.0 / factor if threshold is None else threshold
-            assert bool(info.accepted[0, 0]) == (float(info.energy[0, 0] - info.energy[1, 0]) > needed)
+            assert bool(info.accepted[0, 0]) == (
+                float(info.energy[0, 0] - info.energy[1, 0]) > needed
+            )
             swaps += int(info.accepted[0, 0])
         assert 0 < swaps < 40
 
@@ -464,7 +532,9 @@ def test_dropout_is_decided_by_the_seed_of_the_run():
     assert float(first[0]) != float(first[1]), "both replicas got the same mask"
     other = make_run(with_dropout(), seed=4)
     again = make_run(copy.deepcopy(other.ensemble.modules[0]), seed=5)
-    assert not torch.equal(other.step(classes(8)).energy, again.step(classes(8)).energy), "the seed does not decide the masks"
+    assert not torch.equal(other.step(classes(8)).energy, again.step(classes(8)).energy), (
+        "the seed does not decide the masks"
+    )
 
 
 def test_masks_differ_from_step_to_step():
@@ -538,7 +608,9 @@ def test_batches_of_changing_shape_keep_the_scale():
     run = make_run(mlp, initial="independent")
     for size in (8, 3, 8, 40, 2, 17):
         batch = classes(size, seed=size)
-        expected = torch.stack([N_DATA / size * losses_of(run.live_module_at(rung), batch).sum() for rung in range(2)])
+        expected = torch.stack(
+            [N_DATA / size * losses_of(run.live_module_at(rung), batch).sum() for rung in range(2)]
+        )
         assert torch.allclose(run.step(batch).energy[:, 0], expected, rtol=1e-6)
 
 
@@ -552,22 +624,35 @@ def test_a_batch_of_one_example_does_not_end_the_swaps():
     assert bool(info.accepted[20:].any())
 
 
-@pytest.mark.parametrize("noise", [None, tr.PairedVariance(), tr.Smoothing(0.3, tr.PerExample(paired=False))], ids=str)
+@pytest.mark.parametrize(
+    "noise", [None, tr.PairedVariance(), tr.Smoothing(0.3, tr.PerExample(paired=False))], ids=str
+)
 def test_a_loader_of_single_examples_is_refused_before_anything_moves(noise):
     run = make_run(noise=noise)
     with pytest.raises(NoiseError, match="at least 2 examples in a minibatch, got batch_size=1"):
         list(run.advance(3, tr.DeviceLoader(classes(), 1)))
     assert run.n_steps == 0
-    list(make_run(noise=tr.RunningMean(tr.RepeatedDraws(3, every=2))).advance(3, tr.DeviceLoader(classes(), 1)))
+    list(
+        make_run(noise=tr.RunningMean(tr.RepeatedDraws(3, every=2))).advance(
+            3, tr.DeviceLoader(classes(), 1)
+        )
+    )
 
 
 @pytest.mark.parametrize(
     ("sizes", "shared", "warned"),
-    [((1, 1, 1, 1), True, True), ((1, 1), False, True), ((1, 8, 1, 1), True, False), ((8, 1, 1, 1), True, False)],
+    [
+        ((1, 1, 1, 1), True, True),
+        ((1, 1), False, True),
+        ((1, 8, 1, 1), True, False),
+        ((8, 1, 1, 1), True, False),
+    ],
 )
 def test_a_loop_over_single_examples_is_warned_once(sizes, shared, warned, caplog):
     """One alone is the rest of an epoch, with which a resumed loop may begin."""
-    run = make_run(noise=None if shared else tr.RunningMean(tr.PerExample(paired=False)), shared_batches=shared)
+    run = make_run(
+        noise=None if shared else tr.RunningMean(tr.PerExample(paired=False)), shared_batches=shared
+    )
     for size in sizes:
         batch = classes(size)
         run.step(batch if shared else [batch, batch])
@@ -582,11 +667,15 @@ def test_single_examples_are_enough_for_estimators_that_do_not_look_at_them(capl
 
 
 def test_batch_norm_on_one_example_says_what_to_do():
-    """In the middle of a run, at its beginning and in a measurement; the error of torch is its cause."""
+    """In the middle of a run, at its beginning and in a measurement; the error of torch is its
+    cause.
+    """
     noise = tr.RunningMean(tr.RepeatedDraws(2))
     runs = [make_run(with_everything, noise=noise) for _ in range(3)]
     runs[0].step(classes(8))
-    for run, act in zip(runs, [runs[0].step, runs[1].step, lambda one: runs[2].measure([one, one])], strict=True):
+    for run, act in zip(
+        runs, [runs[0].step, runs[1].step, lambda one: runs[2].measure([one, one])], strict=True
+    ):
         steps = run.n_steps
         with pytest.raises(TargetError, match=r"BatchNorm.*drop_last=True") as caught:
             act(classes(1))
@@ -613,10 +702,16 @@ def test_independent_minibatches():
         stood = run.state.replica_at[:, 0].tolist()
         losses = [losses_of(run.ensemble.modules[replica], three[replica]) for replica in stood]
         info = run.step(three)
-        assert torch.allclose(info.energy[:, 0], torch.stack([N_DATA / 8 * values.sum() for values in losses]), rtol=1e-6)
+        assert torch.allclose(
+            info.energy[:, 0],
+            torch.stack([N_DATA / 8 * values.sum() for values in losses]),
+            rtol=1e-6,
+        )
         if k == 0:
             variance = torch.stack([N_DATA**2 / 8 * values.var() for values in losses])
-            assert torch.allclose(info.noise_variance[:, 0], 0.5 * (variance[:-1] + variance[1:]), rtol=1e-5)
+            assert torch.allclose(
+                info.noise_variance[:, 0], 0.5 * (variance[:-1] + variance[1:]), rtol=1e-5
+            )
     assert info.replica_at[:, 0].tolist() != [0, 1, 2]
 
 
@@ -657,7 +752,9 @@ def test_independent_minibatches_of_two_sizes():
 
 def test_a_loop_over_a_loader_is_the_same_as_advance():
     def make():
-        return make_run(with_everything, sampler=tr.SGHMC(0.1), seed=6), tr.DeviceLoader(classes(), 8, seed=1)
+        return make_run(with_everything, sampler=tr.SGHMC(0.1), seed=6), tr.DeviceLoader(
+            classes(), 8, seed=1
+        )
 
     (stepped, first), (advanced, second), (in_pieces, third) = make(), make(), make()
     infos = [stepped.step(batch) for _ in range(4) for batch in first]
@@ -696,7 +793,9 @@ def test_the_same_data_go_on_where_they_were():
 
 
 class FailsOnce(list):
-    """Batches, one of which cannot be read at the first try: a full disk, a worker that died, Ctrl-C."""
+    """Batches, one of which cannot be read at the first try: a full disk, a worker that died,
+    Ctrl-C.
+    """
 
     tried = False
 
@@ -721,7 +820,9 @@ def test_data_of_another_size_are_warned_of_once():
     x, y = classes(N_DATA - 1)
     for data in (tr.DeviceLoader((x, y), 8), DataLoader(TensorDataset(x, y), batch_size=8)):
         run = make_run()
-        with pytest.warns(UserWarning, match="n_data=40 examples but the data have 39.*pass n_data=39") as caught:
+        with pytest.warns(
+            UserWarning, match="n_data=40 examples but the data have 39.*pass n_data=39"
+        ) as caught:
             blocks = [*run.advance(2, data), *run.advance(2, data)]
         assert len(blocks) == 2
         assert len(caught) == 1
@@ -735,8 +836,12 @@ def test_data_of_another_size_are_warned_of_once():
 
 
 def test_batch_statistics_belong_to_the_replica_and_travel_with_it():
-    """A copy of each replica sees the same batches; whatever rungs they stand on, the statistics are those of the copy."""
-    run = make_run(with_everything, ladder=THREE, initial="independent", correction_factor=INF, seed=1)
+    """A copy of each replica sees the same batches; whatever rungs they stand on, the statistics
+    are those of the copy.
+    """
+    run = make_run(
+        with_everything, ladder=THREE, initial="independent", correction_factor=INF, seed=1
+    )
     orders = set()
     for batch in batches(30):
         shadows = [copy.deepcopy(module)[:2] for module in run.ensemble.modules]
@@ -746,14 +851,20 @@ def test_batch_statistics_belong_to_the_replica_and_travel_with_it():
         for module, shadow in zip(run.ensemble.modules, shadows, strict=True):
             assert same(dict(module[1].named_buffers()), dict(shadow[1].named_buffers()))
     assert len(orders) > 2
-    assert [int(module[1].num_batches_tracked) for module in run.ensemble.modules] == [30, 30, 30], (
-        "a trial batch left its traces"
+    assert [int(module[1].num_batches_tracked) for module in run.ensemble.modules] == [
+        30,
+        30,
+        30,
+    ], "a trial batch left its traces"
+    assert not torch.equal(
+        run.ensemble.modules[0][1].running_mean, run.ensemble.modules[1][1].running_mean
     )
-    assert not torch.equal(run.ensemble.modules[0][1].running_mean, run.ensemble.modules[1][1].running_mean)
 
 
 def test_predictions_use_the_statistics_and_leave_everything_alone():
-    run = make_run(with_everything, ladder=THREE, initial="independent", correction_factor=INF, seed=1)
+    run = make_run(
+        with_everything, ladder=THREE, initial="independent", correction_factor=INF, seed=1
+    )
     data = iter(batches(60))
     while run.replica_at(0) in (0, run.replica_at(1)) or run.n_steps < 10:
         run.step(next(data))
@@ -807,8 +918,12 @@ def look(run, rung=0):
 @pytest.mark.parametrize("model", [with_everything, Counting])
 @pytest.mark.parametrize("through", ["step", "advance"])
 def test_looking_at_a_module_changes_nothing(model, through):
-    """The mutant hands out the live module: evaluation mode then stays, and num_batches_tracked is 20/40/60 in place of 60."""
-    looked_at, alone = (make_run(model, ladder=THREE, sampler=tr.SGHMC(0.1), seed=2) for _ in range(2))
+    """The mutant hands out the live module: evaluation mode then stays, and num_batches_tracked is
+    20/40/60 in place of 60.
+    """
+    looked_at, alone = (
+        make_run(model, ladder=THREE, sampler=tr.SGHMC(0.1), seed=2) for _ in range(2)
+    )
     data = batches(60)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -831,7 +946,9 @@ def test_a_copy_is_in_evaluation_mode_and_stays_as_it_is():
     mine, live = run.module_at(1), run.live_module_at(1)
     assert not any(part.training for part in mine.modules())
     assert same(dict(mine.state_dict()), dict(live.state_dict()))
-    assert not {t.data_ptr() for t in mine.state_dict().values()} & {t.data_ptr() for t in live.state_dict().values()}
+    assert not {t.data_ptr() for t in mine.state_dict().values()} & {
+        t.data_ptr() for t in live.state_dict().values()
+    }
     assert torch.equal(mine(classes(8)[0]), run.predict(classes(8), 1))
     before = copy.deepcopy(mine.state_dict())
     run.step(classes(8))
@@ -840,7 +957,9 @@ def test_a_copy_is_in_evaluation_mode_and_stays_as_it_is():
 
 @pytest.mark.parametrize("through", ["step", "advance", "measure"])
 def test_a_mode_that_somebody_changed_is_an_error_until_it_is_put_back(through):
-    run = make_run(with_everything, noise=tr.RunningMean(tr.RepeatedDraws(2, every=100)), ladder=THREE)
+    run = make_run(
+        with_everything, noise=tr.RunningMean(tr.RepeatedDraws(2, every=100)), ladder=THREE
+    )
     data = batches(3)
     run.step(data[0])
     verb = {
@@ -852,7 +971,10 @@ def test_a_mode_that_somebody_changed_is_an_error_until_it_is_put_back(through):
     before = run.state_dict()
     run.live_module_at(1)[1].eval()
     for _ in range(2):
-        with pytest.raises(InvalidArgumentError, match=rf"1 \(BatchNorm1d\) of replica {replica} .*evaluation.*\.train\(\)"):
+        with pytest.raises(
+            InvalidArgumentError,
+            match=rf"1 \(BatchNorm1d\) of replica {replica} .*evaluation.*\.train\(\)",
+        ):
             verb()
     assert same(run.state_dict(), before)
     run.load_state_dict(before)
@@ -909,7 +1031,14 @@ def test_what_the_run_itself_does_to_its_buffers_is_no_news():
 
 
 def measured_run(**options):
-    return make_run(with_everything, ladder=THREE, initial="independent", correction_factor=INF, seed=1, **options)
+    return make_run(
+        with_everything,
+        ladder=THREE,
+        initial="independent",
+        correction_factor=INF,
+        seed=1,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("paired", [False, True])
@@ -917,14 +1046,22 @@ def test_repeated_draws_measure_the_variance_of_energies(paired):
     noise = tr.RunningMean(tr.RepeatedDraws(5, every=1000, paired=paired))
     run = make_run(mlp, ladder=THREE, initial="independent", noise=noise, correction_factor=INF)
     data = iter(batches(200))
-    while run.state.replica_at[:, 0].tolist() not in ([1, 2, 0], [2, 0, 1]):  # rungs and replicas are told apart
+    while run.state.replica_at[:, 0].tolist() not in (
+        [1, 2, 0],
+        [2, 0, 1],
+    ):  # rungs and replicas are told apart
         run.step(next(data))
     draws = batches(5, seed=9)
     energies = torch.stack(
-        [torch.stack([N_DATA / 8 * losses_of(run.live_module_at(rung), b).sum() for b in draws]) for rung in range(3)]
+        [
+            torch.stack([N_DATA / 8 * losses_of(run.live_module_at(rung), b).sum() for b in draws])
+            for rung in range(3)
+        ]
     )
     variance = energies.var(1)
-    expected = 0.5 * ((energies[:-1] - energies[1:]).var(1) if paired else variance[:-1] + variance[1:])
+    expected = 0.5 * (
+        (energies[:-1] - energies[1:]).var(1) if paired else variance[:-1] + variance[1:]
+    )
     run.measure(draws)
     assert torch.allclose(run.state.noise_variance[:, 0], expected, rtol=1e-5)
     assert (run.state.noise_updates == 1.0).all()
@@ -941,7 +1078,9 @@ def test_measuring_leaves_weights_momenta_and_buffers_alone():
         del replica["forward"]  # dropout went on drawing
     assert same(after["replicas"], before["replicas"])
     assert torch.equal(after["exchange"]["replica_at"], before["exchange"]["replica_at"])
-    assert not torch.equal(after["exchange"]["noise_variance"], before["exchange"]["noise_variance"])
+    assert not torch.equal(
+        after["exchange"]["noise_variance"], before["exchange"]["noise_variance"]
+    )
     assert torch.equal(torch.get_rng_state(), generator)
 
 
@@ -956,7 +1095,10 @@ def test_advance_measures_by_itself():
             by_hand.measure([loaders[0].next() for _ in range(3)])
         infos.append(by_hand.step(loaders[0].next()))
     assert same(joined(list(advanced.advance(14, loaders[1]))), stacked(infos))
-    assert same(joined([info for n in (4, 4, 1, 5) for info in in_pieces.advance(n, loaders[2])]), stacked(infos))
+    assert same(
+        joined([info for n in (4, 4, 1, 5) for info in in_pieces.advance(n, loaders[2])]),
+        stacked(infos),
+    )
     assert same(advanced.state_dict(), by_hand.state_dict())
     assert (advanced.state.noise_updates == 4.0).all()
 
@@ -1001,7 +1143,9 @@ def test_independent_minibatches_are_not_sent_to_the_paired_variance(caplog):
     assert "noise=BatchVariance(PerExample(paired=False))" in caplog.text
 
 
-@pytest.mark.parametrize("how", ["train", "advance", "before", "behind", "resumed", "free", "known"])
+@pytest.mark.parametrize(
+    "how", ["train", "advance", "before", "behind", "resumed", "free", "known"]
+)
 def test_who_measures_is_not_warned(how, caplog):
     noise = {"free": tr.PairedVariance(), "known": tr.KnownVariance(1.0)}.get(
         how, tr.Smoothing(0.3, tr.RepeatedDraws(3, every=4))
@@ -1064,12 +1208,22 @@ LRS, TINY = (0.1, 0.2, 0.8), (1e-24, 2e-24, 3e-24)
 
 @pytest.mark.parametrize("policy", ["rescale", "keep"])
 def test_momenta_after_a_forced_swap(policy):
-    """Without force and kick v' = (1 - friction) v, times sqrt(lr tau of the new rung / lr tau of the old one) if rescaled."""
-    run = make_run(linear, flat_energy(), tr.Ladder(TINY, LRS), sampler=tr.SGHMC(0.5), momentum=policy)
+    """Without force and kick v' = (1 - friction) v, times sqrt(lr tau of the new rung / lr tau of
+    the old one) if rescaled.
+    """
+    run = make_run(
+        linear, flat_energy(), tr.Ladder(TINY, LRS), sampler=tr.SGHMC(0.5), momentum=policy
+    )
     run.ensemble.velocity.fill_(1.0)
-    scale = (torch.tensor(TINY, dtype=torch.float64) * torch.tensor(LRS, dtype=torch.float64)).sqrt()
+    scale = (
+        torch.tensor(TINY, dtype=torch.float64) * torch.tensor(LRS, dtype=torch.float64)
+    ).sqrt()
     for k, batch in enumerate(batches(6)):
-        stood, before, place = run.state.rung_of[:, 0], run.ensemble.velocity.clone(), run.ensemble.position.clone()
+        stood, before, place = (
+            run.state.rung_of[:, 0],
+            run.ensemble.velocity.clone(),
+            run.ensemble.position.clone(),
+        )
         info = run.step(batch)
         assert info.accepted[:, 0].tolist() == [k % 2 == 0, k % 2 == 1]
         stands = run.state.rung_of[:, 0]
@@ -1080,9 +1234,13 @@ def test_momenta_after_a_forced_swap(policy):
 
 
 def test_refreshed_momenta_have_the_law_of_the_new_rung():
-    """v = std sqrt(lr tau) times fresh numbers for those who swapped; then the move, whose numbers are known as well."""
+    """v = std sqrt(lr tau) times fresh numbers for those who swapped; then the move, whose numbers
+    are known as well.
+    """
     ladder, friction, seed = tr.Ladder((0.5, 1.0, 2.0), (0.01, 0.02, 0.04)), 0.3, 8
-    run = make_run(mlp, flat_energy(), ladder, sampler=tr.SGHMC(friction), momentum="refresh", seed=seed)
+    run = make_run(
+        mlp, flat_energy(), ladder, sampler=tr.SGHMC(friction), momentum="refresh", seed=seed
+    )
     streams, size = Streams(seed), run.ensemble.layout.size
     product = torch.tensor(ladder.lrs) * torch.tensor(ladder.temperatures)
     for batch in batches(5):
@@ -1091,7 +1249,10 @@ def test_refreshed_momenta_have_the_law_of_the_new_rung():
         stands = run.state.rung_of[:, 0]
         assert bool((stood != stands).any())
         for replica in range(3):
-            fresh, kick = (torch.empty(size).normal_(generator=streams[f"{name}.{replica}"]) for name in ("refresh", "move"))
+            fresh, kick = (
+                torch.empty(size).normal_(generator=streams[f"{name}.{replica}"])
+                for name in ("refresh", "move")
+            )
             rung = stands[replica]
             refreshed = (2 / (2 - friction) * product[rung]).sqrt() * fresh
             v = refreshed if stood[replica] != rung else before[replica]
@@ -1122,7 +1283,11 @@ def interrupted_run(policy="rescale", seed=7):
 
 def interrupted_loader():
     return tr.DeviceLoader(
-        classes(), 8, seed=3, last="wrap", augment=lambda b, g: (b[0] + torch.rand(b[0].shape, generator=g), b[1])
+        classes(),
+        8,
+        seed=3,
+        last="wrap",
+        augment=lambda b, g: (b[0] + torch.rand(b[0].shape, generator=g), b[1]),
     )
 
 
@@ -1173,7 +1338,9 @@ def test_a_state_survives_a_checkpoint(uninterrupted, step, tmp_path):
     checkpoints.save(step, {**states[step]["run"], "loader": states[step]["loader"]})
     assert (tmp_path / f"step={step:09d}" / "replica=2.safetensors").exists()
     state = dict(checkpoints.load_newest().state)
-    assert_goes_on(uninterrupted, step, {"loader": state.pop("loader"), "run": state}, interrupted_run())
+    assert_goes_on(
+        uninterrupted, step, {"loader": state.pop("loader"), "run": state}, interrupted_run()
+    )
 
 
 @pytest.mark.parametrize("policy", ["keep", "refresh"])
@@ -1258,7 +1425,10 @@ def test_the_state_of_another_run_is_refused(what):
 def test_the_state_of_a_model_of_other_shapes_is_refused():
     mine, other = make_run(Flagged), make_run(lambda: Flagged(transposed=True))
     before = mine.state_dict()
-    with pytest.raises(InvalidArgumentError, match=r"another model: its parameters differ, for example 'body\.weight'"):
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"another model: its parameters differ, for example 'body\.weight'",
+    ):
         mine.load_state_dict(other.state_dict())
     assert same(mine.state_dict(), before)
 
@@ -1278,14 +1448,17 @@ def test_frozen_parameters_belong_to_the_state():
     for batch in data[:3]:
         reference.step(batch)
     resumed.load_state_dict(reference.state_dict())
-    assert same([resumed.step(batch) for batch in data[3:]], [reference.step(batch) for batch in data[3:]])
+    assert same(
+        [resumed.step(batch) for batch in data[3:]], [reference.step(batch) for batch in data[3:]]
+    )
 
 
 def test_it_prints_usefully():
-    words = (
-        r"ModuleEnsemble\(2 x Linear with 15 parameters of float32, PosteriorEnergy\(.*\), SGHMC\(friction=0\.1\), shared .*\)"
+    words = r"ModuleEnsemble\(2 x Linear with 15 parameters of float32, PosteriorEnergy\(.*\), SGHMC\(friction=0\.1\), shared .*\)"
+    assert re.fullmatch(
+        rf"ReplicaExchange\({words}, Ladder\(\(0\.5, 1\), .*\), step 0\)",
+        repr(make_run(sampler=tr.SGHMC(0.1))),
     )
-    assert re.fullmatch(rf"ReplicaExchange\({words}, Ladder\(\(0\.5, 1\), .*\), step 0\)", repr(make_run(sampler=tr.SGHMC(0.1))))
     assert repr(tr.ModuleEnsemble(linear, cross_entropy())) == (
         "ModuleEnsemble(PosteriorEnergy(cross_entropy, n_data=40, prior=None), SGLD())"
     )
@@ -1293,7 +1466,10 @@ def test_it_prints_usefully():
 
 def test_one_backward_pass_for_all_replicas_gives_the_same_numbers():
     """How it is done is chosen by the clock, so it must not matter to the last bit."""
-    runs = [make_run(mlp, ladder=THREE, initial="independent", sampler=tr.SGHMC(0.1), seed=3) for _ in range(2)]
+    runs = [
+        make_run(mlp, ladder=THREE, initial="independent", sampler=tr.SGHMC(0.1), seed=3)
+        for _ in range(2)
+    ]
     for run, at_once in zip(runs, (True, False), strict=True):
         run.step(batches(1)[0])
         run.ensemble.backward_at_once = at_once

@@ -1,4 +1,6 @@
-"""Convolutions of few channels: the same layer as nn.Conv2d, and on a GPU numbers at least as good as cuDNN's."""
+"""Convolutions of few channels: the same layer as nn.Conv2d, and on a GPU numbers at least as good
+as cuDNN's.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from torch import nn
 
 from torchrex.vision.narrow_conv import NarrowConv2d, narrow_conv, narrow_conv_weight, triton
 
-ON_HOPPER = torch.cuda.is_available() and triton is not None and torch.cuda.get_device_capability()[0] == 9
+ON_HOPPER = (
+    torch.cuda.is_available() and triton is not None and torch.cuda.get_device_capability()[0] == 9
+)
 needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU and Triton")
 SHAPES = [(3, 16, 32, 32), (16, 16, 32, 32), (32, 32, 16, 16), (16, 16, 5, 6)]
 
@@ -19,8 +23,12 @@ SHAPES = [(3, 16, 32, 32), (16, 16, 32, 32), (32, 32, 16, 16), (16, 16, 5, 6)]
 def layers(channels_in, channels_out, **options):
     """The same weights in our layer and in torch's."""
     torch.manual_seed(0)
-    ours = NarrowConv2d(channels_in, channels_out, **{"kernel_size": 3, "padding": 1, "bias": False, **options})
-    theirs = nn.Conv2d(channels_in, channels_out, **{"kernel_size": 3, "padding": 1, "bias": False, **options})
+    ours = NarrowConv2d(
+        channels_in, channels_out, **{"kernel_size": 3, "padding": 1, "bias": False, **options}
+    )
+    theirs = nn.Conv2d(
+        channels_in, channels_out, **{"kernel_size": 3, "padding": 1, "bias": False, **options}
+    )
     theirs.load_state_dict(ours.state_dict())
     return ours, theirs
 
@@ -57,7 +65,9 @@ def test_on_a_cpu_it_is_torchs_layer():
     x = torch.randn(2, 16, 8, 8).to(memory_format=torch.channels_last)
     assert list(ours.state_dict()) == ["weight"]
     assert torch.equal(ours(x), theirs(x))
-    mine, reference = (torch.autograd.grad(layer(x).square().sum(), layer.weight)[0] for layer in (ours, theirs))
+    mine, reference = (
+        torch.autograd.grad(layer(x).square().sum(), layer.weight)[0] for layer in (ours, theirs)
+    )
     assert torch.equal(mine, reference)
 
 
@@ -80,12 +90,23 @@ def test_values_are_as_good_as_cudnns(channels_in, channels_out, height, width, 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize(("channels_in", "channels_out", "height", "width"), SHAPES)
 def test_borders(channels_in, channels_out, height, width, channels_last):
-    """Single bright pixels in the corners and the middle of a few images: every sum has one term, so the answer is exact."""
+    """Single bright pixels in the corners and the middle of a few images: every sum has one term,
+    so the answer is exact.
+    """
     ours, theirs = (layer.cuda() for layer in layers(channels_in, channels_out))
     if channels_last:
         ours = ours.to(memory_format=torch.channels_last)
-    x, dy = torch.zeros_like(images(6, channels_in, height, width)), images(6, channels_out, height, width, seed=1)
-    places = [(0, 0), (0, width - 1), (height - 1, 0), (height - 1, width - 1), (height // 2, width // 2)]
+    x, dy = (
+        torch.zeros_like(images(6, channels_in, height, width)),
+        images(6, channels_out, height, width, seed=1),
+    )
+    places = [
+        (0, 0),
+        (0, width - 1),
+        (height - 1, 0),
+        (height - 1, width - 1),
+        (height // 2, width // 2),
+    ]
     for image, (row, column) in enumerate(places):
         x[image, image % channels_in, row, column] = 1.0
     assert torch.equal(results(ours, x, dy)[0].double(), exact_results(theirs, x, dy)[0])
@@ -131,7 +152,9 @@ def test_bfloat16_without_autocast_and_float32_images_with_it():
 @pytest.mark.filterwarnings("ignore")
 def test_compiled():
     """Without a break in the graph, and with the same gradients."""
-    net = nn.Sequential(layers(3, 16)[0], nn.ReLU(), layers(16, 16)[0], nn.ReLU(), layers(16, 16)[0])
+    net = nn.Sequential(
+        layers(3, 16)[0], nn.ReLU(), layers(16, 16)[0], nn.ReLU(), layers(16, 16)[0]
+    )
     net = net.cuda().to(memory_format=torch.channels_last)
     x = images(8, 3, 32, 32, dtype=torch.float32)
 
@@ -176,9 +199,14 @@ def test_captured_on_side_streams():
 @needs_hopper
 @pytest.mark.filterwarnings("ignore")
 def test_the_operators_keep_torchs_rules():
-    x, weight = images(2, 16, 8, 8).requires_grad_(), torch.randn(16, 16, 3, 3, device="cuda", requires_grad=True)
+    x, weight = (
+        images(2, 16, 8, 8).requires_grad_(),
+        torch.randn(16, 16, 3, 3, device="cuda", requires_grad=True),
+    )
     checked = torch.library.opcheck(narrow_conv, (x, weight))
-    checked |= torch.library.opcheck(narrow_conv_weight, (x.detach(), images(2, 16, 8, 8), weight.detach()))
+    checked |= torch.library.opcheck(
+        narrow_conv_weight, (x.detach(), images(2, 16, 8, 8), weight.detach())
+    )
     assert set(checked.values()) == {"SUCCESS"}
 
 

@@ -1,4 +1,6 @@
-"""The networks: as many parameters as the paper's, the right structure, and fit for channels-last, autocast and the compiler."""
+"""The networks: as many parameters as the paper's, the right structure, and fit for channels-last,
+autocast and the compiler.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from torchrex.vision.nets import NETS, build_net
 from torchrex.vision.resnet import BasicBlock, Bottleneck, ResNet
 from torchrex.vision.wide_resnet import WideBlock, WideResNet
 
-needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler"
+)
 SMALL = {  # of every kind the smallest
     "basic": lambda: ResNet(1, 7),
     "bottleneck": lambda: ResNet(1, 7, block=Bottleneck),
@@ -56,7 +60,15 @@ def test_parameter_counts(name, ten, hundred):
 
 
 def test_every_net_is_counted():
-    assert list(NETS) == ["resnet8", "resnet20", "resnet32", "resnet56", "resnet56-basic", "wrn-16-8", "wrn-28-10"]
+    assert list(NETS) == [
+        "resnet8",
+        "resnet20",
+        "resnet32",
+        "resnet56",
+        "resnet56-basic",
+        "wrn-16-8",
+        "wrn-28-10",
+    ]
 
 
 def test_resnet56_with_identity_shortcuts_is_the_one_of_he():
@@ -72,7 +84,11 @@ def test_six_bottlenecks_are_not_the_authors_net():
         assert count(ResNet(6, block=Bottleneck)) == 591_322
         net = build_net("resnet56", 10)
     assert len(net.blocks) == 27
-    main = [m for name, m in net.named_modules() if isinstance(m, nn.Conv2d | nn.Linear) and "shortcut" not in name]
+    main = [
+        m
+        for name, m in net.named_modules()
+        if isinstance(m, nn.Conv2d | nn.Linear) and "shortcut" not in name
+    ]
     assert len(main) == 83
 
 
@@ -80,9 +96,25 @@ def test_names_of_parameters():
     """Stored draws and checkpoints go by them."""
     with torch.device("meta"):
         basic, bottleneck, wide = (set(SMALL[kind]().state_dict()) for kind in SMALL)
-    assert {"conv1.weight", "bn1.weight", "blocks.0.conv2.weight", "blocks.1.shortcut.0.weight", "linear.bias"} <= basic
-    assert {"blocks.0.conv3.weight", "blocks.0.bn3.running_var", "blocks.0.shortcut.1.weight"} <= bottleneck
-    assert {"conv1.weight", "blocks.0.projection.weight", "blocks.2.bn1.bias", "bn.weight", "linear.weight"} <= wide
+    assert {
+        "conv1.weight",
+        "bn1.weight",
+        "blocks.0.conv2.weight",
+        "blocks.1.shortcut.0.weight",
+        "linear.bias",
+    } <= basic
+    assert {
+        "blocks.0.conv3.weight",
+        "blocks.0.bn3.running_var",
+        "blocks.0.shortcut.1.weight",
+    } <= bottleneck
+    assert {
+        "conv1.weight",
+        "blocks.0.projection.weight",
+        "blocks.2.bn1.bias",
+        "bn.weight",
+        "linear.weight",
+    } <= wide
 
 
 # Against the definition, written out
@@ -99,13 +131,17 @@ def activated(bn, x):
 
 def reference_basic(block, x):
     y = conv_bn(block.conv2, block.bn2, F.relu(conv_bn(block.conv1, block.bn1, x)))
-    return F.relu(y + (x if isinstance(block.shortcut, nn.Identity) else conv_bn(*block.shortcut, x)))
+    return F.relu(
+        y + (x if isinstance(block.shortcut, nn.Identity) else conv_bn(*block.shortcut, x))
+    )
 
 
 def reference_bottleneck(block, x):
     y = F.relu(conv_bn(block.conv1, block.bn1, x))
     y = conv_bn(block.conv3, block.bn3, F.relu(conv_bn(block.conv2, block.bn2, y)))
-    return F.relu(y + (x if isinstance(block.shortcut, nn.Identity) else conv_bn(*block.shortcut, x)))
+    return F.relu(
+        y + (x if isinstance(block.shortcut, nn.Identity) else conv_bn(*block.shortcut, x))
+    )
 
 
 def reference_wide(block, x):
@@ -119,9 +155,15 @@ def reference_wide(block, x):
 
 @pytest.mark.parametrize(
     ("block", "reference", "expansion"),
-    [(BasicBlock, reference_basic, 1), (Bottleneck, reference_bottleneck, 4), (WideBlock, reference_wide, 1)],
+    [
+        (BasicBlock, reference_basic, 1),
+        (Bottleneck, reference_bottleneck, 4),
+        (WideBlock, reference_wide, 1),
+    ],
 )
-@pytest.mark.parametrize(("width_in", "width", "stride"), [(16, 16, 1), (64, 16, 1), (16, 32, 2), (32, 32, 2)])
+@pytest.mark.parametrize(
+    ("width_in", "width", "stride"), [(16, 16, 1), (64, 16, 1), (16, 32, 2), (32, 32, 2)]
+)
 def test_blocks(block, reference, expansion, width_in, width, stride):
     torch.manual_seed(0)
     part = block(width_in, width, stride)
@@ -135,15 +177,22 @@ def test_blocks(block, reference, expansion, width_in, width, stride):
     assert torch.allclose(y, reference(part, x), atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "widths"), [("basic", [16, 32, 64]), ("bottleneck", [64, 128, 256]), ("wide", [32, 64, 128])])
+@pytest.mark.parametrize(
+    ("kind", "widths"),
+    [("basic", [16, 32, 64]), ("bottleneck", [64, 128, 256]), ("wide", [32, 64, 128])],
+)
 def test_stages(kind, widths):
     """Widths and image sizes after each stage; then the mean over the image and a linear map."""
     net, x = small(kind), images()
     shapes = []
     for block in net.blocks:
-        block.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape)))
+        block.register_forward_hook(
+            lambda module, inputs, output: shapes.append(tuple(output.shape))
+        )
     logits = net(x)
-    assert shapes == [(4, width, size, size) for width, size in zip(widths, (32, 16, 8), strict=True)]
+    assert shapes == [
+        (4, width, size, size) for width, size in zip(widths, (32, 16, 8), strict=True)
+    ]
     assert logits.shape == (4, 7)
     features = []
     net.blocks.register_forward_hook(lambda module, inputs, output: features.append(output))
@@ -154,12 +203,16 @@ def test_stages(kind, widths):
 
 @pytest.mark.parametrize("kind", SMALL)
 def test_he_initialisation(kind):
-    """Standard deviation sqrt(2 / fan out), fan out = channels out times kernel; five standard errors."""
+    """Standard deviation sqrt(2 / fan out), fan out = channels out times kernel; five standard
+    errors.
+    """
     for module in small(kind).modules():
         if isinstance(module, nn.Conv2d):
             weight = module.weight.detach().double()
             expected = 2 / (module.out_channels * module.kernel_size[0] ** 2)
-            assert abs(float(weight.square().mean()) / expected - 1) < 5 * (2 / weight.numel()) ** 0.5
+            assert (
+                abs(float(weight.square().mean()) / expected - 1) < 5 * (2 / weight.numel()) ** 0.5
+            )
             assert module.bias is None
         elif isinstance(module, nn.BatchNorm2d):
             assert bool((module.weight == 1).all() and (module.bias == 0).all())
@@ -168,7 +221,9 @@ def test_he_initialisation(kind):
 def test_which_convolutions_have_kernels_of_their_own():
     """All 3x3 ones of the narrow nets (the layer itself knows which fit), none of the wide ones."""
     for kind in ("basic", "bottleneck"):
-        large = [m for m in small(kind).modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
+        large = [
+            m for m in small(kind).modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)
+        ]
         assert all(isinstance(module, NarrowConv2d) for module in large)
     assert not any(isinstance(module, NarrowConv2d) for module in small("wide").modules())
 
@@ -185,7 +240,9 @@ def test_channels_last_under_autocast(kind):
     for module in net.modules():
         if isinstance(module, nn.Conv2d | nn.BatchNorm2d):
             module.register_forward_hook(
-                lambda module, inputs, output: orders.append(output.is_contiguous(memory_format=torch.channels_last))
+                lambda module, inputs, output: orders.append(
+                    output.is_contiguous(memory_format=torch.channels_last)
+                )
             )
     exact = F.cross_entropy(net(x), y)
     gradient = torch.cat([g.flatten() for g in torch.autograd.grad(exact, list(net.parameters()))])
@@ -232,9 +289,13 @@ def test_an_unknown_name(name, words):
 
 
 def test_what_is_refused():
-    with pytest.raises(InvalidArgumentError, match="n_classes must be a whole number from 1 on, got 0"):
+    with pytest.raises(
+        InvalidArgumentError, match="n_classes must be a whole number from 1 on, got 0"
+    ):
         build_net("resnet8", 0)
-    with pytest.raises(InvalidArgumentError, match=r"depth must be 6 n [+] 4, like 10, 16, 22 or 28, got 20"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"depth must be 6 n [+] 4, like 10, 16, 22 or 28, got 20"
+    ):
         WideResNet(20, 1)
     with pytest.raises(InvalidArgumentError, match=r"depth must be 6 n [+] 4"):
         WideResNet(4, 1)

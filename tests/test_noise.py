@@ -26,10 +26,14 @@ RUNS = 20_000
 
 
 def two_positions(shared):
-    """A logistic posterior, two replicas at different places, and one minibatch for each of many runs."""
+    """A logistic posterior, two replicas at different places, and one minibatch for each of many
+    runs.
+    """
     features, labels, _ = simulate_logistic(400, 3, seed=2)
     target = logistic_regression(features, labels, batch_size=32, shared=shared)
-    x = torch.tensor([[0.3, -0.2, 0.1], [0.5, 0.4, -0.6]], dtype=torch.float64)[:, None].expand(2, RUNS, 3)
+    x = torch.tensor([[0.3, -0.2, 0.1], [0.5, 0.4, -0.6]], dtype=torch.float64)[:, None].expand(
+        2, RUNS, 3
+    )
     noise = target.draw_noise(torch.Generator().manual_seed(0), 1, (2, RUNS), torch.float64)
     return target, x, target.energy(x, {"index": noise["index"][0]})
 
@@ -45,9 +49,13 @@ def test_paired_estimator_is_unbiased_for_half_the_variance_of_the_difference():
     estimate = scale * tr.PerExample(paired=True).sample(energy.per_example, STANDING)
     assert_mean_is(estimate[0], float(exact))
     difference = energy.total[0] - energy.total[1]
-    assert_mean_is((difference - difference.mean()).square() / 2, float(exact))  # it is what the energies really do
+    assert_mean_is(
+        (difference - difference.mean()).square() / 2, float(exact)
+    )  # it is what the energies really do
     unpaired = scale * tr.PerExample(paired=False).sample(energy.per_example, STANDING)
-    assert_mean_is_not(unpaired[0], float(exact))  # the mutant: ignores that the replicas share their minibatch
+    assert_mean_is_not(
+        unpaired[0], float(exact)
+    )  # the mutant: ignores that the replicas share their minibatch
 
 
 def test_unpaired_estimator_is_unbiased_for_independent_minibatches():
@@ -62,12 +70,21 @@ def test_unpaired_estimator_is_unbiased_for_independent_minibatches():
 
 @pytest.mark.parametrize("paired", [False, True])
 def test_repeated_draws_are_unbiased(paired):
-    noise = torch.randn(10, 2, RUNS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    energies = noise * torch.tensor([1.0, 2.0]).view(1, 2, 1) + torch.tensor([5.0, -3.0]).view(1, 2, 1)
-    assert_mean_is(tr.RepeatedDraws(10, paired=paired).sample(energies, STANDING)[0], 2.5)  # (1 + 4) / 2
+    noise = torch.randn(
+        10, 2, RUNS, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    energies = noise * torch.tensor([1.0, 2.0]).view(1, 2, 1) + torch.tensor([5.0, -3.0]).view(
+        1, 2, 1
+    )
+    assert_mean_is(
+        tr.RepeatedDraws(10, paired=paired).sample(energies, STANDING)[0], 2.5
+    )  # (1 + 4) / 2
     shared = noise[:, :1] + 0.1 * noise
     if paired:
-        assert_mean_is(tr.RepeatedDraws(10, paired=True).sample(shared.expand(10, 2, RUNS) * 1.0, STANDING)[0], 0.01)
+        assert_mean_is(
+            tr.RepeatedDraws(10, paired=True).sample(shared.expand(10, 2, RUNS) * 1.0, STANDING)[0],
+            0.01,
+        )
     else:
         assert_mean_is_not(tr.RepeatedDraws(10).sample(shared, STANDING)[0], 0.01)
 
@@ -112,11 +129,18 @@ def test_defaults_fit_the_target():
     mixture = tr.GaussianMixture([1.0], [0.0], [1.0])
     features, labels, _ = simulate_logistic(50, 2)
     assert default_estimator(mixture) == tr.KnownVariance(0.0)
-    assert default_estimator(tr.Noisy(mixture, tr.Gaussian(1.0))) == tr.RunningMean(tr.RepeatedDraws())
-    assert default_estimator(logistic_regression(features, labels, batch_size=8)) == tr.PairedVariance()
+    assert default_estimator(tr.Noisy(mixture, tr.Gaussian(1.0))) == tr.RunningMean(
+        tr.RepeatedDraws()
+    )
+    assert (
+        default_estimator(logistic_regression(features, labels, batch_size=8))
+        == tr.PairedVariance()
+    )
     alone = logistic_regression(features, labels, batch_size=8, shared=False)
     assert default_estimator(alone) == tr.BatchVariance(tr.PerExample(paired=False))
-    assert default_estimator(tr.Noisy(alone, tr.Gaussian(1.0))) == tr.RunningMean(tr.RepeatedDraws())
+    assert default_estimator(tr.Noisy(alone, tr.Gaussian(1.0))) == tr.RunningMean(
+        tr.RepeatedDraws()
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,19 +160,32 @@ def test_bad_estimators(make, word):
         make()
 
 
-@pytest.mark.parametrize("noise", [None, tr.PairedVariance(), tr.Smoothing(0.3, tr.PerExample(paired=False))], ids=str)
+@pytest.mark.parametrize(
+    "noise", [None, tr.PairedVariance(), tr.Smoothing(0.3, tr.PerExample(paired=False))], ids=str
+)
 def test_one_example_has_no_variance(noise):
-    """Its sigma2 would be 0 for ever, and the test the naive one. Repeated draws compare minibatches, and one rung needs none."""
+    """Its sigma2 would be 0 for ever, and the test the naive one. Repeated draws compare
+    minibatches, and one rung needs none.
+    """
     features, labels, _ = simulate_logistic(50, 2)
     target = logistic_regression(features, labels, batch_size=1)
     common = {"lr": 1e-4, "n_steps": 40}
     with pytest.raises(NoiseError, match="at least 2 examples in a minibatch, got batch_size=1"):
         tr.sample(target, temperatures=(1.0, 2.0), noise=noise, **common)
-    repeated = tr.sample(target, temperatures=(1.0, 2.0), noise=tr.RunningMean(tr.RepeatedDraws(10, every=10)), **common)
+    repeated = tr.sample(
+        target,
+        temperatures=(1.0, 2.0),
+        noise=tr.RunningMean(tr.RepeatedDraws(10, every=10)),
+        **common,
+    )
     assert bool((repeated.noise_variance[-1] > 0).all())
     tr.sample(target, temperatures=(1.0,), noise=noise, **common)
     two = logistic_regression(features, labels, batch_size=2)
-    assert bool((tr.sample(two, temperatures=(1.0, 2.0), noise=noise, **common).noise_variance[-1] > 0).all())
+    assert bool(
+        (
+            tr.sample(two, temperatures=(1.0, 2.0), noise=noise, **common).noise_variance[-1] > 0
+        ).all()
+    )
 
 
 def test_a_feed_the_target_cannot_serve_is_refused():
@@ -167,20 +204,30 @@ def test_a_feed_the_target_cannot_serve_is_refused():
 @pytest.mark.parametrize("n_rungs", [2, 4, 8])
 @pytest.mark.parametrize("noise_std", [1.0, 1.5, 2.0])
 def test_the_variance_of_the_compared_replicas_keeps_the_law_of_rung_0(noise_std, n_rungs):
-    """Exact replicas that do not move, tested again and again on minibatches of 40 of 1,000: rung 0 keeps its variance."""
+    """Exact replicas that do not move, tested again and again on minibatches of 40 of 1,000: rung 0
+    keeps its variance.
+    """
     n_runs = {2: 4_000, 4: 6_000, 8: 5_000}[n_rungs]
-    ratio, error, rate = variance_of_rung0(ESTIMATORS["present replicas"], noise_std, n_rungs, n_runs=n_runs, tests=24)
+    ratio, error, rate = variance_of_rung0(
+        ESTIMATORS["present replicas"], noise_std, n_rungs, n_runs=n_runs, tests=24
+    )
     assert error < 0.013
     assert rate > 0.4
     assert abs(ratio - 1.0) < 4 * error, f"{ratio:.4f} +- {error:.4f}"
 
 
 @pytest.mark.parametrize(
-    ("mutant", "n_rungs"), [("smoothing 0.3", 4), ("running mean", 4), ("naive", 2)], ids=["smoothing", "running mean", "naive"]
+    ("mutant", "n_rungs"),
+    [("smoothing 0.3", 4), ("running mean", 4), ("naive", 2)],
+    ids=["smoothing", "running mean", "naive"],
 )
 def test_the_variance_of_other_replicas_does_not(mutant, n_rungs):
-    """A memory per pair of rungs holds the variance of replicas that have left; without correction the hot ones come down."""
-    ratio, error, _ = variance_of_rung0(ESTIMATORS[mutant], 2.0, n_rungs, n_runs=4_000, tests=80, pairing=tr.EvenOdd())
+    """A memory per pair of rungs holds the variance of replicas that have left; without correction
+    the hot ones come down.
+    """
+    ratio, error, _ = variance_of_rung0(
+        ESTIMATORS[mutant], 2.0, n_rungs, n_runs=4_000, tests=80, pairing=tr.EvenOdd()
+    )
     assert (ratio - 1.0) / error > 10, f"{ratio:.4f} +- {error:.4f}"
 
 
@@ -189,7 +236,9 @@ class FromTheSameExamples(tr.BatchVariance):
 
 
 def test_a_variance_from_the_same_examples_alone_is_biased_by_skewed_ones():
-    """Exponential data: the mean of rung 0 stays. The mutant takes all of sigma2 from the minibatch of the comparison."""
+    """Exponential data: the mean of rung 0 stays. The mutant takes all of sigma2 from the minibatch
+    of the comparison.
+    """
     bias, error = bias_on_exponential_data(tr.PairedVariance(), 1.5, 2, n_runs=6_000, tests=30)
     assert abs(bias) < 4 * error, f"{bias:+.3f} +- {error:.3f}"
     assert error < 0.013
@@ -217,7 +266,9 @@ def test_sigma2_is_a_third_of_this_minibatch_and_two_thirds_of_the_one_before():
 
 
 def test_pairs_of_small_models_are_tested_one_at_a_time():
-    """Pairs that are tested on one minibatch share its noise, which biases rung 0 of models with one or two parameters."""
+    """Pairs that are tested on one minibatch share its noise, which biases rung 0 of models with
+    one or two parameters.
+    """
     assert pairing_of(dim=2, n_rungs=4, shared=True) == tr.RandomPair()
     assert pairing_of(dim=2, n_rungs=3, shared=True) == tr.EvenOdd()  # one pair at a time as it is
     assert pairing_of(dim=2, n_rungs=4, shared=False) == tr.EvenOdd()
@@ -228,7 +279,9 @@ def pairing_of(*, dim, n_rungs, shared):
     features, labels, _ = simulate_logistic(50, dim)
     target = logistic_regression(features, labels, batch_size=8, shared=shared)
     ladder = tr.Ladder.geometric(1.0, 2.0, n_rungs, lrs=1e-4)
-    return tr.ReplicaExchange(tr.TensorEnsemble.start(target, n_rungs=n_rungs), ladder).rules.pairing
+    return tr.ReplicaExchange(
+        tr.TensorEnsemble.start(target, n_rungs=n_rungs), ladder
+    ).rules.pairing
 
 
 @pytest.mark.parametrize("variance", [1.0, 2.0, 4.0])
@@ -236,8 +289,9 @@ def pairing_of(*, dim, n_rungs, shared):
 def test_an_estimated_variance_needs_the_finite_sample_term(variance, difference):
     """Detailed balance on average, by quadrature: E[min(1, S)] at D over that at -D is exp(D).
 
-    log S = D + Gaussian noise - what the test subtracts, with s^2 estimated from 40 examples. With the term the logarithm is
-    right to 0.005; the mutant without it is at least five times further away.
+    log S = D + Gaussian noise - what the test subtracts, with s^2 estimated from 40 examples. With
+    the term the logarithm is right to 0.005; the mutant without it is at least five times further
+    away.
     """
     nu = 39
     estimates = variance * torch.tensor(stats.chi2.ppf((np.arange(20_000) + 0.5) / 20_000, nu) / nu)
@@ -245,10 +299,19 @@ def test_an_estimated_variance_needs_the_finite_sample_term(variance, difference
 
     def mean_acceptance(d, subtracted):
         away = d - subtracted
-        return float((special.ndtr(away / s) + np.exp(away + variance / 2) * special.ndtr(-away / s - s)).mean())
+        return float(
+            (
+                special.ndtr(away / s) + np.exp(away + variance / 2) * special.ndtr(-away / s - s)
+            ).mean()
+        )
 
     def violation(subtracted):
-        return math.log(mean_acceptance(difference, subtracted) / mean_acceptance(-difference, subtracted)) - difference
+        return (
+            math.log(
+                mean_acceptance(difference, subtracted) / mean_acceptance(-difference, subtracted)
+            )
+            - difference
+        )
 
     corrected = violation(estimates / 2 + finite_sample_term(estimates, nu))
     assert abs(corrected) < 0.005
@@ -272,13 +335,19 @@ def two_networks(dropout=0.0, noise=None, **options):
     def make():
         return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1))
 
-    energy = tr.PosteriorEnergy(lambda output, target: 0.5 * (output - target).square(), n_data=N_SMALL)
+    energy = tr.PosteriorEnergy(
+        lambda output, target: 0.5 * (output - target).square(), n_data=N_SMALL
+    )
     ensemble = tr.ModuleEnsemble(make, energy, initial="independent", **options)
-    return tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 2.0), 1e-30), noise=noise, pairing=tr.NoSwaps(), seed=0)
+    return tr.ReplicaExchange(
+        ensemble, tr.Ladder((1.0, 2.0), 1e-30), noise=noise, pairing=tr.NoSwaps(), seed=0
+    )
 
 
 def reported_and_true(run, data, n_steps=600):
-    """sigma2 of every step, and half the square of the energy difference less its mean, whose mean is the truth."""
+    """sigma2 of every step, and half the square of the energy difference less its mean, whose mean
+    is the truth.
+    """
     infos = list(run.advance(n_steps, data))
     difference = torch.cat([info.energy[:, 0, 0] - info.energy[:, 1, 0] for info in infos])
     truth = 0.5 * (difference - difference.mean()).square() * n_steps / (n_steps - 1)
@@ -307,7 +376,8 @@ def test_sigma2_of_losses_that_are_random_by_themselves(kind, share):
         assert float(truth.max()) < 1e-15
         return
     error = math.hypot(float(reported.std()), float(truth.std())) / math.sqrt(len(truth))
-    # Below a share of 5 % the factor is left out where the losses are random: sigma2 is too large by less than that share.
+    # Below a share of 5 % the factor is left out where the losses are random: sigma2 is too large
+    # by less than that share.
     allowed = 5 * error + (0.053 * float(truth.mean()) if share == 0.05 else 0.0)
     assert abs(float(reported.mean() - truth.mean())) < allowed
     if share == 1.0:
@@ -317,15 +387,23 @@ def test_sigma2_of_losses_that_are_random_by_themselves(kind, share):
 
 
 def test_random_losses_leave_the_run_as_it_is():
-    """The second forward pass and the second augmentation take no random numbers of the first ones, nor count in BatchNorm."""
+    """The second forward pass and the second augmentation take no random numbers of the first ones,
+    nor count in BatchNorm.
+    """
 
     def make():
         return nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
 
     def weights(noise):
-        energy = tr.PosteriorEnergy(lambda output, target: 0.5 * (output - target).square(), n_data=N_SMALL)
+        energy = tr.PosteriorEnergy(
+            lambda output, target: 0.5 * (output - target).square(), n_data=N_SMALL
+        )
         run = tr.ReplicaExchange(
-            tr.ModuleEnsemble(make, energy), tr.Ladder((1.0, 2.0), 1e-5), noise=noise, pairing=tr.NoSwaps(), seed=0
+            tr.ModuleEnsemble(make, energy),
+            tr.Ladder((1.0, 2.0), 1e-5),
+            noise=noise,
+            pairing=tr.NoSwaps(),
+            seed=0,
         )
         list(run.advance(20, tr.DeviceLoader(regression_data(), 100, seed=1, augment=jitter)))
         return run.state_dict()["replicas"][0]
@@ -337,7 +415,8 @@ def test_random_losses_leave_the_run_as_it_is():
 
 @pytest.mark.parametrize("noise", [None, tr.PairedVariance(0.3)], ids=["this batch", "smoothing"])
 def test_sigma2_belongs_to_the_size_of_the_batch(noise):
-    """Batches of 60, 60, 60 and 20: sigma2 is that of the batch's own size, not that of the one before.
+    """Batches of 60, 60, 60 and 20: sigma2 is that of the batch's own size, not that of the one
+    before.
 
     The mutant: smoothing sigma2 itself.
     """
@@ -347,7 +426,9 @@ def test_sigma2_belongs_to_the_size_of_the_batch(noise):
     reported = torch.cat([info.noise_variance[:, 0, 0] for info in infos])
     x, y = regression_data()
     with torch.no_grad():
-        cold, hot = (0.5 * (run.ensemble.modules[k](x) - y).square()[:, 0].double() for k in range(2))
+        cold, hot = (
+            0.5 * (run.ensemble.modules[k](x) - y).square()[:, 0].double() for k in range(2)
+        )
     variance = 0.5 * float((cold - hot).var())
     for first, n in ((0, 60), (1, 60), (2, 60), (3, 20)):
         exact = N_SMALL**2 / n * (1 - n / N_SMALL) * variance
@@ -366,7 +447,10 @@ def test_heavy_tails_are_seen_and_gaussian_noise_is_not():
         gaussian = torch.randn(2, runs, m, generator=generator, dtype=torch.float64)
         if degrees is not None:
             shape = torch.full((2, runs, m), degrees / 2, dtype=torch.float64)
-            gaussian = gaussian / (torch._standard_gamma(shape, generator=generator) / (degrees / 2)).sqrt()
+            gaussian = (
+                gaussian
+                / (torch._standard_gamma(shape, generator=generator) / (degrees / 2)).sqrt()
+            )
         return bool(NoiseShape.of(gaussian, torch.tensor([0.9]), paired=True).is_seen[0])
 
     assert sum(seen(None) for _ in range(200)) < 4
@@ -374,13 +458,19 @@ def test_heavy_tails_are_seen_and_gaussian_noise_is_not():
 
 
 def test_the_shape_is_that_of_the_mean_of_the_examples():
-    """Exponential terms have skewness 2 and excess kurtosis 6; a mean of n has 2 / sqrt(n) and 6 / n."""
+    """Exponential terms have skewness 2 and excess kurtosis 6; a mean of n has 2 / sqrt(n) and 6 /
+    n.
+    """
     n = 100
-    terms = -torch.rand(2, 4_000, n, generator=torch.Generator().manual_seed(1), dtype=torch.float64).log()
+    terms = -torch.rand(
+        2, 4_000, n, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    ).log()
     terms[1] = 0.0
     shape = NoiseShape.of(terms, torch.tensor([0.2]), paired=True, scale=50.0, n_summed=n)
     assert float(shape.noise_std) == pytest.approx(0.2 * 50.0 / math.sqrt(n), rel=0.02)
-    assert float(shape.skewness) == pytest.approx(2.0 / math.sqrt(n), rel=0.25)  # of samples of 100, somewhat less
+    assert float(shape.skewness) == pytest.approx(
+        2.0 / math.sqrt(n), rel=0.25
+    )  # of samples of 100, somewhat less
     assert 0 < float(shape.kurtosis) < 6.0 / n
     assert bool(shape.is_seen)
     terms[0, 0] = 0.0  # a run in which nothing varies says nothing, and must not silence the others
@@ -389,7 +479,11 @@ def test_the_shape_is_that_of_the_mean_of_the_examples():
     assert bool(again.is_seen)
 
 
-@pytest.mark.parametrize(("noise", "warned"), [(tr.StudentT(3.0), True), (tr.Gaussian(1.5), False)], ids=["t", "gaussian"])
+@pytest.mark.parametrize(
+    ("noise", "warned"),
+    [(tr.StudentT(3.0), True), (tr.Gaussian(1.5), False)],
+    ids=["t", "gaussian"],
+)
 def test_sample_warns_of_noise_that_is_not_gaussian(noise, warned, caplog):
     mixture = tr.GaussianMixture([0.4, 0.6], [-4.0, 3.0], [0.7, 0.5])
     common = {"temperatures": (1.0, 10.0), "lr": 0.03, "n_steps": 200, "n_runs": 32}
@@ -401,7 +495,9 @@ def test_sample_warns_of_noise_that_is_not_gaussian(noise, warned, caplog):
 
 @pytest.mark.parametrize("skewed", [True, False])
 def test_train_warns_of_noise_that_is_not_gaussian(skewed, caplog):
-    """One example in forty carries most of the difference of the replicas; the data and the run stay as they were."""
+    """One example in forty carries most of the difference of the replicas; the data and the run
+    stay as they were.
+    """
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(400, 1, generator=generator), torch.randn(400, 1, generator=generator)
     if skewed:
@@ -431,7 +527,9 @@ def test_unequal_learning_rates_on_the_minibatch_of_the_swap_are_warned_of(caplo
     def warned(lrs, **options):
         caplog.clear()
         start = tr.TensorEnsemble.start(options.pop("target", target), n_rungs=2)
-        tr.ReplicaExchange(start, tr.Ladder((1.0, 2.0), lrs, anneal=options.pop("anneal", None)), **options)
+        tr.ReplicaExchange(
+            start, tr.Ladder((1.0, 2.0), lrs, anneal=options.pop("anneal", None)), **options
+        )
         return "swap_interval=20" in caplog.text
 
     assert warned((1e-4, 3e-4))
@@ -439,4 +537,6 @@ def test_unequal_learning_rates_on_the_minibatch_of_the_swap_are_warned_of(caplo
     assert not warned((1e-4, 3e-4), swap_interval=20)
     assert not warned((1e-4, 3e-4), pairing=tr.NoSwaps())
     assert not warned((1e-4, 3e-4), anneal=tr.schedules.geometric(0.99))
-    assert not warned((1e-4, 3e-4), target=tr.GaussianMixture([1.0], [0.0], [1.0]))  # exact energies
+    assert not warned(
+        (1e-4, 3e-4), target=tr.GaussianMixture([1.0], [0.0], [1.0])
+    )  # exact energies

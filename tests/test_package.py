@@ -1,4 +1,6 @@
-"""What `import torchrex` brings: every public room by its name, and none of them before it is asked for."""
+"""What `import torchrex` brings: every public room by its name, and none of them before it is asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import pytest
 
 import torchrex
 from torchrex.errors import InvalidArgumentError
-from torchrex.exchange import ModuleExchange
+from torchrex.network import ModuleExchange
 
 LATE = ("diagnostics", "experiments", "report", "vision")
 
@@ -42,12 +44,25 @@ def test_another_name_is_an_attribute_error():
 def test_help_shows_what_a_run_can_do():
     """Of both kinds; and a run on a density says what is for networks."""
     shown = pydoc.render_doc(torchrex.ReplicaExchange, renderer=pydoc.plaintext)
-    network = {name for name in vars(ModuleExchange) if not name.startswith("_") and callable(getattr(ModuleExchange, name))}
-    inner = {"eager_step", "learn_variance", "look", "prepare", "to_device", "workings"}  # what SideBySide asks of a run
+    network = {
+        name
+        for name in vars(ModuleExchange)
+        if not name.startswith("_") and callable(getattr(ModuleExchange, name))
+    }
+    inner = {
+        "eager_step",
+        "learn_variance",
+        "look",
+        "prepare",
+        "to_device",
+        "workings",
+    }  # what SideBySide asks of a run
     for name in network - inner:
         assert f" {name}(self" in shown, name
         assert getattr(torchrex.ReplicaExchange, name).__doc__
-    ensemble = torchrex.TensorEnsemble.start(torchrex.GaussianMixture([1.0], [0.0], [1.0]), n_rungs=2)
+    ensemble = torchrex.TensorEnsemble.start(
+        torchrex.GaussianMixture([1.0], [0.0], [1.0]), n_rungs=2
+    )
     run = torchrex.ReplicaExchange(ensemble, torchrex.Ladder((1.0, 2.0), 0.1))
     for call in (
         run.module_at,

@@ -1,4 +1,6 @@
-"""The report page: what it says, that nothing runs on it but its own script, its size, and that it works in a real browser."""
+"""The report page: what it says, that nothing runs on it but its own script, its size, and that it
+works in a real browser.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,14 @@ from written_runs import header, write_json, write_run
 
 HOSTILE = "<!--<script x</script ></script/><script>window.hacked=1</script><img src=x onerror='window.hacked=2'>\"'&amp;"
 needs_chromium = pytest.mark.skipif(
-    find_chromium() is None, reason="there is no Chromium: apt-get install chromium, to test the page in a real browser"
+    find_chromium() is None,
+    reason="there is no Chromium: apt-get install chromium, to test the page in a real browser",
 )
 
 
-def write_mixture(out: Path, recipe="figure1/case3-resgld-F4", seed=0, *, draws=200, chains=4, **more) -> Path:
+def write_mixture(
+    out: Path, recipe="figure1/case3-resgld-F4", seed=0, *, draws=200, chains=4, **more
+) -> Path:
     """A run folder as the runner leaves it, filled with noise."""
     config = get_recipe(recipe)
     rungs = len(config.temperatures)
@@ -51,13 +56,30 @@ def write_mixture(out: Path, recipe="figure1/case3-resgld-F4", seed=0, *, draws=
     energy = torch.randn(draws, rungs, chains, generator=made) * 7
     replica_at = torch.randint(rungs, (draws, 1, chains), generator=made)
     pairs = rungs - 1
-    counts = {"accepted": torch.full((pairs, chains), 70), "proposed": torch.full((pairs, chains), 1000)}
+    counts = {
+        "accepted": torch.full((pairs, chains), 70),
+        "proposed": torch.full((pairs, chains), 1000),
+    }
     folder = write_run(
         out,
         config,
         seed,
-        metrics={"acceptance_rate": 0.07, "acceptance_rate_se": 0.002, "w1": 1.25 + seed, "w2": 2.5, "left_weight": 0.5},
-        swaps=[{"pair": [0, 1], "accepted": 70 * chains, "proposed": 1000 * chains, "acceptance_rate": 0.07}] * pairs,
+        metrics={
+            "acceptance_rate": 0.07,
+            "acceptance_rate_se": 0.002,
+            "w1": 1.25 + seed,
+            "w2": 2.5,
+            "left_weight": 0.5,
+        },
+        swaps=[
+            {
+                "pair": [0, 1],
+                "accepted": 70 * chains,
+                "proposed": 1000 * chains,
+                "acceptance_rate": 0.07,
+            }
+        ]
+        * pairs,
         **more,
     )
     Draws(
@@ -83,16 +105,25 @@ def write_digits(out: Path, recipe="digits/resghmc", seed=0, *, rows=300, swap_e
     config = get_recipe(recipe)
     made = torch.Generator().manual_seed(seed)
     rungs = config.n_rungs
-    when = torch.arange(swap_every, rows, swap_every) if rungs > 1 and config.swaps else torch.zeros(0, dtype=torch.long)
+    when = (
+        torch.arange(swap_every, rows, swap_every)
+        if rungs > 1 and config.swaps
+        else torch.zeros(0, dtype=torch.long)
+    )
     turned = torch.bucketize(torch.arange(rows), when, right=True) % 2
-    replica_at = torch.stack([turned, 1 - turned], 1) if rungs == 2 else torch.zeros(rows, 1, dtype=torch.long)
+    replica_at = (
+        torch.stack([turned, 1 - turned], 1)
+        if rungs == 2
+        else torch.zeros(rows, 1, dtype=torch.long)
+    )
     tested = rows if config.swaps else 0
     folder = write_run(
         out,
         config,
         seed,
         metrics={"accuracy": 0.97 + 0.001 * seed, "nll": 0.1, "ece": 0.01},
-        swaps=[{"pair": [0, 1], "accepted": len(when), "proposed": tested, "acceptance_rate": None}] * (rungs - 1),
+        swaps=[{"pair": [0, 1], "accepted": len(when), "proposed": tested, "acceptance_rate": None}]
+        * (rungs - 1),
         steps_done=rows,
     )
     trace = {
@@ -107,7 +138,9 @@ def write_digits(out: Path, recipe="digits/resghmc", seed=0, *, rows=300, swap_e
         "proposed": torch.full((rungs - 1,), tested),
         "probabilities": (4 * torch.randn(500, 10, generator=made)).softmax(1),
     }
-    save_file({name: tensor.contiguous() for name, tensor in trace.items()}, folder / "trace.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in trace.items()}, folder / "trace.safetensors"
+    )
     return folder
 
 
@@ -136,7 +169,11 @@ class Elements(HTMLParser):
         self._within = ""
 
     def data(self, name: str):
-        return json.loads(self.scripts[[attrs.get("id") for tag, attrs in self.tags if tag == "script"].index(name)])
+        return json.loads(
+            self.scripts[
+                [attrs.get("id") for tag, attrs in self.tags if tag == "script"].index(name)
+            ]
+        )
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +196,9 @@ def test_everything_that_is_asked_for_is_on_the_page(demo):
     assert text.index("Summary") < text.index("digits") < text.index("Runs one by one")
     assert "7.1" in text  # the paper's acceptance at F = 4, in percent
     assert "none" in text  # and at F = 1
-    assert '<td data-v="7.1" class=n>7.1</td>' in demo.read_text().replace("7.1000000000000005", "7.1")  # sorted as it is shown
+    assert '<td data-v="7.1" class=n>7.1</td>' in demo.read_text().replace(
+        "7.1000000000000005", "7.1"
+    )  # sorted as it is shown
     links = {attrs["href"] for tag, attrs in page.tags if tag == "a"}
     assert "./figure1/case3-resgld-F4/seed%3D0/" in links
     runs = [page.data(f"run-{k}") for k in range(7)]
@@ -176,10 +215,18 @@ def test_everything_that_is_asked_for_is_on_the_page(demo):
 
 def test_the_page_needs_no_network_and_allows_no_foreign_script(demo):
     page = Elements(demo)
-    assert not [attrs for _, attrs in page.tags if attrs.get("src") or (attrs.get("href") or "").startswith(("http", "//"))]
+    assert not [
+        attrs
+        for _, attrs in page.tags
+        if attrs.get("src") or (attrs.get("href") or "").startswith(("http", "//"))
+    ]
     assert not [tag for tag, _ in page.tags if tag in ("link", "img", "iframe", "object")]
     assert "url(" not in demo.read_text().split("<body>")[0].replace("url(#", "")
-    policy = next(attrs["content"] for tag, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        attrs["content"]
+        for tag, attrs in page.tags
+        if attrs.get("http-equiv") == "Content-Security-Policy"
+    )
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
 
@@ -192,7 +239,10 @@ def test_seeds_are_one_row_and_other_settings_another(tmp_path):
     (folder / "config.json").write_text(json.dumps({**config, "hidden": 32}))
     paths = [tmp_path / "a/digits/resghmc/seed=0", tmp_path / "a/digits/resghmc/seed=1", folder]
     (family,) = families([load_run(path) for path in paths])
-    assert [(len(row.runs), row.label) for row in family.rows] == [(2, "resghmc (hidden=64)"), (1, "resghmc (hidden=32)")]
+    assert [(len(row.runs), row.label) for row in family.rows] == [
+        (2, "resghmc (hidden=64)"),
+        (1, "resghmc (hidden=32)"),
+    ]
     assert all("hidden=" in row.title for row in family.rows)
 
 
@@ -222,16 +272,22 @@ def test_what_tells_rows_apart_comes_first(tmp_path):
     write_run(tmp_path / "b", replace(other, temperature=0.03))
     (family,) = families([load_run(path) for path in find_runs(tmp_path)])
     assert [row.title for row in family.rows] == [
-        f"cifar10-resnet20 (temperature={value}, batch_size=128, data_seed=3, epochs=30, and 1 more)" for value in (0.02, 0.03)
+        f"cifar10-resnet20 (temperature={value}, batch_size=128, data_seed=3, epochs=30, and 1 more)"
+        for value in (0.02, 0.03)
     ]
-    assert [row.label for row in family.rows] == ["cifar10-resnet20 (temperature=0.02)", "cifar10-resnet20 (temperature=0.03)"]
+    assert [row.label for row in family.rows] == [
+        "cifar10-resnet20 (temperature=0.02)",
+        "cifar10-resnet20 (temperature=0.03)",
+    ]
 
 
 def test_a_whole_number_is_the_same_setting(tmp_path):
     folder = write_run(tmp_path, get_recipe("icml2020/cifar10-resnet20"))
     write_run(tmp_path, get_recipe("icml2020/cifar10-resnet20"), 1)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "correction_factor": int(config["correction_factor"])}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "correction_factor": int(config["correction_factor"])})
+    )
     (family,) = families([load_run(path) for path in find_runs(tmp_path)])
     assert [len(row.runs) for row in family.rows] == [2]
 
@@ -241,7 +297,10 @@ def test_a_seed_counts_once(tmp_path):
     paths = [write_digits(tmp_path / "a", seed=seed) for seed in (0, 1)]
     (family,) = families([load_run(path) for path in paths])
     (two,) = family.rows
-    copied = [shutil.copytree(path, tmp_path / "b" / path.relative_to(tmp_path / "a")) for path in paths[:1]]
+    copied = [
+        shutil.copytree(path, tmp_path / "b" / path.relative_to(tmp_path / "a"))
+        for path in paths[:1]
+    ]
     (family,) = families([load_run(path) for path in [*paths, *copied]])
     (row,) = family.rows
     assert (len(row.runs), len(row.finished), row.again, two.again) == (3, 2, 1, 0)
@@ -264,24 +323,44 @@ def test_swaps_that_are_not_listed_are_counted(tmp_path, made, words):
 
 def test_numbers_of_the_paper_stand_beside_image_runs(tmp_path):
     recipe = "icml2020/cifar10-resnet20"
-    curves = {"epoch": [0, 1, 2], "energy": [[3, 2, 1], [4, 3, 2]], "noise_variance": [[1, 1, 1]], "correction": [[1, 2, 1]]}
+    curves = {
+        "epoch": [0, 1, 2],
+        "energy": [[3, 2, 1], [4, 3, 2]],
+        "noise_variance": [[1, 1, 1]],
+        "correction": [[1, 2, 1]],
+    }
     curves |= {"swap_epochs": [1.5], "logits_accuracy": [0.9, 0.91]}
-    run = load_run(write_run(tmp_path, get_recipe(recipe), metrics={"logits_best_accuracy": 0.944}, curves=curves))
+    run = load_run(
+        write_run(
+            tmp_path, get_recipe(recipe), metrics={"logits_best_accuracy": 0.944}, curves=curves
+        )
+    )
     (family,) = families([run])
     assert paper_of(family.rows[0])["logits_best_accuracy"][:2] == (94.62, "94.62 ± 0.18")
     write_page([tmp_path], tmp_path / "page.html")
     page = Elements(tmp_path / "page.html")
     kinds = [chart["kind"] for chart in page.data("run-0")["charts"]]
-    assert kinds == ["energy", "sigma2", "correction", "accuracy"]  # from the curves: there is no trace
+    assert kinds == [
+        "energy",
+        "sigma2",
+        "correction",
+        "accuracy",
+    ]  # from the curves: there is no trace
     assert page.data("run-0")["charts"][2]["series"][0]["y"] == [-1, -1, -1]
 
 
 @pytest.mark.parametrize(
     ("recipe", "settings"),
     [
-        ("figure1/case1-resgld", ["noise.scale=3", "temperatures=1,5,25", "correction_factor=inf", "n_steps=500"]),
+        (
+            "figure1/case1-resgld",
+            ["noise.scale=3", "temperatures=1,5,25", "correction_factor=inf", "n_steps=500"],
+        ),
         ("digits/resghmc", ["swaps=false", "epochs=60"]),
-        ("icml2020/cifar10-resnet20", ["subset=none", "validation=100", "variance=paired", "lr_of_mean=0.05"]),
+        (
+            "icml2020/cifar10-resnet20",
+            ["subset=none", "validation=100", "variance=paired", "lr_of_mean=0.05"],
+        ),
         ("digits/msgd", []),
     ],
 )
@@ -301,7 +380,10 @@ def test_a_config_of_another_version_is_said(tmp_path):
     command = command_to_repeat(load_run(write_json(tmp_path / "seed=0", config, None)))
     assert "new_setting" in command.note
     unknown = load_run(write_json(tmp_path / "other/seed=0", {"recipe": "no/such"}, None))
-    assert command_to_repeat(unknown) == ("", "This version has no recipe of that name; the config below is all there is.")
+    assert command_to_repeat(unknown) == (
+        "",
+        "This version has no recipe of that name; the config below is all there is.",
+    )
 
 
 def damaged_runs(out: Path) -> None:
@@ -312,8 +394,21 @@ def damaged_runs(out: Path) -> None:
     (write_digits(out, seed=1) / "result.json").write_text("{")
     (write_digits(out, seed=2) / "trace.safetensors").unlink()
     write_run(out, get_recipe("digits/resghmc"), 3, status="failed", error="NaN!")
-    odd = header("digits/resghmc", 4, metrics=[1], swaps={"a": 1}, curves=[], date=7, wall_seconds="long", versions=3)
-    write_json(out / "digits/resghmc/seed=4", {"recipe": "digits/resghmc", "temperatures": "hot", "paper": 3}, odd)
+    odd = header(
+        "digits/resghmc",
+        4,
+        metrics=[1],
+        swaps={"a": 1},
+        curves=[],
+        date=7,
+        wall_seconds="long",
+        versions=3,
+    )
+    write_json(
+        out / "digits/resghmc/seed=4",
+        {"recipe": "digits/resghmc", "temperatures": "hot", "paper": 3},
+        odd,
+    )
     (out / "digits/resghmc/seed=5").mkdir()
 
 
@@ -321,7 +416,12 @@ def test_unfinished_and_damaged_runs_are_shown_as_such(tmp_path):
     damaged_runs(tmp_path)
     assert write_page([tmp_path], tmp_path / "page.html") == (7, 5, 1)
     page = Elements(tmp_path / "page.html")
-    for words in ("draws.safetensors is damaged: it ends at byte 4,000", "there is no result.json", "NaN!", "line 1, column 2"):
+    for words in (
+        "draws.safetensors is damaged: it ends at byte 4,000",
+        "there is no result.json",
+        "NaN!",
+        "line 1, column 2",
+    ):
         assert words in page.text
     assert "seed=5" in page.text
     assert "6 of 8 folders are not whole" in page.text
@@ -329,7 +429,9 @@ def test_unfinished_and_damaged_runs_are_shown_as_such(tmp_path):
     assert by_name["digits/resghmc, seed 0"]["status"] == "unfinished"
     assert by_name["digits/resghmc, seed 0"]["charts"]  # what is there is drawn
     assert by_name["digits/resghmc, seed 1"]["status"] == "damaged"
-    assert by_name["digits/resghmc, seed 4"]["status"] == "damaged", "its result.json has parts of the wrong kind"
+    assert by_name["digits/resghmc, seed 4"]["status"] == "damaged", (
+        "its result.json has parts of the wrong kind"
+    )
     assert by_name["figure1/case3-resgld-F4, seed 1"]["damaged"] == ["draws.safetensors"]
 
 
@@ -345,7 +447,9 @@ def test_empty_folders_have_rows_of_their_own(tmp_path):
     assert ">digits/resghmc<" in rows[0]
     assert "input" not in rows[0], "there is nothing to show"
     assert "./nothing/" in rows[1]
-    assert "1 of 6, 2 damaged, 1 empty" in html  # in the table of the digits; of the others one failed and one is unfinished
+    assert (
+        "1 of 6, 2 damaged, 1 empty" in html
+    )  # in the table of the digits; of the others one failed and one is unfinished
 
 
 BROKEN = {
@@ -371,7 +475,12 @@ def test_a_result_of_another_shape_is_damaged(tmp_path, text):
     folder = write_digits(tmp_path)
     (folder / "result.json").write_text(text)
     run = load_run(folder)
-    assert (run.status, run.damaged, run.recipe, run.seed) == ("damaged", ("result.json",), "digits/resghmc", 0)
+    assert (run.status, run.damaged, run.recipe, run.seed) == (
+        "damaged",
+        ("result.json",),
+        "digits/resghmc",
+        0,
+    )
     (problem,) = run.problems
     assert problem.startswith(BROKEN[text])
     assert run.history is not None, "its trace is there"
@@ -393,14 +502,24 @@ def test_parts_of_the_wrong_kind_are_damage_and_the_others_are_used(tmp_path, na
 
 def test_every_result_that_is_written_is_sound(tmp_path):
     pytest.importorskip("sklearn")
-    network = run_recipe(replace(get_recipe("digits/resghmc"), epochs=2, burn_in_epochs=1, hidden=8), 0, tmp_path)
-    density = run_recipe(replace(get_recipe("figure1/case1-naive"), n_steps=200, n_runs=4), 0, tmp_path)
-    for folder in (network.path, density.path, *find_runs(Path(__file__).parents[1] / "results" / "images")):
+    network = run_recipe(
+        replace(get_recipe("digits/resghmc"), epochs=2, burn_in_epochs=1, hidden=8), 0, tmp_path
+    )
+    density = run_recipe(
+        replace(get_recipe("figure1/case1-naive"), n_steps=200, n_runs=4), 0, tmp_path
+    )
+    for folder in (
+        network.path,
+        density.path,
+        *find_runs(Path(__file__).parents[1] / "results" / "images"),
+    ):
         run = load_run(folder)
         assert (run.status, run.problems, run.damaged) == ("finished", (), ()), folder
 
 
-@pytest.mark.parametrize("text", ["{", "[]", None, '{"recipe": "digits/resghmc", "temperatures": "hot"}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", None, '{"recipe": "digits/resghmc", "temperatures": "hot"}']
+)
 def test_a_run_without_its_config_stays_with_its_recipe(tmp_path, text):
     for seed in (0, 1, 2):
         folder = write_digits(tmp_path, seed=seed)
@@ -413,12 +532,18 @@ def test_a_run_without_its_config_stays_with_its_recipe(tmp_path, text):
     assert [row.label for row in family.rows] == ["independent", "resghmc"]
     row = family.rows[1]
     assert [run.seed for run in row.runs] == [0, 1, 2]
-    assert [run.seed for run in row.finished] == [1, 2], "with which settings seed 0 ran is not known"
+    assert [run.seed for run in row.finished] == [1, 2], (
+        "with which settings seed 0 ran is not known"
+    )
     assert row.config == json.loads((folder / "config.json").read_text())
     write_page([tmp_path], tmp_path / "page.html")
     html = (tmp_path / "page.html").read_text()
     assert f"2 of 4, 1 {'without config.json' if text is None else 'damaged'}, 1 empty" in html
-    marked = [row for row in html.split("<tr>")[1:] if 'class="badge finished"' in row and 'class="badge damaged"' in row]
+    marked = [
+        row
+        for row in html.split("<tr>")[1:]
+        if 'class="badge finished"' in row and 'class="badge damaged"' in row
+    ]
     assert len(marked) == (0 if text is None else 1)
 
 
@@ -430,13 +555,19 @@ def test_a_lonely_run_without_config_is_told_by_its_folder(tmp_path):
     assert (row.recipe, row.label) == ("digits/resghmc", "resghmc")
 
 
-def timed(out: Path, seed: int, seconds, minute: int, recipe="clean/cifar10-resnet20", **more) -> Path:
+def timed(
+    out: Path, seed: int, seconds, minute: int, recipe="clean/cifar10-resnet20", **more
+) -> Path:
     given = {"wall_seconds": seconds, "date": f"2026-01-02T03:{minute:02d}:00+00:00", **more}
     return write_run(out, get_recipe(recipe), seed, **given)
 
 
 def test_time_that_runs_shared_counts_once(tmp_path):
-    for seed, minute in ((0, 1), (1, 1), (2, 2)):  # one clock; results are written one after the other
+    for seed, minute in (
+        (0, 1),
+        (1, 1),
+        (2, 2),
+    ):  # one clock; results are written one after the other
         timed(tmp_path, seed, 600.123456789, minute)
     timed(tmp_path, 3, 600.5, 1)  # another clock
     timed(tmp_path, 4, 600.123456789, 30)  # as long, but later: one after the other
@@ -457,7 +588,10 @@ def test_time_that_runs_shared_counts_once(tmp_path):
 
 def test_the_time_of_the_committed_images():
     """Six runs on CIFAR-10 trained together in 1,043 s: not in 1.7 h."""
-    runs = [load_run(path) for path in find_runs(Path(__file__).parents[1] / "results" / "images" / "icml2020")]
+    runs = [
+        load_run(path)
+        for path in find_runs(Path(__file__).parents[1] / "results" / "images" / "icml2020")
+    ]
     chosen = [run for run in runs if run.recipe.startswith("icml2020/cifar10-resnet20")]
     clocks = {run.result["wall_seconds"] for run in chosen}
     assert len(clocks) < len(chosen)
@@ -470,12 +604,17 @@ def test_what_doctor_says_is_on_the_page(demo):
     said = by_name["figure1/case3-resgld-F4, seed 0"]
     wanted = diagnose(load_run(demo.parent / "figure1/case3-resgld-F4/seed=0"))
     assert said["findings"] == [[each.severity, each.title, each.words] for each in wanted.findings]
-    assert (said["problems"], said["warnings"]) == (len(wanted.of("problem")), len(wanted.of("warning")))
+    assert (said["problems"], said["warnings"]) == (
+        len(wanted.of("problem")),
+        len(wanted.of("warning")),
+    )
     assert "Doctor looked at 7 runs: " in page.text
 
 
 def swaps_table(run):
-    (table,) = [table for table in details_of(run, Path("page.html"))["tables"] if table["title"] == "Swaps"]
+    (table,) = [
+        table for table in details_of(run, Path("page.html"))["tables"] if table["title"] == "Swaps"
+    ]
     return dict(zip(table["head"], table["rows"][0], strict=True)), table["note"]
 
 
@@ -498,7 +637,9 @@ def test_the_noise_of_the_page_is_that_of_doctor(tmp_path, write):
 
 
 def test_errors_of_means_are_those_of_the_chains_where_runs_tell_them(tmp_path):
-    """By hand: 0.002 of each of two runs makes sqrt(2) * 0.002 / 2 = 0.0014; w1 has no error of its own: |1.25 - 2.25| / 2."""
+    """By hand: 0.002 of each of two runs makes sqrt(2) * 0.002 / 2 = 0.0014; w1 has no error of its
+    own: |1.25 - 2.25| / 2.
+    """
     assert error_of_mean([1.0, 2.0], [0.002, 0.002]) == pytest.approx(0.0014142, abs=1e-6)
     assert error_of_mean([1.0, 2.0], [0.002, None]) == pytest.approx(0.5)
     assert error_of_mean([1.0], [None]) is None
@@ -517,7 +658,12 @@ def test_numbers_of_the_page_are_written_out():
 
 
 def test_tall_data_have_the_numbers_that_run_prints(tmp_path):
-    metrics = {"n_steps": 200_000, "largest_mean_error_in_sd": 0.0098, "smallest_sd_ratio": 1.02, "largest_sd_ratio": 1.05}
+    metrics = {
+        "n_steps": 200_000,
+        "largest_mean_error_in_sd": 0.0098,
+        "smallest_sd_ratio": 1.02,
+        "largest_sd_ratio": 1.05,
+    }
     write_run(tmp_path, get_recipe("tall/logistic"), metrics=metrics)
     (family,) = families([load_run(path) for path in find_runs(tmp_path)])
     assert columns(family) == ["largest_mean_error_in_sd", "smallest_sd_ratio", "largest_sd_ratio"]
@@ -539,9 +685,14 @@ def test_a_quick_look_is_seen_on_the_page(tmp_path):
 def test_accuracies_are_zoomed_to_the_averages(tmp_path):
     """The first draws and the single ones lie far below."""
     recipe = "icml2020/cifar10-resnet20"
-    curves = {"logits_accuracy": [0.1] + [0.93] * 19 + [0.94] * 20, "last_accuracy": [0.1, 0.5] * 20}
+    curves = {
+        "logits_accuracy": [0.1] + [0.93] * 19 + [0.94] * 20,
+        "last_accuracy": [0.1, 0.5] * 20,
+    }
     run = load_run(write_run(tmp_path, get_recipe(recipe), curves=curves))
-    (made,) = [chart for chart in details_of(run, tmp_path)["charts"] if chart["kind"] == "accuracy"]
+    (made,) = [
+        chart for chart in details_of(run, tmp_path)["charts"] if chart["kind"] == "accuracy"
+    ]
     assert made["yLow"] == 93
 
 
@@ -570,7 +721,9 @@ def test_doctor_is_not_waited_for(tmp_path, monkeypatch):
     write_mixture(tmp_path)
     write_digits(tmp_path)
     asked = []
-    monkeypatch.setattr(advice, "advice_of", lambda run, quick: asked.append(run.recipe) or advice._unknown("told"))
+    monkeypatch.setattr(
+        advice, "advice_of", lambda run, quick: asked.append(run.recipe) or advice._unknown("told")
+    )
     clock = iter([0.0, 5.0, 15.0])
     monkeypatch.setattr(advice.time, "monotonic", lambda: next(clock))
     runs = [load_run(path) for path in reversed(find_runs(tmp_path))]  # the density first
@@ -595,7 +748,15 @@ def test_damage_is_told_once(tmp_path):
 def hostile_run(out: Path) -> None:
     write_mixture(out)
     config = {**to_json(get_recipe("digits/resghmc")), "recipe": HOSTILE, HOSTILE: HOSTILE}
-    result = header(HOSTILE, 0, status=HOSTILE, device=HOSTILE, versions={HOSTILE: HOSTILE}, error=HOSTILE, date=HOSTILE)
+    result = header(
+        HOSTILE,
+        0,
+        status=HOSTILE,
+        device=HOSTILE,
+        versions={HOSTILE: HOSTILE},
+        error=HOSTILE,
+        date=HOSTILE,
+    )
     result["metrics"] = {HOSTILE: 1.0}
     write_json(out / "<img src=x onerror=window.hacked=3>" / "seed=0", config, result)
 
@@ -622,7 +783,12 @@ def test_long_traces_keep_their_extremes_and_the_rows_around_swaps(tmp_path):
     for swap in (9_999, 49_995):
         assert set(range(swap - 8, swap + 5)) <= set(rows.tolist())
     assert rows.tolist() == sorted(set(rows.tolist()))
-    assert (number(1234567.8), number(0.1 + 0.2), number(float("nan")), number(True)) == (1234600, 0.3, None, None)
+    assert (number(1234567.8), number(0.1 + 0.2), number(float("nan")), number(True)) == (
+        1234600,
+        0.3,
+        None,
+        None,
+    )
 
 
 def many(out: Path, n_mixtures: int, n_digits: int, **sizes):
@@ -634,12 +800,16 @@ def many(out: Path, n_mixtures: int, n_digits: int, **sizes):
 
 def test_the_page_of_the_demo_is_under_5_mb(tmp_path):
     """Its runs as large as those of `make demo`, filled with noise, which is the worst case."""
-    text = page_of(many(tmp_path, 11, 20, draws=2000, rows=2000), tmp_path / "page.html", title="demo")
+    text = page_of(
+        many(tmp_path, 11, 20, draws=2000, rows=2000), tmp_path / "page.html", title="demo"
+    )
     assert len(text.encode()) < 5e6
 
 
 def test_fifty_long_runs_are_under_20_mb(tmp_path):
-    text = page_of(many(tmp_path, 25, 25, draws=10_000, rows=100_000), tmp_path / "page.html", title="fifty")
+    text = page_of(
+        many(tmp_path, 25, 25, draws=10_000, rows=100_000), tmp_path / "page.html", title="fifty"
+    )
     assert len(text.encode()) < 20e6
 
 
@@ -647,15 +817,21 @@ def test_command(tmp_path):
     app = typer.Typer()
     app.command()(report)
     write_mixture(tmp_path)
-    done = CliRunner().invoke(app, [str(tmp_path), "--out", str(tmp_path / "new" / "page.html"), "--title", "A & B"])
+    done = CliRunner().invoke(
+        app, [str(tmp_path), "--out", str(tmp_path / "new" / "page.html"), "--title", "A & B"]
+    )
     assert done.exit_code == 0, done.output
     assert "(1 run; " in done.output
-    assert re.search(r"; \d+ kB, opens without", done.output), "a small page has kilobytes, not 0.0 MB"
+    assert re.search(r"; \d+ kB, opens without", done.output), (
+        "a small page has kilobytes, not 0.0 MB"
+    )
     assert "<title>A &amp; B</title>" in (tmp_path / "new" / "page.html").read_text()
     again = CliRunner().invoke(app, [str(tmp_path), "--out", str(tmp_path / "new" / "page.html")])
     assert again.exit_code == 0, "a page is replaced by a newer one"
     (tmp_path / "figure1/case3-resgld-F4/seed=0/result.json").unlink()
-    alone = CliRunner().invoke(app, [str(tmp_path), "--out", str(tmp_path / "page.html"), "--doctor", "none"])
+    alone = CliRunner().invoke(
+        app, [str(tmp_path), "--out", str(tmp_path / "page.html"), "--doctor", "none"]
+    )
     assert "(1 run, not whole (the page says what is missing); " in alone.output
 
 
@@ -663,8 +839,14 @@ def test_what_the_command_says():
     for written, words in (
         (Written(1, 0, 0), "1 run"),
         (Written(1, 1, 0), "1 run, not whole (the page says what is missing)"),
-        (Written(3, 1, 1), "3 runs, 1 of them not whole (the page says what is missing), 1 empty folder"),
-        (Written(3, 3, 2), "3 runs, none of them whole (the page says what is missing), 2 empty folders"),
+        (
+            Written(3, 1, 1),
+            "3 runs, 1 of them not whole (the page says what is missing), 1 empty folder",
+        ),
+        (
+            Written(3, 3, 2),
+            "3 runs, none of them whole (the page says what is missing), 2 empty folders",
+        ),
     ):
         assert command_in_words(written) == words
     assert [size_in_words(n) for n in (700, 61_234, 999_499, 999_500, 1_260_000)] == [
@@ -680,7 +862,9 @@ def test_bad_input_is_one_line(tmp_path):
     with pytest.raises(RunFolderError, match="there is no folder"):
         write_page([tmp_path / "none"], tmp_path / "page.html")
     (tmp_path / "digits/resghmc/seed=0").mkdir(parents=True)
-    with pytest.raises(RunFolderError, match=r"there is no run in .* \(1 folder is named like a run but empty\)"):
+    with pytest.raises(
+        RunFolderError, match=r"there is no run in .* \(1 folder is named like a run but empty\)"
+    ):
         write_page([tmp_path], tmp_path / "page.html")
     folder = write_mixture(tmp_path)
     with pytest.raises(RunFolderError, match="is a folder"):
@@ -709,7 +893,9 @@ def test_it_loads_fast_and_without_a_complaint(browser, tmp_path):
     assert browser.errors == []
     assert seconds < 2.0
     assert browser.run("document.querySelectorAll('.panel').length") == 2
-    assert browser.run("document.querySelectorAll('svg[data-view] path.s').length") > 0, "something is drawn"
+    assert browser.run("document.querySelectorAll('svg[data-view] path.s').length") > 0, (
+        "something is drawn"
+    )
 
 
 SVG = "document.querySelector('.panel .chart[data-kind=energy] > svg')"
@@ -734,10 +920,14 @@ def view(browser):
 @needs_chromium
 def test_a_chart_tells_values_and_zooms(browser, demo):
     panel_of_digits(browser, demo)
-    box = browser.run(f"(() => {{ const b = {SVG}.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]; }})()")
+    box = browser.run(
+        f"(() => {{ const b = {SVG}.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]; }})()"
+    )
     left, middle = box[0], box[1] + box[3] / 2
     browser.mouse("mouseMoved", left + box[2] / 2, middle)
-    readout = browser.run("document.querySelector('.panel .chart[data-kind=energy] output').textContent")
+    readout = browser.run(
+        "document.querySelector('.panel .chart[data-kind=energy] output').textContent"
+    )
     assert readout.startswith("step 1")
     assert "rung 0 (coldest)" in readout
     assert view(browser) == [0, 299]
@@ -747,8 +937,12 @@ def test_a_chart_tells_values_and_zooms(browser, demo):
     low, high = view(browser)
     assert 60 < low < 130
     assert 130 < high < 200
-    others = browser.run("[...document.querySelectorAll('.panel .chart[data-kind=paths] > svg')].map(s => s.dataset.view)")
-    assert others == [browser.run(f"{SVG}.dataset.view")], "charts over the same steps zoom together"
+    others = browser.run(
+        "[...document.querySelectorAll('.panel .chart[data-kind=paths] > svg')].map(s => s.dataset.view)"
+    )
+    assert others == [browser.run(f"{SVG}.dataset.view")], (
+        "charts over the same steps zoom together"
+    )
     browser.click(".panel .chart[data-kind=energy] .bar button:nth-child(3)")  # whole
     assert view(browser) == [0, 299]
     for swap in (50, 100):  # from swap to swap
@@ -758,7 +952,9 @@ def test_a_chart_tells_values_and_zooms(browser, demo):
         assert high - low < 60
     paths = browser.run(f"{SVG}.querySelectorAll('path.s').length")
     browser.click(".panel .chart[data-kind=energy] .legend button")
-    assert browser.run(f"{SVG}.querySelectorAll('path.s').length") < paths, "the legend hides a line"
+    assert browser.run(f"{SVG}.querySelectorAll('path.s').length") < paths, (
+        "the legend hides a line"
+    )
     assert browser.errors == []
 
 
@@ -767,7 +963,9 @@ def test_a_chart_obeys_the_keyboard(browser, demo):
     panel_of_digits(browser, demo)
     browser.run(f"{SVG}.focus()")
     for key, wanted in (("+", (74.75, 224.25)), ("ArrowRight", (104.65, 254.15)), ("0", (0, 299))):
-        browser.send("Input.dispatchKeyEvent", type="keyDown", key=key, text=key if len(key) == 1 else "")
+        browser.send(
+            "Input.dispatchKeyEvent", type="keyDown", key=key, text=key if len(key) == 1 else ""
+        )
         assert view(browser) == pytest.approx(wanted)
 
 
@@ -777,7 +975,9 @@ def test_tables_sort_by_number_and_back(browser, demo):
     browser.open(demo)
 
     def column(k):
-        return browser.run(f"[...document.querySelectorAll('#all-runs tbody tr')].map(r => r.cells[{k}].textContent)")
+        return browser.run(
+            f"[...document.querySelectorAll('#all-runs tbody tr')].map(r => r.cells[{k}].textContent)"
+        )
 
     before = column(5)
     browser.click("#all-runs th:nth-child(6) button")
@@ -789,11 +989,22 @@ def test_tables_sort_by_number_and_back(browser, demo):
     assert there == sorted(there, reverse=True)
     assert column(5)[-1] == ""
     assert sorted(before) == sorted(column(5))
-    assert browser.run("document.querySelector('#all-runs th:nth-child(6)').ariaSort") == "descending"
-    browser.run("(() => { const f = document.getElementById('filter'); f.value = 'F4'; f.dispatchEvent(new Event('input')); })()")
-    assert browser.run("[...document.querySelectorAll('#all-runs tbody tr')].filter(r => !r.hidden).length") == 1
+    assert (
+        browser.run("document.querySelector('#all-runs th:nth-child(6)').ariaSort") == "descending"
+    )
+    browser.run(
+        "(() => { const f = document.getElementById('filter'); f.value = 'F4'; f.dispatchEvent(new Event('input')); })()"
+    )
+    assert (
+        browser.run(
+            "[...document.querySelectorAll('#all-runs tbody tr')].filter(r => !r.hidden).length"
+        )
+        == 1
+    )
     assert browser.run("document.getElementById('no-match').hidden")
-    browser.run("(() => { const f = document.getElementById('filter'); f.value = 'zz'; f.dispatchEvent(new Event('input')); })()")
+    browser.run(
+        "(() => { const f = document.getElementById('filter'); f.value = 'zz'; f.dispatchEvent(new Event('input')); })()"
+    )
     assert not browser.run("document.getElementById('no-match').hidden")
 
 
@@ -803,7 +1014,10 @@ def test_all_charts_are_printed(browser, demo):
     browser.look(height=300)
     browser.open(demo)
     drawn = "document.querySelectorAll('.chart > svg[data-view]').length"
-    before, all_ = browser.run(drawn), browser.run("document.querySelectorAll('.chart > svg').length")
+    before, all_ = (
+        browser.run(drawn),
+        browser.run("document.querySelectorAll('.chart > svg').length"),
+    )
     assert before < all_
     browser.run("window.dispatchEvent(new Event('beforeprint'))")
     assert browser.run(drawn) == all_
@@ -813,7 +1027,9 @@ def test_all_charts_are_printed(browser, demo):
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [320, 400, 1280])
 def test_layouts_hold(browser, demo, width, dark):
-    """No sideways scrolling of the page, nothing beyond its edge but what scrolls by itself, and text against its ground."""
+    """No sideways scrolling of the page, nothing beyond its edge but what scrolls by itself, and
+    text against its ground.
+    """
     browser.look(width=width, dark=dark)
     browser.open(demo)
     browser.run("document.querySelectorAll('#all-runs input:not(:checked)')[0].click()")
@@ -837,7 +1053,9 @@ def test_a_crafted_run_cannot_run_a_script(browser, tmp_path):
     write_page([tmp_path], tmp_path / "page.html", title=HOSTILE)
     browser.look()
     browser.open(tmp_path / "page.html")
-    browser.run("document.querySelectorAll('#all-runs input:not(:checked)').forEach(box => box.click())")
+    browser.run(
+        "document.querySelectorAll('#all-runs input:not(:checked)').forEach(box => box.click())"
+    )
     browser.run("new Promise(done => setTimeout(done, 200))")
     assert browser.run("window.hacked === undefined")
     assert browser.run("document.querySelectorAll('img').length") == 0
@@ -850,7 +1068,9 @@ def test_what_doctor_says_is_read_in_the_panel(browser, demo):
     """Problems and warnings stand open, what is fine is folded."""
     panel_of_digits(browser, demo)
     said = json.loads(browser.run("document.getElementById('run-1').textContent"))["doctor"]
-    shown = browser.run("[...document.querySelectorAll('.panel .doctor > ul > li')].map(e => e.textContent)")
+    shown = browser.run(
+        "[...document.querySelectorAll('.panel .doctor > ul > li')].map(e => e.textContent)"
+    )
     grave = [finding for finding in said["findings"] if finding[0] in ("problem", "warning")]
     rest = [finding for finding in said["findings"] if finding[0] not in ("problem", "warning")]
     assert shown == [f"{severity} {title}. {words}" for severity, title, words in grave]
@@ -865,6 +1085,8 @@ def test_damaged_runs_open_too(browser, tmp_path):
     write_page([tmp_path], tmp_path / "page.html")
     browser.look()
     browser.open(tmp_path / "page.html")
-    browser.run("document.querySelectorAll('#all-runs input:not(:checked)').forEach(box => box.click())")
+    browser.run(
+        "document.querySelectorAll('#all-runs input:not(:checked)').forEach(box => box.click())"
+    )
     assert browser.run("document.querySelectorAll('.panel').length") == 7
     assert browser.errors == []

@@ -1,4 +1,6 @@
-"""The rules of the paper's code that the paper does not spell out, held against its logs, its schedules and exact laws."""
+"""The rules of the paper's code that the paper does not spell out, held against its logs, its
+schedules and exact laws.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from torch import nn
 import torchrex as tr
 from assertions import FALSE_ALARM_SIGMAS, assert_mean_is, assert_mean_is_not
 from modules import joined, same
+from torchrex.density.block import draw_exchange_inputs
 from torchrex.exchange import PerExample, ProportionalToGap, RepeatedDraws
 from torchrex.exchange.algorithm import ExchangeState, StepInputs, exchange_rungs
-from torchrex.exchange.block import draw_exchange_inputs
 from torchrex.experiments.config import override
 from torchrex.experiments.recipes import get_recipe
 from torchrex.rng import Streams
@@ -34,21 +36,28 @@ def rules_of(config):
 
 
 def threshold_in_the_log(rules):
-    """Two swaps at the first steps of epoch 10, then the correction with the variances of the log: 6.41e6 and 5.86e6."""
+    """Two swaps at the first steps of epoch 10, then the correction with the variances of the log:
+    6.41e6 and 5.86e6.
+    """
     state = ExchangeState.start(rules, 1, device=CPU, dtype=torch.float64, standing=torch.int64)
-    table = draw_exchange_inputs(Streams(0), rules, 10 * EPOCH, 3, runs=1, device=CPU, dtype=torch.float64)
+    table = draw_exchange_inputs(
+        Streams(0), rules, 10 * EPOCH, 3, runs=1, device=CPU, dtype=torch.float64
+    )
     variance = torch.full_like(state.noise_variance, (6.41e6 + 5.86e6) / 2)
     for k in range(3):
         inputs = StepInputs(*(values[k] for values in table), target_noise=({},), move_noise={})
         higher_on_rung_0 = torch.where(state.replica_at.argsort(0) == 0, 1e9, 0.0)  # by replica
         state = state._replace(noise_variance=variance)
-        state, _, info = exchange_rungs(state, Energy(higher_on_rung_0), [], inputs, rules, 50_000, False)
+        state, _, info = exchange_rungs(
+            state, Energy(higher_on_rung_0), [], inputs, rules, 50_000, False
+        )
         assert bool(info.accepted)
     return float(info.correction)
 
 
 LOGGED = 6678.8
-# The variances are given to three digits: 6.41e6 and 5.86e6 are right to 5e3 each, which is 5.4 of the threshold.
+# The variances are given to three digits: 6.41e6 and 5.86e6 are right to 5e3 each, which is 5.4 of
+# the threshold.
 ROUNDING = LOGGED * (0.005 + 0.005) / (6.41 + 5.86) + LOGGED * 0.005 / 97.52
 
 
@@ -64,7 +73,9 @@ def test_the_threshold_is_the_one_the_authors_logged():
     [
         {"factor_per_swap": 1.0},  # F is not lowered
         {"factor_per_swap": 0.8},  # or by the other factor
-        {"correction_factor": 3e5},  # the authors' F0 with the mean of the variances instead of their sum
+        {
+            "correction_factor": 3e5
+        },  # the authors' F0 with the mean of the variances instead of their sum
     ],
 )
 def test_other_rules_do_not_give_it(mutant):
@@ -73,22 +84,34 @@ def test_other_rules_do_not_give_it(mutant):
 
 
 def test_the_threshold_does_not_change_when_the_ladder_cools():
-    """F follows the annealing. Without that the correction would grow with the gap, 1.02 times an epoch."""
+    """F follows the annealing. Without that the correction would grow with the gap, 1.02 times an
+    epoch.
+    """
     config = get_recipe("icml2020/cifar10-resnet20")
-    rules, constant_factor = rules_of(config), replace(rules_of(config), factor=tr.ConstantFactor(1.5e5))
+    rules, constant_factor = (
+        rules_of(config),
+        replace(rules_of(config), factor=tr.ConstantFactor(1.5e5)),
+    )
     for each, growth in ((rules, 1.0), (constant_factor, 1.02**400)):
         corrections = []
         for epoch in (50, 450):
-            state = ExchangeState.start(each, 1, device=CPU, dtype=torch.float64, standing=torch.int64)
+            state = ExchangeState.start(
+                each, 1, device=CPU, dtype=torch.float64, standing=torch.int64
+            )
             state = state._replace(noise_variance=torch.full_like(state.noise_variance, 1e6))
-            table = draw_exchange_inputs(Streams(0), each, epoch * EPOCH, 1, runs=1, device=CPU, dtype=torch.float64)
+            table = draw_exchange_inputs(
+                Streams(0), each, epoch * EPOCH, 1, runs=1, device=CPU, dtype=torch.float64
+            )
             inputs = StepInputs(*(values[0] for values in table), target_noise=({},), move_noise={})
             energy = Energy(torch.tensor([[0.0], [1e9]], dtype=torch.float64))
-            corrections.append(float(exchange_rungs(state, energy, [], inputs, each, 50_000, False)[2].correction))
+            corrections.append(
+                float(exchange_rungs(state, energy, [], inputs, each, 50_000, False)[2].correction)
+            )
         assert corrections[1] / corrections[0] == pytest.approx(growth, rel=1e-9)
 
 
-# F per swap, a late first swap, a rest after a swap: on a density of energy 0, where every test accepts
+# F per swap, a late first swap, a rest after a swap: on a density of energy 0, where every test
+# accepts
 
 
 def flat():
@@ -102,11 +125,15 @@ def flat_run(n_rungs=4, n_runs=1, **rules):
 
 
 def advance(run, n_steps):
-    return joined([type(info)(*(values.clone() for values in info)) for info in run.advance(n_steps)])
+    return joined(
+        [type(info)(*(values.clone() for values in info)) for info in run.advance(n_steps)]
+    )
 
 
 def test_every_swap_lowers_the_factor_of_its_own_pair():
-    run = flat_run(correction_factor=ProportionalToGap(8.0, per_swap=0.5), pairing=tr.RandomPair(), n_runs=3)
+    run = flat_run(
+        correction_factor=ProportionalToGap(8.0, per_swap=0.5), pairing=tr.RandomPair(), n_runs=3
+    )
     swaps = torch.zeros(3, 3, dtype=torch.float64)
     for _ in range(20):
         swaps += run.step().accepted
@@ -119,7 +146,9 @@ def test_every_swap_lowers_the_factor_of_its_own_pair():
 
 def test_a_test_that_is_refused_does_not_lower_the_factor():
     """The correction is far above the energy difference of 0 here, so none is accepted."""
-    run = flat_run(noise=tr.KnownVariance(1e9), correction_factor=ProportionalToGap(8.0, per_swap=0.5))
+    run = flat_run(
+        noise=tr.KnownVariance(1e9), correction_factor=ProportionalToGap(8.0, per_swap=0.5)
+    )
     info = advance(run, 10)
     assert info.proposed.any()
     assert not info.accepted.any()
@@ -132,7 +161,9 @@ def test_per_swap_must_lower_it(per_swap):
         ProportionalToGap(1.0, per_swap=per_swap)
 
 
-@pytest.mark.parametrize(("start", "interval", "first"), [(0, 1, 0), (7, 1, 7), (300, 1, 300), (7, 5, 10), (10, 5, 10)])
+@pytest.mark.parametrize(
+    ("start", "interval", "first"), [(0, 1, 0), (7, 1, 7), (300, 1, 300), (7, 5, 10), (10, 5, 10)]
+)
 def test_no_swap_is_tested_before_its_time(start, interval, first):
     info = advance(flat_run(n_rungs=2, swap_start=start, swap_interval=interval), 320)
     tested = info.proposed[:, 0, 0].nonzero()[:, 0].tolist()
@@ -145,7 +176,9 @@ def times(mask):
 
 
 def test_a_pair_that_has_swapped_rests():
-    """Exactly so many steps, in which it is not counted as tested; pairs that have not swapped go on."""
+    """Exactly so many steps, in which it is not counted as tested; pairs that have not swapped go
+    on.
+    """
     info = advance(flat_run(n_rungs=2, swap_rest=4), 21)
     assert times(info.proposed) == times(info.accepted) == [[0, 5, 10, 15, 20]]
     assert times(advance(flat_run(n_rungs=2, swap_rest=1), 6).proposed) == [[0, 2, 4]]
@@ -155,11 +188,15 @@ def test_a_pair_that_has_swapped_rests():
 
 
 def test_only_a_swap_is_followed_by_a_rest():
-    """Pair 0 is refused for ever: its hot replica's energy is higher. The other pairs swap and rest."""
+    """Pair 0 is refused for ever: its hot replica's energy is higher. The other pairs swap and
+    rest.
+    """
     target = tr.LogDensity(lambda x: -1e6 * x[:, 0], 1, gradient=torch.zeros_like)
     start = torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64).view(4, 1, 1)
     ensemble = tr.TensorEnsemble.start(target, n_rungs=4, initial=start, dtype=torch.float64)
-    run = tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 2.0, 3.0, 4.0), 1e-60), noise=tr.KnownVariance(), swap_rest=3)
+    run = tr.ReplicaExchange(
+        ensemble, tr.Ladder((1.0, 2.0, 3.0, 4.0), 1e-60), noise=tr.KnownVariance(), swap_rest=3
+    )
     info = advance(run, 9)
     assert times(info.proposed)[0] == [0, 2, 4, 6, 8]
     assert times(info.accepted)[0] == []
@@ -192,7 +229,9 @@ def quadratic():
 
 
 def variance_with(noise, lr=0.5, temperature=2.0, n_runs=50_000):
-    """x^2 of independent runs of SGLD at stiffness 1, begun with exact draws, so that a few steps suffice to see a mutant."""
+    """x^2 of independent runs of SGLD at stiffness 1, begun with exact draws, so that a few steps
+    suffice to see a mutant.
+    """
     ladder = tr.Ladder((temperature,), lr, noise=noise)
     ensemble = tr.TensorEnsemble.start(quadratic(), n_rungs=1, n_runs=n_runs, dtype=torch.float64)
     run = tr.ReplicaExchange(ensemble, ladder, seed=3)
@@ -205,18 +244,24 @@ def test_noise_multiplies_the_variance_of_the_moves():
     law = 2.0 / (1 - 0.5 / 2)
     assert_mean_is(variance_with(constant(4.0)), 4.0 * law)
     assert_mean_is(variance_with(None), law)
-    assert_mean_is_not(variance_with(None), 4.0 * law)  # the mutant: a ladder that forgets its noise
+    assert_mean_is_not(
+        variance_with(None), 4.0 * law
+    )  # the mutant: a ladder that forgets its noise
 
 
 def first_acceptance(**ladder):
     """Which of many runs swap at the first step, when the hot replica's energy is higher by 1."""
     start = torch.tensor([0.0, 1.0]).view(2, 1, 1)
-    ensemble = tr.TensorEnsemble.start(tr.LogDensity(lambda x: -x[:, 0], 1), n_rungs=2, n_runs=200_000, initial=start)
+    ensemble = tr.TensorEnsemble.start(
+        tr.LogDensity(lambda x: -x[:, 0], 1), n_rungs=2, n_runs=200_000, initial=start
+    )
     return tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1, **ladder)).step().accepted[0]
 
 
 def test_swaps_know_nothing_of_it():
-    """The gap is 1 - 1/2 with or without it; a test at the temperature of the moves would have a quarter of that."""
+    """The gap is 1 - 1/2 with or without it; a test at the temperature of the moves would have a
+    quarter of that.
+    """
     swaps = first_acceptance(noise=constant(4.0))
     assert_mean_is(swaps, math.exp(-0.5))
     assert_mean_is_not(swaps, math.exp(-0.5 / 4))
@@ -234,13 +279,22 @@ def test_swaps_and_kept_noise_together_move_with_both():
 
 
 def test_the_compiled_loop_gives_the_same_numbers():
-    """With a rest, a late start, F per swap and noise of its own; in double precision the decisions are the same as well."""
+    """With a rest, a late start, F per swap and noise of its own; in double precision the decisions
+    are the same as well.
+    """
     infos, states = [], []
     for compiled in (False, True):
         target = tr.Noisy(tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5]), tr.Gaussian(2.0))
         run = tr.ReplicaExchange(
-            tr.TensorEnsemble.start(target, tr.SGHMC(0.2), n_rungs=3, n_runs=4, dtype=torch.float64),
-            tr.Ladder((1.0, 3.0, 9.0), 0.03, noise=lambda step: 1.0 + 0.01 * step, anneal=tr.schedules.geometric(0.999)),
+            tr.TensorEnsemble.start(
+                target, tr.SGHMC(0.2), n_rungs=3, n_runs=4, dtype=torch.float64
+            ),
+            tr.Ladder(
+                (1.0, 3.0, 9.0),
+                0.03,
+                noise=lambda step: 1.0 + 0.01 * step,
+                anneal=tr.schedules.geometric(0.999),
+            ),
             noise=tr.Smoothing(0.3, RepeatedDraws(10, every=50)),
             correction_factor=ProportionalToGap(4.0, per_swap=0.99),
             swap_start=20,
@@ -254,7 +308,9 @@ def test_the_compiled_loop_gives_the_same_numbers():
     for name in ("accepted", "proposed", "replica_at"):
         assert torch.equal(getattr(eager, name), getattr(compiled, name))
     for name in ("position", "energy", "noise_variance", "correction"):
-        torch.testing.assert_close(getattr(eager, name), getattr(compiled, name), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            getattr(eager, name), getattr(compiled, name), rtol=1e-9, atol=1e-9
+        )
     for one, other in zip(*states, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
     assert eager.accepted.sum() > 100
@@ -275,8 +331,12 @@ def nothing(output, target):
 def pulled(prior, **options):
     """A run on no data but a prior, at temperatures at which nothing random is left."""
     energy = tr.PosteriorEnergy(nothing, n_data=100, prior=prior, **options)
-    ensemble = tr.ModuleEnsemble(lambda: nn.Linear(3, 2, dtype=torch.float64), energy, initial="independent")
-    return tr.ReplicaExchange(ensemble, tr.Ladder((1e-30, 2e-30), (0.01, 0.01)), noise=tr.KnownVariance())
+    ensemble = tr.ModuleEnsemble(
+        lambda: nn.Linear(3, 2, dtype=torch.float64), energy, initial="independent"
+    )
+    return tr.ReplicaExchange(
+        ensemble, tr.Ladder((1e-30, 2e-30), (0.01, 0.01)), noise=tr.KnownVariance()
+    )
 
 
 BATCH = (torch.ones(5, 3, dtype=torch.float64), torch.zeros(5, dtype=torch.int64))
@@ -305,9 +365,13 @@ def test_the_prior_pulls_but_does_not_enter_the_swaps(prior):
 def test_descent_shrinks_whether_or_not_the_prior_is_in_the_swaps():
     positions = []
     for prior_in_swaps in (True, False):
-        energy = tr.PosteriorEnergy(nothing, n_data=100, prior=tr.GaussianPrior(8.0), prior_in_swaps=prior_in_swaps)
+        energy = tr.PosteriorEnergy(
+            nothing, n_data=100, prior=tr.GaussianPrior(8.0), prior_in_swaps=prior_in_swaps
+        )
         run = tr.ReplicaExchange(
-            tr.ModuleEnsemble(lambda: nn.Linear(3, 2, dtype=torch.float64), energy), tr.Ladder.descent(0.01), seed=1
+            tr.ModuleEnsemble(lambda: nn.Linear(3, 2, dtype=torch.float64), energy),
+            tr.Ladder.descent(0.01),
+            seed=1,
         )
         start = run.ensemble.position.clone()
         for _ in range(50):
@@ -319,11 +383,15 @@ def test_descent_shrinks_whether_or_not_the_prior_is_in_the_swaps():
 
 def test_repeated_energies_leave_the_prior_out_too():
     run = pulled(tr.GaussianPrior(8.0), prior_in_swaps=False)
-    assert torch.equal(run.ensemble.energies({"batch": BATCH}).total, torch.zeros(2, 1, dtype=torch.float64))
+    assert torch.equal(
+        run.ensemble.energies({"batch": BATCH}).total, torch.zeros(2, 1, dtype=torch.float64)
+    )
 
 
 def test_the_recipes_say_where_the_prior_is():
-    clean, theirs = (get_recipe(f"{family}/cifar10-resnet20").energy() for family in ("clean", "icml2020"))
+    clean, theirs = (
+        get_recipe(f"{family}/cifar10-resnet20").energy() for family in ("clean", "icml2020")
+    )
     assert (clean.prior_in_swaps, theirs.prior_in_swaps) == (True, False)
     assert clean.prior == theirs.prior == tr.GaussianPrior(25.0)
     assert repr(clean) != repr(theirs)  # they must not share one compiled energy
@@ -333,8 +401,13 @@ def test_the_recipes_say_where_the_prior_is():
 
 
 def at_epoch(config, *epochs):
-    """Temperatures, learning rates and temperatures of the moves at the first steps of some epochs: each (epochs, rungs)."""
-    rows = [config.ladder().table(epoch * config.steps_per_epoch, 1, device=CPU, dtype=torch.float64) for epoch in epochs]
+    """Temperatures, learning rates and temperatures of the moves at the first steps of some epochs:
+    each (epochs, rungs).
+    """
+    rows = [
+        config.ladder().table(epoch * config.steps_per_epoch, 1, device=CPU, dtype=torch.float64)
+        for epoch in epochs
+    ]
     return [torch.cat(values) for values in zip(*rows, strict=True)]
 
 
@@ -346,11 +419,16 @@ def test_the_ladder_is_that_of_the_paper(family):
     config = get_recipe(f"{family}/cifar10-resnet20")
     temperature, lr, of_moves = at_epoch(config, *EPOCHS.int().tolist())
     rungs = torch.tensor([[1.0, 5.0]], dtype=torch.float64)
-    torch.testing.assert_close(temperature, 0.01 / 1.02 ** EPOCHS[:, None] * rungs, rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(
+        temperature, 0.01 / 1.02 ** EPOCHS[:, None] * rungs, rtol=1e-12, atol=0.0
+    )
     decay = torch.tensor([1.0, 1.0, 1.0, 0.984, 0.984**299], dtype=torch.float64)[:, None]
-    torch.testing.assert_close(lr, 2e-6 * decay * torch.tensor([[1.0, 1.5]], dtype=torch.float64), rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(
+        lr, 2e-6 * decay * torch.tensor([[1.0, 1.5]], dtype=torch.float64), rtol=1e-12, atol=0.0
+    )
     assert float(lr[0, 0] / lr[-1, 0]) == pytest.approx(124.0, rel=0.005)
-    # The kick of SGHMC is sqrt(2 lr a temperature of the move): with the initial lr in the authors' code, else with the lr.
+    # The kick of SGHMC is sqrt(2 lr a temperature of the move): with the initial lr in the authors'
+    # code, else with the lr.
     with_lr = lr[:1] if family == "icml2020" else lr
     torch.testing.assert_close(lr * of_moves, with_lr * temperature, rtol=1e-12, atol=0.0)
     last = at_epoch(config, 499)
@@ -363,8 +441,13 @@ def test_the_other_methods_are_rungs_of_it():
     for family in ("clean", "icml2020"):
         pair = at_epoch(get_recipe(f"{family}/cifar100-wrn-16-8"), *epochs)
         assert same(at_epoch(get_recipe(f"{family}/cifar100-wrn-16-8-independent"), *epochs), pair)
-        assert same(at_epoch(get_recipe(f"{family}/cifar100-wrn-16-8-sghmc"), *epochs), [values[:, :1] for values in pair])
-        temperature, lr, of_moves = at_epoch(get_recipe(f"{family}/cifar100-wrn-16-8-msgd"), *epochs)
+        assert same(
+            at_epoch(get_recipe(f"{family}/cifar100-wrn-16-8-sghmc"), *epochs),
+            [values[:, :1] for values in pair],
+        )
+        temperature, lr, of_moves = at_epoch(
+            get_recipe(f"{family}/cifar100-wrn-16-8-msgd"), *epochs
+        )
         assert not temperature.any()
         assert not of_moves.any()
         assert torch.equal(lr, pair[1][:, :1])
@@ -377,7 +460,9 @@ def test_a_compressed_schedule_has_the_same_shape(family):
     short = override(whole, ["epochs=150"])
     matching = range(0, 50, 7)
     for mine, paper in zip(
-        at_epoch(short, *(3 * k for k in matching)), at_epoch(whole, *(10 * k for k in matching)), strict=True
+        at_epoch(short, *(3 * k for k in matching)),
+        at_epoch(whole, *(10 * k for k in matching)),
+        strict=True,
     ):
         torch.testing.assert_close(mine, paper, rtol=1e-9, atol=0.0)
     temperature, lr, _ = at_epoch(short, 100)
@@ -393,7 +478,9 @@ def test_times_of_the_paper():
     assert (config.n_steps - config.burn_in) / config.steps_per_epoch == 301
     assert config.swap_start == 10 * EPOCH
     rules = rules_of(get_recipe("icml2020/cifar10-resnet20"))
-    proposed = draw_exchange_inputs(Streams(0), rules, 0, 12 * EPOCH, runs=1, device=CPU, dtype=torch.float64).proposed
+    proposed = draw_exchange_inputs(
+        Streams(0), rules, 0, 12 * EPOCH, runs=1, device=CPU, dtype=torch.float64
+    ).proposed
     assert int(proposed.flatten().nonzero()[0]) == 10 * EPOCH
     assert (config.steps_of(config.rest_after_swap), rules.swap_rest) == (20 * EPOCH, 0)
     assert rules.noise == tr.Smoothing(0.3, RepeatedDraws(10, every=EPOCH))
@@ -411,12 +498,18 @@ N, SIZE = 2000, 800
 
 @pytest.fixture(scope="module")
 def estimates():
-    """Samples of sigma2 by every feed, each from minibatches of its own, at two replicas of a network that was trained."""
+    """Samples of sigma2 by every feed, each from minibatches of its own, at two replicas of a
+    network that was trained.
+    """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(N, 10, generator=generator)
-    y = (x[:, :4] + 0.5 * x[:, 4:8].square() + 0.5 * torch.randn(N, 4, generator=generator)).argmax(1)
+    y = (x[:, :4] + 0.5 * x[:, 4:8].square() + 0.5 * torch.randn(N, 4, generator=generator)).argmax(
+        1
+    )
     energy = tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=tr.GaussianPrior(1.0))
-    ensemble = tr.ModuleEnsemble(lambda: nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4)), energy)
+    ensemble = tr.ModuleEnsemble(
+        lambda: nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4)), energy
+    )
     ladder = tr.Ladder((1.0, 30.0), (1e-4, 3e-4))
     run = tr.ReplicaExchange(ensemble, ladder, noise=tr.PairedVariance(0.3), pairing=tr.NoSwaps())
     for _ in run.advance(400, tr.DeviceLoader((x, y), 100)):
@@ -424,17 +517,23 @@ def estimates():
     assert run.ensemble.n_data == N
 
     def batches(n):
-        """Energies (n, replicas, 1) and terms (n, replicas, 1, SIZE) of independent minibatches without replacement."""
+        """Energies (n, replicas, 1) and terms (n, replicas, 1, SIZE) of independent minibatches
+        without replacement.
+        """
         index = [torch.randperm(N, generator=generator)[:SIZE] for _ in range(n)]
         seen = [ensemble.energies({"batch": (x[i], y[i])}) for i in index]
-        return torch.stack([each.total for each in seen]), torch.stack([each.per_example for each in seen])
+        return torch.stack([each.total for each in seen]), torch.stack(
+            [each.per_example for each in seen]
+        )
 
     standing = run.state.replica_at
     found = {}
     for paired in (True, False):
         totals, _ = batches(2000)
         feed = RepeatedDraws(n_draws=20, paired=paired)
-        found["repeated", paired] = torch.cat([feed.sample(some, standing)[0] for some in totals.split(20)])
+        found["repeated", paired] = torch.cat(
+            [feed.sample(some, standing)[0] for some in totals.split(20)]
+        )
         _, terms = batches(200)
         feed = PerExample(paired=paired)
         assert ensemble.finite_population
@@ -446,17 +545,27 @@ def estimates():
 
 def distance(one, other):
     """In standard errors, of two sets of independent values."""
-    return float((one.mean() - other.mean()) / (one.var() / len(one) + other.var() / len(other)).sqrt())
+    return float(
+        (one.mean() - other.mean()) / (one.var() / len(one) + other.var() / len(other)).sqrt()
+    )
 
 
 @pytest.mark.parametrize("paired", [True, False])
 def test_estimators_of_the_variance_agree(estimates, paired):
-    assert abs(distance(estimates["repeated", paired], estimates["per example", paired])) < FALSE_ALARM_SIGMAS
+    assert (
+        abs(distance(estimates["repeated", paired], estimates["per example", paired]))
+        < FALSE_ALARM_SIGMAS
+    )
     # The mutant: minibatches of 800 out of 2,000 without replacement vary by 0.6 of those with it.
-    assert abs(distance(estimates["repeated", paired], estimates["mutant", paired])) > 2 * FALSE_ALARM_SIGMAS
+    assert (
+        abs(distance(estimates["repeated", paired], estimates["mutant", paired]))
+        > 2 * FALSE_ALARM_SIGMAS
+    )
 
 
 @pytest.mark.parametrize("feed", ["repeated", "per example"])
 def test_paired_and_unpaired_ask_different_questions(estimates, feed):
     assert abs(distance(estimates[feed, True], estimates[feed, False])) > 2 * FALSE_ALARM_SIGMAS
-    assert estimates[feed, True].mean() < estimates[feed, False].mean()  # what replicas share on a minibatch cancels
+    assert (
+        estimates[feed, True].mean() < estimates[feed, False].mean()
+    )  # what replicas share on a minibatch cancels

@@ -1,4 +1,6 @@
-"""Counted noise: the published answers, the law of the normals, independence of everything that is counted, and exact runs."""
+"""Counted noise: the published answers, the law of the normals, independence of everything that is
+counted, and exact runs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import torchrex as tr
 from assertions import assert_mean_is, assert_mean_is_not
 from modules import batches, flat_energy, joined, linear, make_run, same, with_everything
 from torchrex.exchange import philox as counted
-from torchrex.exchange.philox import MASK, keys_of, normals, philox
+from torchrex.network.philox import MASK, keys_of, normals, philox
 from torchrex.rng import derive_seed
 
 CPU = torch.device("cpu")
@@ -40,7 +42,9 @@ def test_words_stay_below_two_to_the_32_and_never_repeat():
         assert int(word.min()) >= 0
         assert int(word.max()) <= MASK
         assert_mean_is(word.double() / 2**32, 0.5)
-    assert len(torch.unique(low * 2**32 + high)) == 3 * 2**18  # the product wraps, without losing a bit
+    assert (
+        len(torch.unique(low * 2**32 + high)) == 3 * 2**18
+    )  # the product wraps, without losing a bit
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +64,12 @@ def test_moments_of_the_normals(numbers):
 
 
 def test_tails_of_the_normals(numbers):
-    for sigmas, outside in ((1.0, 0.317310508), (2.0, 0.045500264), (3.0, 2.699796e-3), (4.0, 6.334248e-5)):
+    for sigmas, outside in (
+        (1.0, 0.317310508),
+        (2.0, 0.045500264),
+        (3.0, 2.699796e-3),
+        (4.0, 6.334248e-5),
+    ):
         assert_mean_is((numbers.abs() > sigmas).double(), outside)
         assert_mean_is((numbers > sigmas).double(), outside / 2)
     assert 4.7 < float(numbers.abs().max()) < 6.7
@@ -73,7 +82,8 @@ def test_nothing_is_correlated(numbers, axis):
     n = numbers.shape[along]
     for distance in (1, 2, 3):
         a, b = (numbers.narrow(along, start, n - distance).double() for start in (0, distance))
-        # Neighbouring products share a factor but are uncorrelated, so their standard error is the plain one.
+        # Neighbouring products share a factor but are uncorrelated, so their standard error is the
+        # plain one.
         assert_mean_is(a * b, 0.0)
         assert_mean_is((a.square() - 1.0) * (b.square() - 1.0), 0.0)
 
@@ -84,7 +94,9 @@ def test_rows_never_come_back(numbers):
     # A shift by one place, one step or one key is not a copy either.
     assert not torch.equal(numbers[0, 0, 1:], numbers[0, 0, :-1])
     for a in range(40):
-        common = torch.isin(numbers.flatten(0, 1)[a, :1000], numbers.flatten(0, 1)[(a + 1) % 40, :1000])
+        common = torch.isin(
+            numbers.flatten(0, 1)[a, :1000], numbers.flatten(0, 1)[(a + 1) % 40, :1000]
+        )
         assert int(common.sum()) < 20, "one stream is a shifted copy of another"
 
 
@@ -100,16 +112,24 @@ def test_the_edges_of_the_words_give_finite_numbers(monkeypatch):
 
 def test_the_numbers_do_not_depend_on_how_many_are_asked_for():
     keys = keys_of([5, 2**62 + 3], CPU)
-    assert torch.equal(normals(keys, torch.tensor(9), 100)[:, :40], normals(keys, torch.tensor(9), 40))
-    assert torch.equal(normals(keys, torch.tensor(9), 40)[1:], normals(keys[1:], torch.tensor(9), 40))
-    assert torch.equal(normals(keys, torch.tensor(2**32 - 1), 4), normals(keys, torch.tensor(2**32 - 1), 4))
+    assert torch.equal(
+        normals(keys, torch.tensor(9), 100)[:, :40], normals(keys, torch.tensor(9), 40)
+    )
+    assert torch.equal(
+        normals(keys, torch.tensor(9), 40)[1:], normals(keys[1:], torch.tensor(9), 40)
+    )
+    assert torch.equal(
+        normals(keys, torch.tensor(2**32 - 1), 4), normals(keys, torch.tensor(2**32 - 1), 4)
+    )
 
 
 def test_all_bits_of_a_seed_count():
     base = 2**61 + 2**33 + 5
     first = normals(keys_of([base], CPU), torch.tensor(0), 50)
     for bit in (0, 31, 32, 45, 62):
-        assert not torch.equal(normals(keys_of([base ^ (1 << bit)], CPU), torch.tensor(0), 50), first), bit
+        assert not torch.equal(
+            normals(keys_of([base ^ (1 << bit)], CPU), torch.tensor(0), 50), first
+        ), bit
 
 
 # In a run
@@ -129,15 +149,25 @@ def test_the_move_uses_the_numbers_of_the_step():
     for step, batch in enumerate(batches(5)):
         before = run.ensemble.position.clone()
         info = run.step(batch)
-        temperature = torch.tensor(ladder.temperatures)[info.replica_at[:, 0].argsort()]  # of the rung each replica stands on
-        expected = before + (2e-2 * temperature).sqrt()[:, None] * normals(keys, torch.tensor(step), run.ensemble.layout.size)
+        temperature = torch.tensor(ladder.temperatures)[
+            info.replica_at[:, 0].argsort()
+        ]  # of the rung each replica stands on
+        expected = before + (2e-2 * temperature).sqrt()[:, None] * normals(
+            keys, torch.tensor(step), run.ensemble.layout.size
+        )
         assert torch.allclose(run.ensemble.position, expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("momentum", ["rescale", "refresh"])
 def test_a_run_with_counted_noise_resumes_exactly(momentum):
     def make():
-        return counted_run(with_everything, sampler=tr.SGHMC(0.1), seed=2, momentum=momentum, correction_factor=float("inf"))
+        return counted_run(
+            with_everything,
+            sampler=tr.SGHMC(0.1),
+            seed=2,
+            momentum=momentum,
+            correction_factor=float("inf"),
+        )
 
     data = batches(20)
     reference = make()

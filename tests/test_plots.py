@@ -29,13 +29,16 @@ def history(k=200, rungs=2, chains=3, correction=2.0, swaps=((50, 0), (51, 0), (
     for step, pair in swaps:
         replica_at[step:, [pair, pair + 1]] = replica_at[step:, [pair + 1, pair]]
     n_pairs = rungs - 1
-    made = torch.tensor([[sum(p == pair for _, p in swaps)] * chains for pair in range(n_pairs)]).reshape(n_pairs, chains)
+    made = torch.tensor(
+        [[sum(p == pair for _, p in swaps)] * chains for pair in range(n_pairs)]
+    ).reshape(n_pairs, chains)
     where = [(step, pair, chain) for chain in range(chains) for step, pair in swaps]
     return History(
         steps=torch.arange(k),
         energy=energy,
         replica_at=replica_at,
-        noise_variance=torch.linspace(1, 4, k)[:, None, None].repeat(1, n_pairs, chains) + 0.1 * torch.arange(chains),
+        noise_variance=torch.linspace(1, 4, k)[:, None, None].repeat(1, n_pairs, chains)
+        + 0.1 * torch.arange(chains),
         temperature=torch.tensor([[1.0, 2.0, 4.0][:rungs]]).repeat(k, 1),
         accepted=made,
         proposed=torch.full((n_pairs, chains), k),
@@ -71,26 +74,34 @@ def test_paths_follow_the_replicas_and_not_the_rungs(axis):
 
 
 def test_acceptance_over_time_has_known_answers():
-    """Equal energies at correction c accept exp(-gap * c); swaps are counted in the window in which they were made."""
+    """Equal energies at correction c accept exp(-gap * c); swaps are counted in the window in which
+    they were made.
+    """
     data = history(chains=1)
     data.energy[:] = 5.0
     step, expected, observed = acceptance_over_time(data, windows=4)
     assert step.tolist() == [25, 75, 125, 175]
-    assert torch.allclose(expected, torch.tensor(-0.5 * 2.0, dtype=torch.float64).exp().expand(4, 1))
+    assert torch.allclose(
+        expected, torch.tensor(-0.5 * 2.0, dtype=torch.float64).exp().expand(4, 1)
+    )
     assert observed.flatten().tolist() == pytest.approx([0, 2 / 50, 1 / 50, 0])
 
 
 def test_acceptance_is_drawn_in_percent(axis):
     plots.plot_acceptance(history(), axis)
     expected = acceptance_over_time(history()).expected
-    assert torch.as_tensor(axis.lines[0].get_ydata()).tolist() == pytest.approx((100 * expected[:, 0]).tolist())
+    assert torch.as_tensor(axis.lines[0].get_ydata()).tolist() == pytest.approx(
+        (100 * expected[:, 0]).tolist()
+    )
     assert "%" in axis.get_ylabel()
 
 
 def test_sigma2_has_the_mean_of_the_chains_and_a_band(axis):
     data = history()
     plots.plot_noise_variance(data, axis)
-    assert torch.allclose(torch.as_tensor(axis.lines[0].get_ydata()), data.noise_variance[:, 0].double().mean(1))
+    assert torch.allclose(
+        torch.as_tensor(axis.lines[0].get_ydata()), data.noise_variance[:, 0].double().mean(1)
+    )
     assert len(axis.collections) == 1
     se = 0.1 / 3**0.5
     top = axis.collections[0].get_paths()[0].vertices[:, 1].max()
@@ -101,7 +112,9 @@ def test_correction_against_the_difference_of_its_pair(axis):
     data = history(rungs=3)
     plots.plot_correction(data, axis, pair=1)
     difference, correction = axis.lines[:2]
-    assert torch.allclose(torch.as_tensor(difference.get_ydata()), data.energy[:, 1, 0] - data.energy[:, 2, 0])
+    assert torch.allclose(
+        torch.as_tensor(difference.get_ydata()), data.energy[:, 1, 0] - data.energy[:, 2, 0]
+    )
     assert set(correction.get_ydata()) == {2.0}
     assert labels(axis)[-1] == "0 swaps"  # all were those of pair 0
 
@@ -126,7 +139,9 @@ def test_reliability_bins_have_known_answers(axis):
 
 
 def test_accuracy_and_distance(axis):
-    plots.plot_accuracy({"average": torch.tensor([0.5, 0.75]), "last": torch.tensor([0.5, 0.25])}, axis)
+    plots.plot_accuracy(
+        {"average": torch.tensor([0.5, 0.75]), "last": torch.tensor([0.5, 0.25])}, axis
+    )
     assert axis.lines[0].get_xdata().tolist() == [1, 2]
     assert axis.lines[0].get_ydata().tolist() == [50, 75]
     figure, other = plt.subplots()
@@ -144,7 +159,9 @@ EVERY = (
     plots.plot_noise_variance,
     plots.plot_correction,
     lambda data, axis: plots.plot_density(torch.linspace(0, 1, 5), torch.rand(3, 4), axis),
-    lambda data, axis: plots.plot_reliability(torch.rand(50, 3).softmax(1), torch.randint(3, (50,)), axis),
+    lambda data, axis: plots.plot_reliability(
+        torch.rand(50, 3).softmax(1), torch.randint(3, (50,)), axis
+    ),
     lambda data, axis: plots.plot_accuracy({"average": torch.rand(5), "last": torch.rand(5)}, axis),
     lambda data, axis: plots.plot_distance(torch.tensor([10, 100]), torch.rand(2, 3), axis),
 )

@@ -1,4 +1,6 @@
-"""The energy of a module: losses of every form, batches of every form, priors, and what SGD's settings become."""
+"""The energy of a module: losses of every form, batches of every form, priors, and what SGD's
+settings become.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,15 @@ def batch_of(n=8):
 
 
 def one_step(model, energy, batch):
-    """Energy of a replica and the gradient that moves it: at temperature 0 and lr 1 SGLD is x - gradient."""
+    """Energy of a replica and the gradient that moves it: at temperature 0 and lr 1 SGLD is x -
+    gradient.
+    """
     run = tr.ReplicaExchange(tr.ModuleEnsemble(model, energy), tr.Ladder.descent(1.0))
     before = {name: p.detach().clone() for name, p in run.module_at().named_parameters()}
     info = run.step(batch)
-    return float(info.energy[0, 0]), {name: before[name] - p.detach() for name, p in run.module_at().named_parameters()}
+    return float(info.energy[0, 0]), {
+        name: before[name] - p.detach() for name, p in run.module_at().named_parameters()
+    }
 
 
 def by_hand(model, total):
@@ -44,7 +50,9 @@ def by_hand(model, total):
     value = total(module, named)
     gradients = torch.autograd.grad(value, list(named.values()), allow_unused=True)
     zero = {name: torch.zeros_like(p) for name, p in named.items()}
-    return float(value.detach()), {name: zero[name] if g is None else g for name, g in zip(named, gradients, strict=True)}
+    return float(value.detach()), {
+        name: zero[name] if g is None else g for name, g in zip(named, gradients, strict=True)
+    }
 
 
 def assert_same_energy_and_gradient(model, energy, batch, total):
@@ -65,13 +73,31 @@ def smoothed(output, target):
 
 CROSS_ENTROPIES = {
     "function": (F.cross_entropy, lambda o, t: F.nll_loss(o.log_softmax(1), t, reduction="none")),
-    "module": (nn.CrossEntropyLoss(), lambda o, t: F.nll_loss(o.log_softmax(1), t, reduction="none")),
-    "module that sums": (nn.CrossEntropyLoss(reduction="sum"), lambda o, t: F.nll_loss(o.log_softmax(1), t, reduction="none")),
+    "module": (
+        nn.CrossEntropyLoss(),
+        lambda o, t: F.nll_loss(o.log_softmax(1), t, reduction="none"),
+    ),
+    "module that sums": (
+        nn.CrossEntropyLoss(reduction="sum"),
+        lambda o, t: F.nll_loss(o.log_softmax(1), t, reduction="none"),
+    ),
     "label smoothing": (nn.CrossEntropyLoss(label_smoothing=0.1), smoothed),
-    "partial": (functools.partial(F.cross_entropy, label_smoothing=0.1, reduction="mean"), smoothed),
-    "class weights": (nn.CrossEntropyLoss(weight=WEIGHT), lambda o, t: -WEIGHT[t] * o.log_softmax(1).gather(1, t[:, None])[:, 0]),
-    "own": (lambda o, t: (o.gather(1, t[:, None])[:, 0] - 1.0) ** 2, lambda o, t: (o[range(len(t)), t] - 1.0) ** 2),
-    "own with a column": (lambda o, t: (o.gather(1, t[:, None]) - 1.0) ** 2, lambda o, t: (o[range(len(t)), t] - 1.0) ** 2),
+    "partial": (
+        functools.partial(F.cross_entropy, label_smoothing=0.1, reduction="mean"),
+        smoothed,
+    ),
+    "class weights": (
+        nn.CrossEntropyLoss(weight=WEIGHT),
+        lambda o, t: -WEIGHT[t] * o.log_softmax(1).gather(1, t[:, None])[:, 0],
+    ),
+    "own": (
+        lambda o, t: (o.gather(1, t[:, None])[:, 0] - 1.0) ** 2,
+        lambda o, t: (o[range(len(t)), t] - 1.0) ** 2,
+    ),
+    "own with a column": (
+        lambda o, t: (o.gather(1, t[:, None]) - 1.0) ** 2,
+        lambda o, t: (o[range(len(t)), t] - 1.0) ** 2,
+    ),
 }
 
 
@@ -81,7 +107,9 @@ def test_a_loss_enters_as_the_sum_over_all_data(name):
     x, y = batch_of(8)
     energy = tr.PosteriorEnergy(loss, n_data=N)
     assert energy.per_example(double(), (x, y)).shape == (8,)
-    assert_same_energy_and_gradient(double(), energy, (x, y), lambda m, _: N / 8 * written_out(m(x), y).sum())
+    assert_same_energy_and_gradient(
+        double(), energy, (x, y), lambda m, _: N / 8 * written_out(m(x), y).sum()
+    )
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -96,10 +124,14 @@ def test_the_users_loss_module_stays_as_it_was(reduction):
 def test_several_numbers_per_example_add_up():
     """A likelihood is a product over outputs: mse_loss on (n, d) is summed over d, not averaged."""
     x, _ = batch_of(8)
-    target = torch.randn(8, N_CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    target = torch.randn(
+        8, N_CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     for loss in (F.mse_loss, nn.MSELoss()):
         energy = tr.PosteriorEnergy(loss, n_data=N)
-        assert_same_energy_and_gradient(double(), energy, (x, target), lambda m, _: N / 8 * (m(x) - target).square().sum())
+        assert_same_energy_and_gradient(
+            double(), energy, (x, target), lambda m, _: N / 8 * (m(x) - target).square().sum()
+        )
 
 
 def test_of_takes_models_and_batches_of_any_form():
@@ -114,7 +146,10 @@ def test_of_takes_models_and_batches_of_any_form():
         double(),
         energy,
         batch,
-        lambda m, p: N / 8 * F.cross_entropy(m(x), y, reduction="sum") + sum(w.square().sum() for w in p.values()),
+        lambda m, p: (
+            N / 8 * F.cross_entropy(m(x), y, reduction="sum")
+            + sum(w.square().sum() for w in p.values())
+        ),
     )
 
 
@@ -141,16 +176,23 @@ def test_several_inputs(form):
         "dict": {"z": z, "target": y, "x": x},
         "dict with another key": {"label": y, "z": z, "x": x},
     }[form]
-    energy = tr.PosteriorEnergy(F.cross_entropy, n_data=N, target_key="label" if "another" in form else "target")
+    energy = tr.PosteriorEnergy(
+        F.cross_entropy, n_data=N, target_key="label" if "another" in form else "target"
+    )
     assert_same_energy_and_gradient(
-        model, energy, batch, lambda m, _: N / 8 * F.cross_entropy(m.first(x) - 2.0 * m.second(z), y, reduction="sum")
+        model,
+        energy,
+        batch,
+        lambda m, _: N / 8 * F.cross_entropy(m.first(x) - 2.0 * m.second(z), y, reduction="sum"),
     )
 
 
 def test_a_batch_of_one_tensor_goes_to_the_loss_without_target():
     x, _ = batch_of(8)
     energy = tr.PosteriorEnergy(lambda output: output.logsumexp(1), n_data=N)
-    assert_same_energy_and_gradient(double(), energy, x, lambda m, _: N / 8 * m(x).logsumexp(1).sum())
+    assert_same_energy_and_gradient(
+        double(), energy, x, lambda m, _: N / 8 * m(x).logsumexp(1).sum()
+    )
 
 
 def test_a_dict_without_target():
@@ -163,7 +205,9 @@ def test_a_dict_without_target():
 def test_a_dict_without_target_is_told_before_the_module_is_called():
     x, y = batch_of(8)
     with pytest.raises(TargetError, match="target_key="):
-        tr.PosteriorEnergy(F.cross_entropy, n_data=N).per_example(double(), {"input": x, "label": y})
+        tr.PosteriorEnergy(F.cross_entropy, n_data=N).per_example(
+            double(), {"input": x, "label": y}
+        )
 
 
 # Priors
@@ -171,20 +215,36 @@ def test_a_dict_without_target_is_told_before_the_module_is_called():
 
 def spread(parameters):
     """A Laplace prior, and one that ties two parameters."""
-    return sum(p.abs().sum() for p in parameters.values()) + 3.0 * (parameters["0.bias"] * parameters["2.bias"]).sum()
+    return (
+        sum(p.abs().sum() for p in parameters.values())
+        + 3.0 * (parameters["0.bias"] * parameters["2.bias"]).sum()
+    )
 
 
 def groups_by_hand(_, p):
-    precision = {"0.weight": 7.0, "0.bias": 0.0, "2.weight": 2.0, "2.bias": 0.0, "4.weight": 2.0, "4.bias": 0.0}
+    precision = {
+        "0.weight": 7.0,
+        "0.bias": 0.0,
+        "2.weight": 2.0,
+        "2.bias": 0.0,
+        "4.weight": 2.0,
+        "4.bias": 0.0,
+    }
     return sum(0.5 * precision[name] * w.square().sum() for name, w in p.items())
 
 
 PRIORS = {
     "none": (None, lambda m, p: 0.0),
-    "scalar": (tr.GaussianPrior(25.0), lambda m, p: 12.5 * sum(w.square().sum() for w in p.values())),
+    "scalar": (
+        tr.GaussianPrior(25.0),
+        lambda m, p: 12.5 * sum(w.square().sum() for w in p.values()),
+    ),
     "zero": (tr.GaussianPrior(0.0), lambda m, p: 0.0),
     "groups": (tr.GaussianPrior(2.0, groups={"bias": 0.0, "0.": 7.0}), groups_by_hand),
-    "groups that agree": (tr.GaussianPrior(1.0, groups={"": 4.0}), lambda m, p: 2.0 * sum(w.square().sum() for w in p.values())),
+    "groups that agree": (
+        tr.GaussianPrior(1.0, groups={"": 4.0}),
+        lambda m, p: 2.0 * sum(w.square().sum() for w in p.values()),
+    ),
     "function": (spread, lambda m, p: spread(p)),
 }
 
@@ -195,25 +255,39 @@ def test_a_prior_is_added_once_whatever_the_batch(name):
     x, y = batch_of(8)
     energy = tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=prior)
     assert_same_energy_and_gradient(
-        double(), energy, (x, y), lambda m, p: N / 8 * F.cross_entropy(m(x), y, reduction="sum") + written_out(m, p)
+        double(),
+        energy,
+        (x, y),
+        lambda m, p: N / 8 * F.cross_entropy(m(x), y, reduction="sum") + written_out(m, p),
     )
 
 
 def test_the_first_group_that_fits_counts():
     prior = tr.GaussianPrior(25.0, groups={"bn": 1.0, "bias": 0.0})
-    assert [prior.precision_of(name) for name in ("conv.weight", "bn.bias", "fc.bias")] == [25.0, 1.0, 0.0]
+    assert [prior.precision_of(name) for name in ("conv.weight", "bn.bias", "fc.bias")] == [
+        25.0,
+        1.0,
+        0.0,
+    ]
     assert repr(prior) == "GaussianPrior(25, bn: 1, bias: 0)"
 
 
 def test_a_group_that_fits_nothing_is_refused():
     """Parts of a Sequential have numbers for names."""
-    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3), nn.Linear(3, 3))
+    model = nn.Sequential(
+        nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3), nn.Linear(3, 3)
+    )
 
     def run_with(groups):
-        energy = tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=tr.GaussianPrior(25.0, groups=groups))
+        energy = tr.PosteriorEnergy(
+            F.cross_entropy, n_data=N, prior=tr.GaussianPrior(25.0, groups=groups)
+        )
         return tr.ReplicaExchange(tr.ModuleEnsemble(model, energy), tr.Ladder((1.0, 2.0), 1e-3))
 
-    with pytest.raises(InvalidArgumentError, match=r"group 'bn' of GaussianPrior.*0\.weight, 0\.bias, 1\.weight.*\.\.\."):
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"group 'bn' of GaussianPrior.*0\.weight, 0\.bias, 1\.weight.*\.\.\.",
+    ):
         run_with({"bias": 0.0, "bn": 0.0})
     run_with({"bias": 0.0, "1.": 0.0, "1.bias": 1.0})  # the last is never reached, but it fits
     model[0].requires_grad_(False)
@@ -224,7 +298,9 @@ def test_energies_alone_are_those_with_gradients():
     """Repeated draws ask for energies without gradients; a function prior belongs to them as well."""
     x, y = batch_of(8)
     for prior, _ in PRIORS.values():
-        ensemble = tr.ModuleEnsemble(double(), tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=prior))
+        ensemble = tr.ModuleEnsemble(
+            double(), tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=prior)
+        )
         tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 2.0), 1e-3))
         noise = {"batch": (x, y)}
         assert torch.equal(ensemble.energies(noise).total, ensemble.evaluate(noise)[0].total)
@@ -236,14 +312,20 @@ def test_energies_alone_are_those_with_gradients():
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("weight_decay", [0.0, 5e-3])
 def test_converted_settings_take_the_steps_of_sgd(momentum, weight_decay):
-    """The mean loss of torch.optim.SGD and the summed energy at temperature 0 walk the same way for 20 steps."""
+    """The mean loss of torch.optim.SGD and the summed energy at temperature 0 walk the same way for
+    20 steps.
+    """
     model = double()
     reference = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.3, momentum=momentum, weight_decay=weight_decay)
+    optimizer = torch.optim.SGD(
+        reference.parameters(), lr=0.3, momentum=momentum, weight_decay=weight_decay
+    )
     scale = tr.from_sgd(optimizer, n_data=N)
     assert scale == tr.from_sgd(n_data=N, lr=0.3, momentum=momentum, weight_decay=weight_decay)
     energy = tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=scale.prior)
-    run = tr.ReplicaExchange(tr.ModuleEnsemble(model, energy, tr.SGHMC(scale.friction)), tr.Ladder.descent(scale.lr))
+    run = tr.ReplicaExchange(
+        tr.ModuleEnsemble(model, energy, tr.SGHMC(scale.friction)), tr.Ladder.descent(scale.lr)
+    )
     for k in range(20):
         x, y = classes(8 - k % 3, seed=k, dtype=torch.float64)
         optimizer.zero_grad()
@@ -252,7 +334,10 @@ def test_converted_settings_take_the_steps_of_sgd(momentum, weight_decay):
         run.step((x, y))
         for mine, theirs in zip(run.module_at().parameters(), reference.parameters(), strict=True):
             assert torch.allclose(mine, theirs, rtol=0.0, atol=1e-10)
-    moved = max(float((a - b).detach().abs().max()) for a, b in zip(reference.parameters(), model.parameters(), strict=True))
+    moved = max(
+        float((a - b).detach().abs().max())
+        for a, b in zip(reference.parameters(), model.parameters(), strict=True)
+    )
     assert moved > 0.1
 
 
@@ -265,7 +350,10 @@ def test_sgd_that_has_no_counterpart():
     with pytest.raises(InvalidArgumentError, match="AdamW"):
         tr.from_sgd(torch.optim.AdamW(parameters, lr=0.1), n_data=N)
     with pytest.raises(InvalidArgumentError, match="2 parameter groups"):
-        tr.from_sgd(torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=0.1), n_data=N)
+        tr.from_sgd(
+            torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=0.1),
+            n_data=N,
+        )
     for settings in ({}, {"momentum": 0.9}, {"lr": 0.1, "nesterov": True}):
         with pytest.raises(InvalidArgumentError, match="give lr"):
             tr.from_sgd(n_data=N, **settings)
@@ -287,7 +375,9 @@ def test_converting_needs_the_number_of_data(n_data):
 
 @pytest.mark.parametrize("n_data", [0, -5, True, "50000", 40.0, None])
 def test_n_data_is_a_count(n_data):
-    with pytest.raises(InvalidArgumentError, match="n_data must be the number of training examples"):
+    with pytest.raises(
+        InvalidArgumentError, match="n_data must be the number of training examples"
+    ):
         tr.PosteriorEnergy(F.cross_entropy, n_data=n_data)
 
 
@@ -319,7 +409,9 @@ SCALARS = {
 @pytest.mark.parametrize("name", SCALARS)
 def test_a_loss_that_reduces_is_refused_before_anything_moves(name):
     run = tr.ReplicaExchange(
-        tr.ModuleEnsemble(linear, tr.PosteriorEnergy(SCALARS[name], n_data=N)), tr.Ladder((1.0, 2.0), 1e-3), seed=1
+        tr.ModuleEnsemble(linear, tr.PosteriorEnergy(SCALARS[name], n_data=N)),
+        tr.Ladder((1.0, 2.0), 1e-3),
+        seed=1,
     )
     before = run.state_dict()
     with pytest.raises(TargetError, match=r'one value per example.*reduction="none"'):
@@ -344,11 +436,20 @@ class TwoHeads(nn.Module):
         return (self.linear(x), x) if self.form is tuple else {"logits": self.linear(x)}
 
 
-@pytest.mark.parametrize("loss", [F.cross_entropy, nn.CrossEntropyLoss(), lambda o, t: o.logsumexp(1)], ids=["F", "nn", "own"])
+@pytest.mark.parametrize(
+    "loss",
+    [F.cross_entropy, nn.CrossEntropyLoss(), lambda o, t: o.logsumexp(1)],
+    ids=["F", "nn", "own"],
+)
 @pytest.mark.parametrize("form", [tuple, dict])
 def test_an_output_that_is_no_tensor_is_named(loss, form):
-    run = tr.ReplicaExchange(tr.ModuleEnsemble(TwoHeads(form), tr.PosteriorEnergy(loss, n_data=N)), tr.Ladder((1.0, 2.0), 1e-3))
-    with pytest.raises(TargetError, match=rf"the model returned a {form.__name__} .*PosteriorEnergy\.of") as caught:
+    run = tr.ReplicaExchange(
+        tr.ModuleEnsemble(TwoHeads(form), tr.PosteriorEnergy(loss, n_data=N)),
+        tr.Ladder((1.0, 2.0), 1e-3),
+    )
+    with pytest.raises(
+        TargetError, match=rf"the model returned a {form.__name__} .*PosteriorEnergy\.of"
+    ) as caught:
         run.step(classes(8))
     assert isinstance(caught.value.__cause__, TypeError | AttributeError)
 
@@ -379,7 +480,9 @@ def sums_pairs(output, target):
 
 def four_values():
     return tr.ReplicaExchange(
-        tr.ModuleEnsemble(linear, tr.PosteriorEnergy.of(lambda m, b: sums_pairs(m(b[0]), b[1]), n_data=N)),
+        tr.ModuleEnsemble(
+            linear, tr.PosteriorEnergy.of(lambda m, b: sums_pairs(m(b[0]), b[1]), n_data=N)
+        ),
         tr.Ladder((1.0, 2.0), 1e-3),
     )
 
@@ -399,14 +502,19 @@ def test_a_wrong_loss_is_refused_every_time():
 
 
 def test_a_function_prior_must_give_one_number():
-    energy = tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=lambda p: p["weight"].square().sum().reshape(1))
+    energy = tr.PosteriorEnergy(
+        F.cross_entropy, n_data=N, prior=lambda p: p["weight"].square().sum().reshape(1)
+    )
     run = tr.ReplicaExchange(tr.ModuleEnsemble(linear, energy), tr.Ladder((1.0, 2.0), 1e-3))
     with pytest.raises(TargetError, match="prior"):
         run.step(classes(8))
 
 
 def test_it_prints_usefully():
-    assert repr(tr.PosteriorEnergy(nn.CrossEntropyLoss(), n_data=N)) == "PosteriorEnergy(CrossEntropyLoss, n_data=40, prior=None)"
+    assert (
+        repr(tr.PosteriorEnergy(nn.CrossEntropyLoss(), n_data=N))
+        == "PosteriorEnergy(CrossEntropyLoss, n_data=40, prior=None)"
+    )
     assert repr(tr.PosteriorEnergy.of(sums_pairs, n_data=50_000, prior=spread)) == (
         "PosteriorEnergy(sums_pairs, n_data=50,000, prior=a function)"
     )
@@ -416,7 +524,10 @@ def test_it_prints_usefully():
 def test_targets_that_spread_over_outputs_are_refused():
     """(n, 1) against (n,) is (n, n) for torch, and every number would be wrong."""
     energy = tr.PosteriorEnergy(torch.nn.functional.mse_loss, n_data=N_DATA)
-    with pytest.raises(TargetError, match=r"shape \(6, 6\) for outputs of shape \(6, 1\) and targets of shape \(6,\)"):
+    with pytest.raises(
+        TargetError,
+        match=r"shape \(6, 6\) for outputs of shape \(6, 1\) and targets of shape \(6,\)",
+    ):
         energy.per_example(nn.Linear(2, 1), (torch.randn(6, 2), torch.randn(6)))
 
 
@@ -460,11 +571,15 @@ def test_each_module_follows_its_own_loss():
     judged = by_hand.judge(made.detach())
     kept = copy.deepcopy(by_hand.state_dict())
     of_judge = torch.autograd.grad(judged.square().sum(1).mean(), list(by_hand.judge.parameters()))
-    of_maker = torch.autograd.grad(-by_hand.judge(made).sin().mean(), list(by_hand.maker.parameters()))
+    of_maker = torch.autograd.grad(
+        -by_hand.judge(made).sin().mean(), list(by_hand.maker.parameters())
+    )
     by_hand.load_state_dict(kept)  # the second look of the judge leaves no trace in its statistics
     with torch.no_grad():
         for parameter, gradient in zip(
-            [*by_hand.maker.parameters(), *by_hand.judge.parameters()], of_maker + of_judge, strict=True
+            [*by_hand.maker.parameters(), *by_hand.judge.parameters()],
+            of_maker + of_judge,
+            strict=True,
         ):
             parameter -= 0.1 * gradient
     for name, tensor in run.module_at().state_dict().items():
@@ -484,22 +599,54 @@ def test_what_is_descended_must_be_one_number():
 X, Y = classes(8)
 NO_LABELS = "one tensor and no labels"
 UNFIT = {
-    "float labels": (F.cross_entropy, (X, Y.float()), r"float32, shape \(8,\), 0 to 2.*labels.long\(\)"),
+    "float labels": (
+        F.cross_entropy,
+        (X, Y.float()),
+        r"float32, shape \(8,\), 0 to 2.*labels.long\(\)",
+    ),
     "int32 labels": (F.cross_entropy, (X, Y.int()), r"int32, shape \(8,\).*labels.long\(\)"),
-    "a column of labels": (F.cross_entropy, (X, Y[:, None]), r"shape \(8, 1\).*labels.squeeze\(1\)"),
+    "a column of labels": (
+        F.cross_entropy,
+        (X, Y[:, None]),
+        r"shape \(8, 1\).*labels.squeeze\(1\)",
+    ),
     "too few labels": (F.cross_entropy, (X, Y[:5]), r"shape \(8, 3\).*shape \(5,\)"),
-    "labels from 1": (F.cross_entropy, (X, Y + 1), r"from 0 to 2, because the model has 3 outputs.*1 to 3"),
+    "labels from 1": (
+        F.cross_entropy,
+        (X, Y + 1),
+        r"from 0 to 2, because the model has 3 outputs.*1 to 3",
+    ),
     "negative labels": (nn.CrossEntropyLoss(), (X, Y - 1), r"from 0 to 2.*-1 to 1"),
-    "whole numbers for a binary loss": (nn.BCELoss(), (X, F.one_hot(Y)), r"labels.to\(torch.float32\)"),
+    "whole numbers for a binary loss": (
+        nn.BCELoss(),
+        (X, F.one_hot(Y)),
+        r"labels.to\(torch.float32\)",
+    ),
     "float64 data": (
         F.cross_entropy,
         (X.double(), Y),
         r"model is of float32, but the inputs are of float64.*x.to\(torch.float32\)",
     ),
-    "bytes": (F.cross_entropy, (X.to(torch.uint8), Y), r"model is of float32, but the inputs are of uint8"),
-    "a dict of float64": (F.cross_entropy, {"target": Y, "input": X.double()}, "inputs are of float64"),
-    "whole numbers": (F.cross_entropy, (X.long(), Y), r"inputs are of int64.*x.to\(torch.float32\)"),
-    "too many features": (F.cross_entropy, (torch.zeros(8, 99), Y), r"takes \d+ features, but the inputs are of.*\(8, 99\)"),
+    "bytes": (
+        F.cross_entropy,
+        (X.to(torch.uint8), Y),
+        r"model is of float32, but the inputs are of uint8",
+    ),
+    "a dict of float64": (
+        F.cross_entropy,
+        {"target": Y, "input": X.double()},
+        "inputs are of float64",
+    ),
+    "whole numbers": (
+        F.cross_entropy,
+        (X.long(), Y),
+        r"inputs are of int64.*x.to\(torch.float32\)",
+    ),
+    "too many features": (
+        F.cross_entropy,
+        (torch.zeros(8, 99), Y),
+        r"takes \d+ features, but the inputs are of.*\(8, 99\)",
+    ),
     "no labels": (F.cross_entropy, X, NO_LABELS),
     "no labels in a list": (F.cross_entropy, [X], NO_LABELS),
 }
@@ -534,9 +681,13 @@ def test_other_errors_of_a_module_stay_what_they_are():
 
 def test_a_dataset_is_no_loader():
     dataset = TensorDataset(*classes(N_DATA))
-    with pytest.raises(InvalidArgumentError, match=r"got a TensorDataset.*DataLoader.*dataset.tensors"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"got a TensorDataset.*DataLoader.*dataset.tensors"
+    ):
         list(make_run().advance(1, dataset))
-    with pytest.raises(InvalidArgumentError, match=r"got a TensorDataset.*shuffle=False.*dataset.tensors"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"got a TensorDataset.*shuffle=False.*dataset.tensors"
+    ):
         tr.PosteriorAverage(dataset)
     list(make_run().advance(1, DataLoader(dataset, 4)))
 
@@ -544,5 +695,7 @@ def test_a_dataset_is_no_loader():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda")])
 def test_a_device_that_is_not_there(device):
-    with pytest.raises(InvalidArgumentError, match=r"cuda.* was asked for, but torch finds no CUDA device"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"cuda.* was asked for, but torch finds no CUDA device"
+    ):
         tr.ModuleEnsemble(linear, cross_entropy(), device=device)

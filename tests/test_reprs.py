@@ -1,4 +1,6 @@
-"""Every public object prints usefully in one line; those with numbers are tables in a notebook, and nothing in them is markup."""
+"""Every public object prints usefully in one line; those with numbers are tables in a notebook, and
+nothing in them is markup.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,18 @@ def objects(tmp_path):
     repeated = tr.RepeatedDraws(10)
     features = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
     found = [
-        *(run, average, trace, outcome, ensemble, repeated, mixture, run.ensemble, tr.Member(run), tr.SideBySide([run])),
+        *(
+            run,
+            average,
+            trace,
+            outcome,
+            ensemble,
+            repeated,
+            mixture,
+            run.ensemble,
+            tr.Member(run),
+            tr.SideBySide([run]),
+        ),
         *(
             tr.SGHMC(0.1),
             tr.SGLD(),
@@ -31,29 +44,59 @@ def objects(tmp_path):
             tr.RandomPair(),
             tr.KnownVariance(),
         ),
-        *(tr.RunningMean(repeated), tr.Smoothing(0.3, repeated), tr.PerExample(), tr.ConstantFactor(), tr.ProportionalToGap(2.0)),
+        *(
+            tr.RunningMean(repeated),
+            tr.Smoothing(0.3, repeated),
+            tr.PerExample(),
+            tr.ConstantFactor(),
+            tr.ProportionalToGap(2.0),
+        ),
         tr.BatchVariance(),
-        *(tr.TargetAcceptance(0.2), tr.Ladder((0.1, 0.2), 0.01), tr.GaussianPrior(25.0), tr.Gaussian(2.0), tr.StudentT(5.0)),
-        *(tr.Noisy(mixture, tr.Gaussian(2.0)), tr.LogDensity(lambda x: -x.square().sum(-1), 1), cross_entropy()),
+        *(
+            tr.TargetAcceptance(0.2),
+            tr.Ladder((0.1, 0.2), 0.01),
+            tr.GaussianPrior(25.0),
+            tr.Gaussian(2.0),
+            tr.StudentT(5.0),
+        ),
+        *(
+            tr.Noisy(mixture, tr.Gaussian(2.0)),
+            tr.LogDensity(lambda x: -x.square().sum(-1), 1),
+            cross_entropy(),
+        ),
         *(
             tr.logistic_regression(features, features[:, 0] > 0, batch_size=8),
             tr.DeviceLoader(classes(), 8),
             tr.Checkpoints(tmp_path / "c"),
         ),
-        *(tr.DrawStore(tmp_path / "d", capacity=3), tr.sample(mixture, temperatures=(1.0, 2.0), lr=0.1, n_steps=20)),
-        *(tr.Observer(), tr.JsonLines(tmp_path / "l"), tr.TensorBoard(tmp_path / "t"), tr.LiveDisplay()),
+        *(
+            tr.DrawStore(tmp_path / "d", capacity=3),
+            tr.sample(mixture, temperatures=(1.0, 2.0), lr=0.1, n_steps=20),
+        ),
+        *(
+            tr.Observer(),
+            tr.JsonLines(tmp_path / "l"),
+            tr.TensorBoard(tmp_path / "t"),
+            tr.LiveDisplay(),
+        ),
         *(tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1)), tr.replica_mesh(4)),
     ]
     return found
 
 
-NOT_MADE = {"Target", "TorchrexError", "PairedVariance"}  # abstract; an error has its message; a function
+NOT_MADE = {
+    "Target",
+    "TorchrexError",
+    "PairedVariance",
+}  # abstract; an error has its message; a function
 
 
 def test_every_public_object_prints_in_one_line(tmp_path):
     found = objects(tmp_path)
     classes_of = {name for name in tr.__all__ if isinstance(getattr(tr, name), type)} - NOT_MADE
-    missing = {name for name in classes_of if not any(isinstance(one, getattr(tr, name)) for one in found)}
+    missing = {
+        name for name in classes_of if not any(isinstance(one, getattr(tr, name)) for one in found)
+    }
     assert not missing, f"give one of {missing} to this test"
     for one in found:
         text = repr(one)
@@ -86,13 +129,30 @@ def cells_of(one):
     parser.feed(one._repr_html_())
     parser.close()
     assert parser.open == []
-    assert parser.tags <= {"div", "p", "b", "table", "thead", "tbody", "tr", "th", "td", "details", "summary", "code"}
+    assert parser.tags <= {
+        "div",
+        "p",
+        "b",
+        "table",
+        "thead",
+        "tbody",
+        "tr",
+        "th",
+        "td",
+        "details",
+        "summary",
+        "code",
+    }
     return parser.cells
 
 
 def test_tables_in_notebooks():
     ladder = tr.Ladder((0.5, 1.0), (1e-3, 2e-3), anneal=tr.schedules.geometric(0.5))
-    run, average, trace = make_run(ladder=ladder), tr.PosteriorAverage(batches(2), every=5, rungs=(0, 1)), tr.Trace()
+    run, average, trace = (
+        make_run(ladder=ladder),
+        tr.PosteriorAverage(batches(2), every=5, rungs=(0, 1)),
+        tr.Trace(),
+    )
     for empty in (average, trace):
         assert cells_of(empty) == []
     tr.train(run, batches(7), 10, average=average, trace=trace)
@@ -102,7 +162,9 @@ def test_tables_in_notebooks():
     assert cells_of(trace)[5:8] == ["0 – 1", str(accepted), str(proposed)]
     assert cells_of(average)[5:7] == ["0", f"{average.metrics(0)['accuracy']:.4g}"]
     assert cells_of(average)[15:17] == ["all pooled", f"{average.metrics(None)['accuracy']:.4g}"]
-    draws = tr.sample(lambda x: -x.square().sum(-1), dim=1, temperatures=(1.0, 2.0), lr=0.1, n_steps=20)
+    draws = tr.sample(
+        lambda x: -x.square().sum(-1), dim=1, temperatures=(1.0, 2.0), lr=0.1, n_steps=20
+    )
     assert cells_of(draws)[5] == f"{float(draws.mean()[0]):.4g}"
 
 
@@ -110,7 +172,10 @@ def test_what_is_zero_or_one_is_not_said():
     run, display = make_run(), tr.LiveDisplay()
     assert "step" not in repr(display)
     assert "step 0 of 9" in repr(tr.LiveDisplay("t", 9))
-    every, some = tr.PosteriorAverage(batches(2)), tr.PosteriorAverage(batches(2), every=5, burn_in=1000)
+    every, some = (
+        tr.PosteriorAverage(batches(2)),
+        tr.PosteriorAverage(batches(2), every=5, burn_in=1000),
+    )
     tr.train(run, batches(7), 2, average=[every, some], trace=(trace := tr.Trace()))
     assert "2 draws, at every step</p>" in every._repr_html_()
     assert "0 draws, one every 5 steps after 1,000</p>" in some._repr_html_()
@@ -120,7 +185,9 @@ def test_what_is_zero_or_one_is_not_said():
 
 def test_tables_bring_no_colours_along():
     """So they are readable in a dark notebook."""
-    draws = tr.sample(lambda x: -x.square().sum(-1), dim=1, temperatures=(1.0, 2.0), lr=0.1, n_steps=20)
+    draws = tr.sample(
+        lambda x: -x.square().sum(-1), dim=1, temperatures=(1.0, 2.0), lr=0.1, n_steps=20
+    )
     assert "color" not in draws._repr_html_()
     assert "background" not in draws._repr_html_()
 

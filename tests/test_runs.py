@@ -14,7 +14,14 @@ from safetensors.torch import save_file
 from torchrex.errors import RunFolderError
 from torchrex.experiments import get_recipe, recipes, run_recipe
 from torchrex.experiments.config import to_json
-from torchrex.report.runs import config_from_json, find_empty, find_runs, ladder_of, load_run, salvage
+from torchrex.report.runs import (
+    config_from_json,
+    find_empty,
+    find_runs,
+    ladder_of,
+    load_run,
+    salvage,
+)
 
 RESULTS = Path(__file__).parents[1] / "results" / "images"
 
@@ -52,7 +59,12 @@ def test_every_recipe_comes_back_from_its_json():
 
 def test_a_density(density):
     run = load_run(density)
-    assert (run.recipe, run.seed, run.status, run.problems) == ("figure1/case1-naive", 3, "finished", ())
+    assert (run.recipe, run.seed, run.status, run.problems) == (
+        "figure1/case1-naive",
+        3,
+        "finished",
+        (),
+    )
     assert run.ladder.temperatures == (1.0, 10.0)
     assert run.correction_factor == float("inf")
     assert run.draws.n_draws == 100
@@ -93,7 +105,10 @@ def test_rows_up_to_the_damage_of_a_trace(network, tmp_path):
         assert f"it ends at byte {int(keep * size):,} of {size:,}" in problem
         assert "lost are" in problem
         assert run.metrics == whole.metrics
-        for name, tensor in run.trace.items():  # a beginning of what was there, never something else
+        for (
+            name,
+            tensor,
+        ) in run.trace.items():  # a beginning of what was there, never something else
             assert torch.equal(tensor, whole.trace[name][: len(tensor)])
 
 
@@ -102,14 +117,19 @@ def test_a_list_of_swaps_that_is_cut_stays_a_list_and_gives_no_history(network, 
     shutil.copytree(network, folder)
     trace = {**load_run(network).trace, "accepted": torch.tensor([10])}
     save_file(
-        {**trace, "swap_steps": torch.arange(10), "swap_pairs": torch.zeros(10, dtype=torch.int64)}, folder / "trace.safetensors"
+        {**trace, "swap_steps": torch.arange(10), "swap_pairs": torch.zeros(10, dtype=torch.int64)},
+        folder / "trace.safetensors",
     )
     assert load_run(folder).history.swaps.step.tolist() == list(range(10))
     save_file(
-        {**trace, "swap_steps": torch.arange(9), "swap_pairs": torch.zeros(9, dtype=torch.int64)}, folder / "trace.safetensors"
+        {**trace, "swap_steps": torch.arange(9), "swap_pairs": torch.zeros(9, dtype=torch.int64)},
+        folder / "trace.safetensors",
     )
     assert load_run(folder).history is None  # one swap of ten is missing
-    save_file({"swap_pairs": torch.zeros(10, dtype=torch.int64), "swap_steps": torch.arange(10)}, folder / "trace.safetensors")
+    save_file(
+        {"swap_pairs": torch.zeros(10, dtype=torch.int64), "swap_steps": torch.arange(10)},
+        folder / "trace.safetensors",
+    )
     data = (folder / "trace.safetensors").read_bytes()
     (folder / "trace.safetensors").write_bytes(data[:-20])
     cut_short = load_run(folder).trace
@@ -171,7 +191,9 @@ def test_unfinished_unknown_and_newer(density, tmp_path):
     assert any("no recipe 'mine/case1'" in problem for problem in run.problems)
     assert any("there is no result.json" in problem for problem in run.problems)
     del values["lr"]
-    (folder / "config.json").write_text(json.dumps({**values, "shine": 3, "temperatures": [1.0, 5.0]}))
+    (folder / "config.json").write_text(
+        json.dumps({**values, "shine": 3, "temperatures": [1.0, 5.0]})
+    )
     run = load_run(folder)
     assert run.ladder.temperatures == (1.0, 5.0)
     assert run.ladder.lrs == (0.03, 0.03)

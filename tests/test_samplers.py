@@ -1,4 +1,6 @@
-"""SGLD and SGHMC have the stationary law of their own recursion, and are plain descent at temperature 0."""
+"""SGLD and SGHMC have the stationary law of their own recursion, and are plain descent at
+temperature 0.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,12 @@ def after_sgld(variance, *, slip=1.0, steps=5):
 def test_sgld_keeps_the_variance_of_its_recursion():
     exact = TEMPERATURE / (STIFFNESS * (1 - LR * STIFFNESS / 2))
     assert_mean_is(after_sgld(exact), exact)
-    assert_mean_is_not(after_sgld(TEMPERATURE / STIFFNESS), TEMPERATURE / STIFFNESS)  # the law without step size is not its own
-    assert_mean_is_not(after_sgld(exact, slip=0.5**0.5), exact)  # the mutant: sqrt(lr tau) instead of sqrt(2 lr tau)
+    assert_mean_is_not(
+        after_sgld(TEMPERATURE / STIFFNESS), TEMPERATURE / STIFFNESS
+    )  # the law without step size is not its own
+    assert_mean_is_not(
+        after_sgld(exact, slip=0.5**0.5), exact
+    )  # the mutant: sqrt(lr tau) instead of sqrt(2 lr tau)
 
 
 def sghmc_covariance():
@@ -49,7 +55,15 @@ def after_sghmc(covariance, *, friction=FRICTION, steps=5):
     x, v = (z @ torch.as_tensor(np.linalg.cholesky(covariance)).T).unbind(-1)
     for _ in range(steps):
         noise = torch.randn(RUNS, generator=generator, dtype=torch.float64)
-        x, v = sghmc(x, v, STIFFNESS * x, noise, lr=tensor(LR), temperature=tensor(TEMPERATURE), friction=friction)
+        x, v = sghmc(
+            x,
+            v,
+            STIFFNESS * x,
+            noise,
+            lr=tensor(LR),
+            temperature=tensor(TEMPERATURE),
+            friction=friction,
+        )
     return x, v
 
 
@@ -64,7 +78,9 @@ def test_sghmc_keeps_the_covariance_of_its_recursion():
 
 
 def test_sghmc_covariance_tends_to_gibbs():
-    """As lr -> 0, Var x -> tau / a and Var v -> 2 lr tau / (2 - friction): what momentum rescaling relies on."""
+    """As lr -> 0, Var x -> tau / a and Var v -> 2 lr tau / (2 - friction): what momentum rescaling
+    relies on.
+    """
     global LR
     before, LR = LR, 1e-6
     try:

@@ -12,9 +12,16 @@ from safetensors.torch import save_file
 import torchrex as tr
 from assertions import assert_mean_is
 from torchrex import diagnostics
-from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyError, RunFolderError, RunInterrupted, TargetError
+from torchrex.density.draw_recorder import DrawRecorder
+from torchrex.errors import (
+    InvalidArgumentError,
+    LadderError,
+    NonFiniteEnergyError,
+    RunFolderError,
+    RunInterrupted,
+    TargetError,
+)
 from torchrex.exchange.swap_report import PairReport, percent
-from torchrex.posterior.draw_recorder import DrawRecorder
 from torchrex.posterior.draws import mean_error
 from torchrex.posterior.draws_file import SHAPES
 
@@ -24,7 +31,16 @@ def gaussian(x):
 
 
 def test_shapes_thinning_and_burn_in():
-    draws = tr.sample(gaussian, dim=3, temperatures=(1.0, 2.0, 4.0), lr=0.1, n_steps=100, n_runs=5, thin=7, burn_in=20)
+    draws = tr.sample(
+        gaussian,
+        dim=3,
+        temperatures=(1.0, 2.0, 4.0),
+        lr=0.1,
+        n_steps=100,
+        n_runs=5,
+        thin=7,
+        burn_in=20,
+    )
     assert draws.values.shape == (5, 11, 3)
     assert draws.steps.tolist() == list(range(27, 98, 7))
     assert draws.noise_variance.shape == (11, 2, 5)
@@ -35,7 +51,14 @@ def test_shapes_thinning_and_burn_in():
 
 
 def test_thinned_draws_are_those_of_the_full_run():
-    common = {"dim": 1, "temperatures": (1.0, 2.0), "lr": 0.1, "n_steps": 90, "n_runs": 2, "seed": 4}
+    common = {
+        "dim": 1,
+        "temperatures": (1.0, 2.0),
+        "lr": 0.1,
+        "n_steps": 90,
+        "n_runs": 2,
+        "seed": 4,
+    }
     full, thinned = tr.sample(gaussian, **common), tr.sample(gaussian, thin=9, burn_in=30, **common)
     assert torch.equal(thinned.values, full.values[:, 38::9])
     assert torch.equal(thinned.replica_at, full.replica_at[38::9])
@@ -45,7 +68,10 @@ def test_thinned_draws_are_those_of_the_full_run():
 
 def test_recorder_does_not_care_how_steps_are_cut_into_blocks():
     full = tr.sample(gaussian, dim=1, temperatures=(1.0, 2.0), lr=0.1, n_steps=60, n_runs=2)
-    run = tr.ReplicaExchange(tr.TensorEnsemble.start(tr.LogDensity(gaussian, 1), n_rungs=2, n_runs=2), tr.Ladder((1.0, 2.0), 0.1))
+    run = tr.ReplicaExchange(
+        tr.TensorEnsemble.start(tr.LogDensity(gaussian, 1), n_rungs=2, n_runs=2),
+        tr.Ladder((1.0, 2.0), 0.1),
+    )
     recorder = DrawRecorder(60, thin=4, burn_in=3)
     for n in (1, 2, 3, 5, 8, 13, 21, 7):
         for info in run.advance(n):
@@ -81,7 +107,11 @@ def test_save_and_load(tmp_path):
     back = tr.Draws.load(tmp_path / "d.safetensors")
     assert torch.equal(back.values, draws.values)
     assert torch.equal(back.replica_at, draws.replica_at)
-    assert (back.n_steps, back.status, back.settings) == (draws.n_steps, draws.status, draws.settings)
+    assert (back.n_steps, back.status, back.settings) == (
+        draws.n_steps,
+        draws.status,
+        draws.settings,
+    )
 
 
 def refused(path):
@@ -94,7 +124,9 @@ def refused(path):
 
 
 def test_files_that_are_not_draws(tmp_path):
-    tr.sample(gaussian, dim=2, temperatures=(1.0, 2.0), lr=0.1, n_steps=50).save(tmp_path / "draws.safetensors")
+    tr.sample(gaussian, dim=2, temperatures=(1.0, 2.0), lr=0.1, n_steps=50).save(
+        tmp_path / "draws.safetensors"
+    )
     whole, path = (tmp_path / "draws.safetensors").read_bytes(), tmp_path / "other"
     assert refused(path) == f"there is no file {path}"
     assert f"is a folder; load {tmp_path / 'draws.safetensors'}" in refused(tmp_path)
@@ -105,7 +137,11 @@ def test_files_that_are_not_draws(tmp_path):
         assert f"is damaged, perhaps cut off: it ends after {size:,} bytes" in refused(path)
     path.write_bytes(b"")
     assert "is empty" in refused(path)
-    for text in (b"\x80\x04pickle", b"a text that is long enough to have a header", b'{"a": 1}{"a": 1}'):
+    for text in (
+        b"\x80\x04pickle",
+        b"a text that is long enough to have a header",
+        b'{"a": 1}{"a": 1}',
+    ):
         path.write_bytes(text)
         assert "is not a safetensors file; give what Draws.save wrote" in refused(path)
     save_file({name: torch.ones(1) for name in "abcdef"}, path)
@@ -115,7 +151,10 @@ def test_files_that_are_not_draws(tmp_path):
 
 
 def test_files_whose_tensors_do_not_fit_each_other(tmp_path):
-    draws, path = tr.sample(gaussian, dim=2, temperatures=(1.0, 2.0), lr=0.1, n_steps=50, n_runs=3), tmp_path / "d"
+    draws, path = (
+        tr.sample(gaussian, dim=2, temperatures=(1.0, 2.0), lr=0.1, n_steps=50, n_runs=3),
+        tmp_path / "d",
+    )
     replace(draws, energy=draws.energy[1:]).save(path)
     assert "see its energy of shape (49, 2, 3)" in refused(path)
     replace(draws, accepted=draws.accepted[0]).save(path)
@@ -124,14 +163,21 @@ def test_files_whose_tensors_do_not_fit_each_other(tmp_path):
     assert "does not hold draws" in refused(path)
     replace(draws, n_steps="50", settings=[]).save(path)
     assert "see its n_steps, settings" in refused(path)
-    save_file({name: getattr(draws, name).contiguous() for name in SHAPES}, path, {"torchrex": "[1]"})
+    save_file(
+        {name: getattr(draws, name).contiguous() for name in SHAPES}, path, {"torchrex": "[1]"}
+    )
     assert "see its n_steps, status, settings" in refused(path)
 
 
 def test_places_where_draws_cannot_be_saved(tmp_path):
     draws = tr.sample(gaussian, dim=1, temperatures=(1.0,), lr=0.1, n_steps=5)
-    for path, why in ((tmp_path, "Is a directory"), (tmp_path / "absent" / "d", "No such file or directory")):
-        with pytest.raises(RunFolderError, match=f"cannot write .* \\({why}\\); give the name of a file") as caught:
+    for path, why in (
+        (tmp_path, "Is a directory"),
+        (tmp_path / "absent" / "d", "No such file or directory"),
+    ):
+        with pytest.raises(
+            RunFolderError, match=f"cannot write .* \\({why}\\); give the name of a file"
+        ) as caught:
             draws.save(path)
         assert "\n" not in str(caught.value)
 
@@ -177,7 +223,13 @@ def test_ctrl_c_keeps_what_is_done(on_interrupt):
         if len(calls) == 2:
             raise KeyboardInterrupt
 
-    settings = {"temperatures": (1.0, 2.0), "lr": 0.1, "n_steps": 100_000, "n_runs": 20_000, "thin": 8}
+    settings = {
+        "temperatures": (1.0, 2.0),
+        "lr": 0.1,
+        "n_steps": 100_000,
+        "n_runs": 20_000,
+        "thin": 8,
+    }
     draws = draws_until_ctrl_c(on_interrupt, dim=1, progress=interrupt, **settings)
     assert draws.status == "interrupted"
     assert draws.n_steps == calls[1][0] < 100_000
@@ -190,22 +242,48 @@ def test_nan_energy_names_replica_rung_and_step_and_keeps_the_draws(compiled):
     def breaks(x):
         return torch.where(x[:, 0] > 2.5, float("nan"), gaussian(x))
 
-    with pytest.raises(NonFiniteEnergyError, match=r"replica \d on rung \d became nan at step \d+ \(run \d+\)") as caught:
-        tr.sample(breaks, dim=1, temperatures=(1.0, 2.0), lr=0.1, n_steps=5000, n_runs=4, dtype=torch.float64, compiled=compiled)
+    with pytest.raises(
+        NonFiniteEnergyError, match=r"replica \d on rung \d became nan at step \d+ \(run \d+\)"
+    ) as caught:
+        tr.sample(
+            breaks,
+            dim=1,
+            temperatures=(1.0, 2.0),
+            lr=0.1,
+            n_steps=5000,
+            n_runs=4,
+            dtype=torch.float64,
+            compiled=compiled,
+        )
     error = caught.value
     assert error.draws.n_draws == error.step > 0
     assert error.draws.values.isfinite().all()
     assert error.draws.status == "failed"
-    # The draw before is where it broke, if it was the coldest rung; in any case the same density run to one step less is fine.
+    # The draw before is where it broke, if it was the coldest rung; in any case the same density
+    # run to one step less is fine.
     fine = tr.sample(
-        breaks, dim=1, temperatures=(1.0, 2.0), lr=0.1, n_steps=error.step, n_runs=4, dtype=torch.float64, compiled=compiled
+        breaks,
+        dim=1,
+        temperatures=(1.0, 2.0),
+        lr=0.1,
+        n_steps=error.step,
+        n_runs=4,
+        dtype=torch.float64,
+        compiled=compiled,
     )
     assert torch.equal(fine.values, error.draws.values)
 
 
 def test_nan_at_the_very_first_step():
     with pytest.raises(NonFiniteEnergyError, match="step 0") as caught:
-        tr.sample(lambda x: x.sum(-1) * float("inf"), dim=1, temperatures=(1.0,), lr=0.1, n_steps=5, initial=1.0)
+        tr.sample(
+            lambda x: x.sum(-1) * float("inf"),
+            dim=1,
+            temperatures=(1.0,),
+            lr=0.1,
+            n_steps=5,
+            initial=1.0,
+        )
     assert caught.value.draws is None
 
 
@@ -214,7 +292,9 @@ def test_a_broken_replica_is_never_swapped_in():
     target = tr.LogDensity(lambda x: torch.where(x[:, 0] > 5.0, float("nan"), gaussian(x)), 1)
     start = torch.tensor([0.0, 9.0]).view(2, 1, 1)
     run = tr.ReplicaExchange(
-        tr.TensorEnsemble.start(target, n_rungs=2, initial=start), tr.Ladder((1.0, 2.0), 1e-12), compiled=False
+        tr.TensorEnsemble.start(target, n_rungs=2, initial=start),
+        tr.Ladder((1.0, 2.0), 1e-12),
+        compiled=False,
     )
     with pytest.raises(NonFiniteEnergyError, match="replica 1 on rung 1"):
         run.step()
@@ -253,12 +333,20 @@ def test_a_broken_replica_is_never_swapped_in():
     ],
 )
 def test_bad_arguments(changes, error, word):
-    arguments = {"target": gaussian, "dim": 2, "temperatures": (1.0, 2.0), "lr": 0.1, "n_steps": 10} | changes
+    arguments = {
+        "target": gaussian,
+        "dim": 2,
+        "temperatures": (1.0, 2.0),
+        "lr": 0.1,
+        "n_steps": 10,
+    } | changes
     with pytest.raises(error, match=word):
         tr.sample(arguments.pop("target"), **arguments)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is present, so it may be asked for")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a CUDA device is present, so it may be asked for"
+)
 def test_cuda_asked_for_and_absent():
     with pytest.raises(InvalidArgumentError, match="no CUDA device"):
         tr.sample(gaussian, dim=1, temperatures=(1.0,), lr=0.1, n_steps=5, device="cuda")
@@ -266,7 +354,9 @@ def test_cuda_asked_for_and_absent():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_runs_eagerly():
-    draws = tr.sample(gaussian, dim=2, temperatures=(1.0, 2.0), lr=0.1, n_steps=200, n_runs=1000, device="cuda")
+    draws = tr.sample(
+        gaussian, dim=2, temperatures=(1.0, 2.0), lr=0.1, n_steps=200, n_runs=1000, device="cuda"
+    )
     assert abs(float(draws.values[:, 50:].var()) - 1 / 0.95) < 0.05
 
 
@@ -276,7 +366,8 @@ def test_ladder_and_ensemble_must_fit():
         tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1))
     run = tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 2.0, 3.0), 0.1))
     other = tr.ReplicaExchange(
-        tr.TensorEnsemble.start(tr.LogDensity(gaussian, 1), n_rungs=3, n_runs=2), tr.Ladder((1.0, 2.0, 3.0), 0.1)
+        tr.TensorEnsemble.start(tr.LogDensity(gaussian, 1), n_rungs=3, n_runs=2),
+        tr.Ladder((1.0, 2.0, 3.0), 0.1),
     )
     with pytest.raises(InvalidArgumentError, match="rungs, runs, dim"):
         run.load_state_dict(other.state_dict())
@@ -284,15 +375,26 @@ def test_ladder_and_ensemble_must_fit():
 
 def test_infinite_factor_is_the_naive_test():
     target = tr.Noisy(tr.LogDensity(gaussian, 1), tr.Gaussian(5.0))
-    common = {"temperatures": (1.0, 3.0), "lr": 0.1, "n_steps": 200, "n_runs": 50, "noise": tr.KnownVariance(25.0)}
-    naive, corrected = tr.sample(target, correction_factor=math.inf, **common), tr.sample(target, **common)
+    common = {
+        "temperatures": (1.0, 3.0),
+        "lr": 0.1,
+        "n_steps": 200,
+        "n_runs": 50,
+        "noise": tr.KnownVariance(25.0),
+    }
+    naive, corrected = (
+        tr.sample(target, correction_factor=math.inf, **common),
+        tr.sample(target, **common),
+    )
     assert naive.acceptance_rate > 0.4
     assert corrected.acceptance_rate < 0.05
 
 
 def autoregressive(n_chains, n_draws, correlation, n, seed=0):
     """(chains, draws, n): n independent sets of stationary chains with mean 0 and variance 1."""
-    x = torch.randn(n_chains, n_draws, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    x = torch.randn(
+        n_chains, n_draws, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     for k in range(1, n_draws):
         x[:, k] = correlation * x[:, k - 1] + math.sqrt(1 - correlation**2) * x[:, k]
     return x
@@ -301,9 +403,11 @@ def autoregressive(n_chains, n_draws, correlation, n, seed=0):
 @pytest.mark.parametrize("n_chains", [1, 2, 4, 8, 32])
 @pytest.mark.parametrize("correlation", [0.0, 0.8])
 def test_two_standard_errors_cover_95_percent(n_chains, correlation):
-    """2,000 sets of chains: between 92 and 98 %, five standard errors of this test to either side of 94.5 %.
+    """2,000 sets of chains: between 92 and 98 %, five standard errors of this test to either side
+    of 94.5 %.
 
-    The mutant, the spread between chains without degrees of freedom, covers 70 % with two chains, and is NaN for one.
+    The mutant, the spread between chains without degrees of freedom, covers 70 % with two chains,
+    and is NaN for one.
     """
     x = autoregressive(n_chains, 1000 if n_chains < 32 else 400, correlation, 2000)
     error = mean_error(x)
@@ -326,7 +430,9 @@ def test_mean_sd_and_standard_error(monkeypatch):
     assert torch.allclose(draws.mean(), chains.mean((0, 1)))
     assert torch.allclose(draws.std(), chains.flatten(0, 1).std(0))
     whole = draws.standard_error()
-    assert (whole > chains.flatten(0, 1).std(0) / 240**0.5).all()  # the draws of a chain are correlated
+    assert (
+        whole > chains.flatten(0, 1).std(0) / 240**0.5
+    ).all()  # the draws of a chain are correlated
     monkeypatch.setattr("torchrex.posterior.draws.AT_ONCE", 300)
     assert torch.allclose(draws.standard_error(), whole)
     assert torch.equal(mean_error(torch.ones(2, 10, 1)), torch.zeros(1, dtype=torch.float64))
@@ -345,17 +451,24 @@ def test_the_standard_error_is_that_of_arviz():
 
 
 def noisy_ladder(noise_std, **options):
-    """Three rungs; the noise of the tests of the first pair is s = noise_std, of the second a fifth of it."""
+    """Three rungs; the noise of the tests of the first pair is s = noise_std, of the second a fifth
+    of it.
+    """
     target = tr.Noisy(tr.LogDensity(gaussian, 1), tr.Gaussian(noise_std))
     common = {"noise": tr.KnownVariance(noise_std**2), "n_steps": 400, "n_runs": 2, "lr": 0.01}
     cold = 1 / 2**0.5  # of the inverse gaps, the first of which makes s that noise_std
-    return tr.sample(target, temperatures=(1.0, 1 / (1 - cold), 1 / (1 - 1.2 * cold)), **{**common, **options})
+    return tr.sample(
+        target, temperatures=(1.0, 1 / (1 - cold), 1 / (1 - 1.2 * cold)), **{**common, **options}
+    )
 
 
 def test_summary_tells_s_f_and_round_trips(caplog):
     draws = noisy_ladder(1.5)
     first, second = draws.pairs()
-    assert (first.accepted, first.proposed) == (int(draws.accepted[0].sum()), int(draws.proposed[0].sum()))
+    assert (first.accepted, first.proposed) == (
+        int(draws.accepted[0].sum()),
+        int(draws.proposed[0].sum()),
+    )
     assert (first.noise_std, second.noise_std) == (pytest.approx(1.5), pytest.approx(0.3))
     assert first.expected == pytest.approx(float(tr.expected_acceptance(0.0, 1.5)))
     assert first.factor == 1.0
@@ -404,11 +517,20 @@ def test_when_a_pair_is_dead(accepted, proposed, expected, dead):
 def unit_normal(batch_size):
     """The mean of 1,000 numbers; s of its two rungs is proportional to their inverse gap."""
     data = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    return tr.TallPosterior(lambda x, d: -0.5 * (x[..., 0] - d) ** 2, gaussian, (data,), 1, batch_size=batch_size)
+    return tr.TallPosterior(
+        lambda x, d: -0.5 * (x[..., 0] - d) ** 2, gaussian, (data,), 1, batch_size=batch_size
+    )
 
 
 def test_a_dead_pair_that_swapped_once_because_replicas_start_alike(caplog):
-    draws = tr.sample(unit_normal(20), temperatures=(1.0, 1e6), lr=1e-4, n_steps=800, n_runs=1, initial=torch.zeros(1))
+    draws = tr.sample(
+        unit_normal(20),
+        temperatures=(1.0, 1e6),
+        lr=1e-4,
+        n_steps=800,
+        n_runs=1,
+        initial=torch.zeros(1),
+    )
     assert int(draws.accepted.sum()) == 1
     (said,) = [record.getMessage() for record in caplog.records if "swap" in record.getMessage()]
     assert said.startswith("1 swap in 800 tests between rungs 0 and 1")
@@ -420,13 +542,17 @@ def test_a_dead_pair_that_swapped_once_because_replicas_start_alike(caplog):
 def test_data_that_are_not_finite_are_named(value):
     target = unit_normal(20)
     target.data[0][7] = value
-    with pytest.raises(NonFiniteEnergyError, match="data of the target hold NaN or infinite") as caught:
+    with pytest.raises(
+        NonFiniteEnergyError, match="data of the target hold NaN or infinite"
+    ) as caught:
         tr.sample(target, temperatures=(1.0, 1.1), lr=3e-4, n_steps=2000, seed=1)
     assert "learning rate" not in str(caught.value)
 
 
 def test_the_noise_of_a_pair_is_that_of_all_draws():
-    draws = tr.sample(unit_normal(20), temperatures=(1.0, 1.1), lr=3e-4, n_steps=2000, n_runs=1, seed=1)
+    draws = tr.sample(
+        unit_normal(20), temperatures=(1.0, 1.1), lr=3e-4, n_steps=2000, n_runs=1, seed=1
+    )
     (pair,) = draws.pairs()
     assert abs(pair.expected - pair.rate) < 0.05
     s = 2**0.5 * (1 - 1 / 1.1) * draws.noise_variance.double().sqrt()
@@ -436,7 +562,14 @@ def test_the_noise_of_a_pair_is_that_of_all_draws():
 
 
 @pytest.mark.parametrize(
-    ("share", "words"), [(1.0, "100 %"), (0.5833, "58.3 %"), (2e-4, "0.02 %"), (4e-321, "< 0.001 %"), (0.0, "< 0.001 %")]
+    ("share", "words"),
+    [
+        (1.0, "100 %"),
+        (0.5833, "58.3 %"),
+        (2e-4, "0.02 %"),
+        (4e-321, "< 0.001 %"),
+        (0.0, "< 0.001 %"),
+    ],
 )
 def test_percent(share, words):
     assert percent(share) == words
@@ -451,7 +584,9 @@ def test_a_learnt_factor_is_told():
     assert parts.pairs()[0].factor > 2.0
 
 
-@pytest.mark.parametrize("settings", [{}, {"temperatures": "hot"}, {"temperatures": [1.0], "correction_factor": [[1.0]]}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperatures": "hot"}, {"temperatures": [1.0], "correction_factor": [[1.0]]}]
+)
 def test_draws_that_do_not_tell_their_ladder(settings):
     draws = replace(noisy_ladder(1.5, n_steps=50), settings=settings)
     assert all(math.isnan(pair.noise_std) for pair in draws.pairs())
@@ -519,6 +654,8 @@ def test_r_hat_knows_of_one_starting_point():
     at_one = diagnostics.convergence(tr.sample(gaussian, **common))
     assert at_one.started_at_one_point
     assert "started at one point" in at_one.summary()
-    apart = diagnostics.convergence(tr.sample(gaussian, **common, initial=torch.distributions.Normal(0.0, 2.0)))
+    apart = diagnostics.convergence(
+        tr.sample(gaussian, **common, initial=torch.distributions.Normal(0.0, 2.0))
+    )
     assert not apart.started_at_one_point
     assert "started at one point" not in apart.summary()

@@ -1,4 +1,6 @@
-"""What docs/scaling.md says: what travels, how the model counts it, and how round trips grow with the ladder."""
+"""What docs/scaling.md says: what travels, how the model counts it, and how round trips grow with
+the ladder.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def traffic(replicas, n, noise):
     options = {"mesh": replica_mesh(replicas), "random_losses": True}
     ensemble = tr.ModuleEnsemble(with_everything, cross_entropy(), tr.SGHMC(0.1), **options)
     ladder = tr.Ladder([0.5 + 0.01 * rung for rung in range(replicas)], 1e-4)
-    run = tr.ReplicaExchange(ensemble, ladder, noise=tr.PairedVariance() if noise == "paired" else tr.KnownVariance(3.0))
+    run = tr.ReplicaExchange(
+        ensemble, ladder, noise=tr.PairedVariance() if noise == "paired" else tr.KnownVariance(3.0)
+    )
     loader = tr.DeviceLoader(classes(), n, seed=1)
     list(run.advance(2, loader))
     with Counted() as counted:
@@ -48,10 +52,13 @@ def traffic(replicas, n, noise):
 
 
 @pytest.mark.parametrize(
-    ("replicas", "ranks", "noise"), [(4, 2, "paired"), (5, 2, "paired"), (4, 4, "known"), (3, 6, "paired"), (2, 6, "known")]
+    ("replicas", "ranks", "noise"),
+    [(4, 2, "paired"), (5, 2, "paired"), (4, 4, "known"), (3, 6, "paired"), (2, 6, "known")],
 )
 def test_a_step_sends_losses_in_one_gather_and_weights_never(tmp_path, replicas, ranks, noise):
-    """The model's bytes are those that torch.distributed is given; gradients travel only where ranks share minibatches."""
+    """The model's bytes are those that torch.distributed is given; gradients travel only where
+    ranks share minibatches.
+    """
     expected = [["all_gather", bytes_each(replicas, ranks, 7, losses=noise == "paired")]]
     for said in run_ranks(ranks, traffic, tmp_path, replicas, 7, noise):
         shared = [["all_reduce", size] for size in said["of_replica"]] if ranks > replicas else []
@@ -71,7 +78,9 @@ def test_bytes_of_written_cases():
 def test_waiting_for_a_slower_rank_is_not_transport():
     stamps = torch.tensor(
         [
-            [[0.0, 1.0, 2.0, 9.0]],  # posted at 1, asked at 2, there at 9: it waited for the second until 7
+            [
+                [0.0, 1.0, 2.0, 9.0]
+            ],  # posted at 1, asked at 2, there at 9: it waited for the second until 7
             [[6.0, 7.0, 7.0, 10.0]],
             [[0.0, 2.0, 8.0, 8.5]],  # asked after all had posted
         ],
@@ -81,26 +90,40 @@ def test_waiting_for_a_slower_rank_is_not_transport():
     assert waiting[:, 0].tolist() == [5.0, 0.0, 0.0]
     assert transport[:, 0].tolist() == [1.0 + 2.0, 1.0 + 3.0, 2.0 + 0.5]
     on_time = torch.tensor([[[0.0, 1.0, 5.0, 6.0]], [[0.0, 9.0, 9.0, 9.0]]], dtype=torch.float64)
-    assert split(on_time)[0][0].tolist() == [1.0]  # a clock that differs by a little never makes it negative
+    assert split(on_time)[0][0].tolist() == [
+        1.0
+    ]  # a clock that differs by a little never makes it negative
 
 
 @pytest.mark.parametrize("constants", [(1e-4, 5e-5, 2e8), (0.0, 2e-5, 1e9)])
 def test_the_fit_finds_the_constants(constants):
     ring = dict(zip(("base", "latency", "bandwidth"), constants, strict=True))
-    points = [(p, m, ring_seconds(p, m, cores=2, **ring)) for p in (2, 4, 8) for m in (100, 10_000, 300_000)]
+    points = [
+        (p, m, ring_seconds(p, m, cores=2, **ring))
+        for p in (2, 4, 8)
+        for m in (100, 10_000, 300_000)
+    ]
     found = fit_ring(points, cores=2)
     assert found == pytest.approx(ring, rel=1e-6, abs=1e-10)
     assert ring_seconds(1, 1e9, **ring) == 0.0
-    assert ring_seconds(3, 1_000, **ring) == pytest.approx(ring["base"] + 2 * (ring["latency"] + 1_000 / ring["bandwidth"]))
+    assert ring_seconds(3, 1_000, **ring) == pytest.approx(
+        ring["base"] + 2 * (ring["latency"] + 1_000 / ring["bandwidth"])
+    )
     work = {"fixed": 1e-3, "each": 4e-3, "ring": ring}
     assert step_seconds(4, 1, 32, cores=2, **work) == pytest.approx(17e-3)
     four = step_seconds(4, 4, 32, cores=2, **work) - ring_seconds(4, 8 * 33, cores=2, **ring)
     assert four == pytest.approx(2 * 5e-3)  # four ranks of one replica take turns on two cores
     eight = step_seconds(4, 8, 32, cores=8, **work) - ring_seconds(8, 8 * 17, cores=8, **ring)
     assert eight == pytest.approx(1e-3 + 2e-3)  # half of the examples each
-    summed = step_seconds(4, 8, 32, cores=8, **work, sums=(2, 6_000)) - step_seconds(4, 8, 32, cores=8, **work)
-    assert summed == pytest.approx(2 * (ring["base"] + 2 * ring["latency"]) + 6_000 / ring["bandwidth"])
-    assert step_seconds(4, 4, 32, cores=8, **work, sums=(2, 6_000)) == step_seconds(4, 4, 32, cores=8, **work)
+    summed = step_seconds(4, 8, 32, cores=8, **work, sums=(2, 6_000)) - step_seconds(
+        4, 8, 32, cores=8, **work
+    )
+    assert summed == pytest.approx(
+        2 * (ring["base"] + 2 * ring["latency"]) + 6_000 / ring["bandwidth"]
+    )
+    assert step_seconds(4, 4, 32, cores=8, **work, sums=(2, 6_000)) == step_seconds(
+        4, 4, 32, cores=8, **work
+    )
 
 
 # Round trips
@@ -108,7 +131,9 @@ def test_the_fit_finds_the_constants(constants):
 
 @pytest.mark.parametrize("scheme", ["even-odd", "random parity", "random pair"])
 def test_simulated_round_trips_have_the_rate_of_the_formula(scheme):
-    """Independent runs, so the false-alarm rate is that of `assert_mean_is`: 5.7e-7. It begins in equilibrium."""
+    """Independent runs, so the false-alarm rate is that of `assert_mean_is`: 5.7e-7. It begins in
+    equilibrium.
+    """
     rungs, barrier = 12, 2.5
     accept = ladder_growth.acceptance(rungs, barrier, 0.0)
     attempts = {"even-odd": 600, "random parity": 3_000, "random pair": 6_000}[scheme]
@@ -120,11 +145,15 @@ def test_simulated_round_trips_have_the_rate_of_the_formula(scheme):
     early = ladder_growth.simulate(scheme, accept, runs=20_000, attempts=20, burn_in=0, seed=2)
     assert_mean_is(early, expected)
     if scheme == "even-odd":
-        assert_mean_is_not(found, 1 / (2 + 2 * barrier))  # the limit of a fine ladder is not yet reached
+        assert_mean_is_not(
+            found, 1 / (2 + 2 * barrier)
+        )  # the limit of a fine ladder is not yet reached
 
 
 def test_arrivals_are_counted_as_the_diagnostics_count_them(monkeypatch):
-    """The same swaps, kept and counted by `count_trips`, which begins without knowing where a replica comes from."""
+    """The same swaps, kept and counted by `count_trips`, which begins without knowing where a
+    replica comes from.
+    """
     kept, change_places = [], ladder_growth.change_places
 
     def keeping(replica_at, accepted):
@@ -134,7 +163,9 @@ def test_arrivals_are_counted_as_the_diagnostics_count_them(monkeypatch):
     monkeypatch.setattr(ladder_growth, "change_places", keeping)
     attempts, runs = 500, 40
     accept = ladder_growth.acceptance(5, 1.0, 0.0)
-    found = ladder_growth.simulate("even-odd", accept, runs=runs, attempts=attempts, burn_in=0, seed=2)
+    found = ladder_growth.simulate(
+        "even-odd", accept, runs=runs, attempts=attempts, burn_in=0, seed=2
+    )
     path = torch.stack([torch.arange(5)[:, None].repeat(1, runs), *kept])
     restarts, _ = count_trips(rung_of(path))
     surplus = found * attempts - restarts.sum(0)  # of replicas that were drawn to come from the top
@@ -144,16 +175,25 @@ def test_arrivals_are_counted_as_the_diagnostics_count_them(monkeypatch):
 
 
 def test_noise_adds_to_the_barrier_by_squares():
-    """The exponent of an exact test is N(-d^2/2, d^2) in equilibrium; the corrected test under noise s accepts as if both were
-    one: 2 Phi(-sqrt(d^2 + s^2) / 2). In a fine ladder Lambda and s_total / sqrt(2 pi) add up by squares."""
+    """The exponent of an exact test is N(-d^2/2, d^2) in equilibrium; the corrected test under
+    noise s accepts as if both were one: 2 Phi(-sqrt(d^2 + s^2) / 2). In a fine ladder Lambda and
+    s_total / sqrt(2 pi) add up by squares.
+    """
     for d, s in ((0.3, 0.5), (1.0, 2.0), (2.0, 0.1)):
         z = torch.linspace(-9.0, 9.0, 20_001, dtype=torch.float64)
         weight = torch.exp(-z.square() / 2)
         mean = (weight * tr.expected_acceptance(-(d**2) / 2 + d * z, s)).sum() / weight.sum()
-        assert float(mean) == pytest.approx(2 * float(torch.special.ndtr(torch.tensor(-math.hypot(d, s) / 2))), rel=1e-5)
-    without, accept = ladder_growth.acceptance(200, 10.0, 0.0), ladder_growth.acceptance(20_001, 3.0, 20.0)
+        assert float(mean) == pytest.approx(
+            2 * float(torch.special.ndtr(torch.tensor(-math.hypot(d, s) / 2))), rel=1e-5
+        )
+    without, accept = (
+        ladder_growth.acceptance(200, 10.0, 0.0),
+        ladder_growth.acceptance(20_001, 3.0, 20.0),
+    )
     assert (1 - without).sum() == pytest.approx(10.0)
-    assert float((1 - accept).sum()) == pytest.approx(math.hypot(3.0, 20.0 / math.sqrt(2 * math.pi)), rel=1e-3)
+    assert float((1 - accept).sum()) == pytest.approx(
+        math.hypot(3.0, 20.0 / math.sqrt(2 * math.pi)), rel=1e-3
+    )
     with pytest.raises(ValueError, match="barrier"):
         ladder_growth.acceptance(4, 3.5, 0.0)
 
@@ -166,12 +206,20 @@ def stored(name):
 
 
 def test_communication_of_resnet20_was_at_most_three_percent():
-    """Four ranks of one replica on two cores; transport and the processor time of it, mean and median."""
-    (four,) = (r for r in stored("scaling")["results"] if (r["net"], r["replicas"], r["ranks"]) == ("ResNet-20", 4, 4))
+    """Four ranks of one replica on two cores; transport and the processor time of it, mean and
+    median.
+    """
+    (four,) = (
+        r
+        for r in stored("scaling")["results"]
+        if (r["net"], r["replicas"], r["ranks"]) == ("ResNet-20", 4, 4)
+    )
     way = four["ways"]["overlapped"]
     for of in ("median", "mean"):
         assert way["transport"][of] < 0.03 * 1e3 * way["ms"][of]
-    assert four["sent_by_rank_0"] == {"all_gather": {"calls": 1, "bytes": bytes_each(4, 4, four["examples"])}}
+    assert four["sent_by_rank_0"] == {
+        "all_gather": {"calls": 1, "bytes": bytes_each(4, 4, four["examples"])}
+    }
 
 
 def test_stored_simulations_agree_with_the_formula():

@@ -1,4 +1,6 @@
-"""Parameters that all replicas share: one and the same in all of them to the last bit, whoever stands on which rung."""
+"""Parameters that all replicas share: one and the same in all of them to the last bit, whoever
+stands on which rung.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Parts(nn.Module):
 
     def __init__(self, dtype=torch.float64):
         super().__init__()
-        self.common = nn.Sequential(nn.Linear(N_FEATURES, 5, dtype=dtype), nn.BatchNorm1d(5, dtype=dtype), nn.Tanh())
+        self.common = nn.Sequential(
+            nn.Linear(N_FEATURES, 5, dtype=dtype), nn.BatchNorm1d(5, dtype=dtype), nn.Tanh()
+        )
         self.own = nn.Linear(5, N_CLASSES, dtype=dtype)
 
     def forward(self, x):
@@ -42,9 +46,19 @@ def indifferent(module, batch):
 
 
 def make(
-    *, shared=("common.",), sampler=None, losses=indifferent, model=Parts, prior=PRECISION, seed=SEED, ladder=None, **options
+    *,
+    shared=("common.",),
+    sampler=None,
+    losses=indifferent,
+    model=Parts,
+    prior=PRECISION,
+    seed=SEED,
+    ladder=None,
+    **options,
 ):
-    of_ensemble = {name: options.pop(name) for name in ("shared_batches", "mesh") if name in options}
+    of_ensemble = {
+        name: options.pop(name) for name in ("shared_batches", "mesh") if name in options
+    }
     energy = tr.PosteriorEnergy.of(losses, n_data=N_DATA, prior=prior and tr.GaussianPrior(prior))
     energy.prior_in_swaps = False  # or it would decide the swaps
     ensemble = tr.ModuleEnsemble(
@@ -55,7 +69,9 @@ def make(
         shared=shared,
         **of_ensemble,
     )
-    return tr.ReplicaExchange(ensemble, tr.Ladder(TEMPERATURES, LRS) if ladder is None else ladder, seed=seed, **options)
+    return tr.ReplicaExchange(
+        ensemble, tr.Ladder(TEMPERATURES, LRS) if ladder is None else ladder, seed=seed, **options
+    )
 
 
 def of(run, replica, part="parameters"):
@@ -65,7 +81,9 @@ def of(run, replica, part="parameters"):
 
 
 def assert_alike(run):
-    """What is shared is the same in all replicas to the last bit, statistics included; what is not differs."""
+    """What is shared is the same in all replicas to the last bit, statistics included; what is not
+    differs.
+    """
     first, *others = [dict(module.state_dict()) for module in run.ensemble.modules]
     for other in others:
         for name in first:
@@ -76,7 +94,9 @@ def assert_alike(run):
 
 
 @pytest.mark.parametrize("momentum", ["rescale", "refresh", "keep"])
-@pytest.mark.parametrize("sampler", [tr.SGHMC(FRICTION), tr.AdamStart(tr.SGHMC(FRICTION), 20, n_data=N_DATA), tr.SGLD()])
+@pytest.mark.parametrize(
+    "sampler", [tr.SGHMC(FRICTION), tr.AdamStart(tr.SGHMC(FRICTION), 20, n_data=N_DATA), tr.SGLD()]
+)
 def test_they_stay_alike_whatever_happens(sampler, momentum):
     """50 steps with swaps at nearly every one, from the end of the warm start on."""
     warm = sampler.steps if isinstance(sampler, tr.AdamStart) else 0
@@ -90,7 +110,9 @@ def test_they_stay_alike_whatever_happens(sampler, momentum):
         assert_alike(run)
     assert accepted > 30
     assert cold == {0, 1, 2}
-    assert float((of(run, 0)["common.0.weight"] - start["common.0.weight"]).norm()) > 0.1, "nothing moved"
+    assert float((of(run, 0)["common.0.weight"] - start["common.0.weight"]).norm()) > 0.1, (
+        "nothing moved"
+    )
 
 
 def test_in_single_precision_too():
@@ -115,7 +137,10 @@ class Frozen(Parts):
 def test_frozen_weights_among_them_are_alike():
     run = make(model=Frozen)
     assert_alike(run)
-    frozen, bias = (run.ensemble.modules[1].state_dict()[f"common.0.{name}"].clone() for name in ("weight", "bias"))
+    frozen, bias = (
+        run.ensemble.modules[1].state_dict()[f"common.0.{name}"].clone()
+        for name in ("weight", "bias")
+    )
     for batch in batches(3, dtype=torch.float64):
         run.step(batch)
     assert_alike(run)
@@ -129,14 +154,18 @@ def forces(run, batch):
     found = []
     for module in map(copy.deepcopy, run.ensemble.modules):
         (N_DATA * F.cross_entropy(module(batch[0]), batch[1])).backward()
-        found.append({name: p.grad + PRECISION * p.detach() for name, p in module.named_parameters()})
+        found.append(
+            {name: p.grad + PRECISION * p.detach() for name, p in module.named_parameters()}
+        )
     return found
 
 
 def test_one_move_by_hand():
-    """Shared: mean force, lr of the coldest rung, no rescaling. Others: as ever. At temperatures too low for any noise.
+    """Shared: mean force, lr of the coldest rung, no rescaling. Others: as ever. At temperatures
+    too low for any noise.
 
-    A swap comes before the move: at many of the steps the replica on the coldest rung has just come there.
+    A swap comes before the move: at many of the steps the replica on the coldest rung has just come
+    there.
     """
     tiny = (1e-24, 2e-24, 3e-24)
     run = make(ladder=tr.Ladder(tiny, LRS))
@@ -154,16 +183,22 @@ def test_one_move_by_hand():
             ratio = scale[stands[k]] / scale[stood[k]]
             for name in moved:
                 if name.startswith("common."):
-                    expected = (1 - FRICTION) * v[k][name] - LRS[0] * sum(each[name] for each in force) / 3
+                    expected = (1 - FRICTION) * v[k][name] - LRS[0] * sum(
+                        each[name] for each in force
+                    ) / 3
                 else:
                     expected = (1 - FRICTION) * ratio * v[k][name] - LRS[stands[k]] * force[k][name]
                 torch.testing.assert_close(kicked[name], expected, rtol=1e-8, atol=1e-10)
-                torch.testing.assert_close(moved[name], x[k][name] + expected, rtol=1e-8, atol=1e-10)
+                torch.testing.assert_close(
+                    moved[name], x[k][name] + expected, rtol=1e-8, atol=1e-10
+                )
     assert arrived >= 2
 
 
 def test_the_others_move_as_without_sharing():
-    """In the first step, from the same weights; later they see other shared ones. Temperatures too low for any noise."""
+    """In the first step, from the same weights; later they see other shared ones. Temperatures too
+    low for any noise.
+    """
     tiny = tr.Ladder((1e-24, 2e-24, 3e-24), LRS)
     together, apart = make(ladder=tiny), make(shared=(), ladder=tiny)
     for mine, theirs in zip(apart.ensemble.modules, together.ensemble.modules, strict=True):
@@ -173,8 +208,15 @@ def test_the_others_move_as_without_sharing():
         for run in (together, apart):
             run.step(batch)
         for k in range(3):
-            assert torch.allclose(of(together, k)["own.weight"], of(apart, k)["own.weight"], rtol=1e-9, atol=0) == alike
-            assert not torch.allclose(of(together, k)["common.0.weight"], of(apart, k)["common.0.weight"])
+            assert (
+                torch.allclose(
+                    of(together, k)["own.weight"], of(apart, k)["own.weight"], rtol=1e-9, atol=0
+                )
+                == alike
+            )
+            assert not torch.allclose(
+                of(together, k)["common.0.weight"], of(apart, k)["common.0.weight"]
+            )
 
 
 def test_one_rung_shares_with_nobody():
@@ -188,7 +230,9 @@ def test_one_rung_shares_with_nobody():
 
 
 def test_the_prior_of_what_is_shared_does_not_weigh_in_swaps():
-    """It is the same for all: energies of replicas differ by what is their own, whether it is counted or not."""
+    """It is the same for all: energies of replicas differ by what is their own, whether it is
+    counted or not.
+    """
     run = make(prior=None)
     counted = make()
     counted.ensemble.energy.prior_in_swaps = True
@@ -196,7 +240,10 @@ def test_the_prior_of_what_is_shared_does_not_weigh_in_swaps():
     plain, with_prior = run.step(batch).energy[:, 0], counted.step(batch).energy[:, 0]
     fresh = make()
     own = [
-        0.5 * PRECISION * sum(float(of(fresh, k)[f"own.{name}"].square().sum()) for name in ("weight", "bias")) for k in range(3)
+        0.5
+        * PRECISION
+        * sum(float(of(fresh, k)[f"own.{name}"].square().sum()) for name in ("weight", "bias"))
+        for k in range(3)
     ]
     stood = torch.tensor(own, dtype=torch.float64)[fresh.state.replica_at[:, 0]]
     difference = with_prior - plain
@@ -251,15 +298,21 @@ DIM, STIFFNESS = 20_000, 2.0
 
 
 class Coordinates(nn.Module):
-    """So many numbers that move independently of each other, each a chain of its own, and some that are shared."""
+    """So many numbers that move independently of each other, each a chain of its own, and some that
+    are shared.
+    """
 
     def __init__(self):
         super().__init__()
-        self.common, self.own = (nn.Parameter(torch.zeros(DIM, dtype=torch.float64)) for _ in range(2))
+        self.common, self.own = (
+            nn.Parameter(torch.zeros(DIM, dtype=torch.float64)) for _ in range(2)
+        )
 
 
 def quadratic(module, batch):
-    """The energy STIFFNESS / 2 |own|^2, exactly; it does not depend on what is shared, which wanders about."""
+    """The energy STIFFNESS / 2 |own|^2, exactly; it does not depend on what is shared, which
+    wanders about.
+    """
     each = 0.5 * STIFFNESS * module.own.square().sum() + 0.0 * module.common.sum()
     return (each / N_DATA).expand(len(batch))
 
@@ -268,18 +321,34 @@ def covariance_of(lr, temperature):
     """Of (x, v) under SGHMC's recursion, by the discrete Lyapunov equation."""
     keep, pull = 1 - FRICTION, lr * STIFFNESS
     transition = np.array([[1 - pull, keep], [-pull, keep]])
-    return scipy.linalg.solve_discrete_lyapunov(transition, 2 * FRICTION * lr * temperature * np.ones((2, 2)))
+    return scipy.linalg.solve_discrete_lyapunov(
+        transition, 2 * FRICTION * lr * temperature * np.ones((2, 2))
+    )
 
 
 def stationary(n_steps=10):
-    """x and v on each rung after some moves from exact draws, one value per coordinate, with their laws and the shared v."""
+    """x and v on each rung after some moves from exact draws, one value per coordinate, with their
+    laws and the shared v.
+    """
     lrs, temperatures = (0.15, 0.4), (0.5, 2.0)
     ladder = tr.Ladder(temperatures, lrs)
-    run = make(model=Coordinates, losses=quadratic, prior=None, shared=("common",), ladder=ladder, pairing=tr.NoSwaps())
-    laws = [covariance_of(lr, temperature) for lr, temperature in zip(lrs, temperatures, strict=True)]
+    run = make(
+        model=Coordinates,
+        losses=quadratic,
+        prior=None,
+        shared=("common",),
+        ladder=ladder,
+        pairing=tr.NoSwaps(),
+    )
+    laws = [
+        covariance_of(lr, temperature) for lr, temperature in zip(lrs, temperatures, strict=True)
+    ]
     generator = torch.Generator().manual_seed(0)
     for replica, law in enumerate(laws):
-        drawn = torch.randn(DIM, 2, generator=generator, dtype=torch.float64) @ torch.as_tensor(np.linalg.cholesky(law)).T
+        drawn = (
+            torch.randn(DIM, 2, generator=generator, dtype=torch.float64)
+            @ torch.as_tensor(np.linalg.cholesky(law)).T
+        )
         tensors = run.ensemble.tensors_of(replica)
         for part, values in zip(("parameters", "velocity"), drawn.unbind(1), strict=True):
             tensors[part]["own"].copy_(values)
@@ -290,9 +359,11 @@ def stationary(n_steps=10):
 
 
 def test_the_law_of_the_others_is_that_of_their_rung():
-    """Variances of x and v on both rungs, and replicas that know nothing of each other: 9 assertions at 5.7e-7 each.
+    """Variances of x and v on both rungs, and replicas that know nothing of each other: 9
+    assertions at 5.7e-7 each.
 
-    The shared ones feel no force, so that their velocity is a chain of its own, and shows the cold rung's lr and temperature.
+    The shared ones feel no force, so that their velocity is a chain of its own, and shows the cold
+    rung's lr and temperature.
     """
     x, v, laws, common = stationary()
     for rung, law in enumerate(laws):
@@ -301,19 +372,24 @@ def test_the_law_of_the_others_is_that_of_their_rung():
     assert_mean_is(x[0] * x[1], 0.0)
     assert_mean_is(v[0] * v[1], 0.0)
     # From rest: v' = (1 - f) v + sqrt(2 f lr tau) xi, ten times.
-    assert_mean_is(common.square(), sum(2 * FRICTION * 0.15 * 0.5 * (1 - FRICTION) ** (2 * k) for k in range(10)))
+    assert_mean_is(
+        common.square(),
+        sum(2 * FRICTION * 0.15 * 0.5 * (1 - FRICTION) ** (2 * k) for k in range(10)),
+    )
     assert_mean_is(common * v[0], 0.0)
     assert_mean_is(common * v[1], 0.0)
 
 
 def test_mutants_miss_it(monkeypatch):
-    """Noise of what is shared that leaks makes replicas follow each other; its lr and temperature cool the hot rung."""
+    """Noise of what is shared that leaks makes replicas follow each other; its lr and temperature
+    cool the hot rung.
+    """
     plain = module_work.update_rows
 
     def leaking(position, velocity, squares, gradient, numbers, *rest):
         return plain(position, velocity, squares, gradient, numbers[:1].expand_as(numbers), *rest)
 
-    monkeypatch.setattr("torchrex.exchange.module_ensemble.update_rows", leaking)
+    monkeypatch.setattr("torchrex.network.ensemble.update_rows", leaking)
     _, v, _, _ = stationary()
     assert_mean_is_not(v[0] * v[1], 0.0)
 
@@ -321,7 +397,7 @@ def test_mutants_miss_it(monkeypatch):
         *rest, lr, temperature, sampler = given
         return plain(*rest, lr[:1].expand_as(lr), temperature[:1].expand_as(temperature), sampler)
 
-    monkeypatch.setattr("torchrex.exchange.module_ensemble.update_rows", cold)
+    monkeypatch.setattr("torchrex.network.ensemble.update_rows", cold)
     x, _, laws, _ = stationary()
     assert_mean_is_not(x[1].square(), laws[1][0, 0])
     assert_mean_is(x[0].square(), laws[0][0, 0])
@@ -333,14 +409,29 @@ def test_mutants_miss_it(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"shared": ("heads",)}, "shared=('heads',) names no parameter; those of the model are common.0.weight"),
-        ({"shared": ("common.", "own.")}, "names all parameters, so that nothing is left to sample"),
-        ({"shared": "common."}, "shared must be a sequence of (parts of) parameter names, got 'common.'"),
+        (
+            {"shared": ("heads",)},
+            "shared=('heads',) names no parameter; those of the model are common.0.weight",
+        ),
+        (
+            {"shared": ("common.", "own.")},
+            "names all parameters, so that nothing is left to sample",
+        ),
+        (
+            {"shared": "common."},
+            "shared must be a sequence of (parts of) parameter names, got 'common.'",
+        ),
         ({"shared": ("",)}, "shared must be a sequence"),
         ({"shared": (3,)}, "shared must be a sequence"),
-        ({"shared": ("common.",), "shared_batches": False}, "needs all replicas in one process and on the same minibatches"),
+        (
+            {"shared": ("common.",), "shared_batches": False},
+            "needs all replicas in one process and on the same minibatches",
+        ),
         ({"mesh": tr.ReplicaMesh(3, Crew(rank=0, size=2))}, "needs all replicas in one process"),
-        ({"divergence": "respawn"}, "through what they share (shared=('common.',)) all of them break with the first"),
+        (
+            {"divergence": "respawn"},
+            "through what they share (shared=('common.',)) all of them break with the first",
+        ),
     ],
 )
 def test_bad_input(given, expected):

@@ -12,13 +12,16 @@ from torch import nn
 import torchrex as tr
 from modules import same
 from torchrex.errors import CheckpointError, DeviceError, InvalidArgumentError, NonFiniteEnergyError
-from torchrex.exchange import NoSwaps, RepeatedDraws, SideBySide, Smoothing
-from torchrex.training import Member, train_together
+from torchrex.exchange import NoSwaps, RepeatedDraws, Smoothing
+from torchrex.network import Member, SideBySide, train_together
 
 N = 200
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")),
+    pytest.param(
+        "cuda",
+        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ),
 ]
 
 
@@ -44,18 +47,26 @@ def jitter(batch, generator):
 def loaders(device):
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(N, 3, 8, 8, generator=generator), torch.randint(5, (N,), generator=generator)
-    return [tr.DeviceLoader((x, y), 32, seed=seed, augment=jitter, device=device) for seed in (3, 4)]
+    return [
+        tr.DeviceLoader((x, y), 32, seed=seed, augment=jitter, device=device) for seed in (3, 4)
+    ]
 
 
 ENERGY = tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=tr.GaussianPrior(2.0))
 
 
 def make(method, seed, device, model=Net, lr=1e-5, **options):
-    """A run of one method; `re` and `pair` measure repeated energies, `paired` has the free variance."""
+    """A run of one method; `re` and `pair` measure repeated energies, `paired` has the free
+    variance.
+    """
     ensemble = tr.ModuleEnsemble(model, ENERGY, tr.SGHMC(0.1), device=device)
     if method == "msgd":
-        return tr.ReplicaExchange(ensemble, tr.Ladder.descent(lr), seed=seed, deterministic=True, **options)
-    noise = tr.PairedVariance(0.3) if method == "paired" else Smoothing(0.3, RepeatedDraws(4, every=7))
+        return tr.ReplicaExchange(
+            ensemble, tr.Ladder.descent(lr), seed=seed, deterministic=True, **options
+        )
+    noise = (
+        tr.PairedVariance(0.3) if method == "paired" else Smoothing(0.3, RepeatedDraws(4, every=7))
+    )
     temperatures = (1.0,) if method == "sghmc" else (1.0, 1.002)
     return tr.ReplicaExchange(
         ensemble,
@@ -75,7 +86,9 @@ def advance(runs, n, device, data=None):
 
 
 def numbers(run):
-    """Everything a run is, but for its settings and the generators that only a captured step leaves alone."""
+    """Everything a run is, but for its settings and the generators that only a captured step leaves
+    alone.
+    """
     state = run.state_dict()
     return {key: state[key] for key in ("n_steps", "exchange", "replicas")}
 
@@ -111,7 +124,9 @@ def test_apart_and_together_again(device):
     whole = make("re", 0, device)
     advance([whole], 30, device)
     data = loaders(device)
-    run, first, second = (make(method, seed, device) for method, seed in (("re", 0), ("msgd", 1), ("pair", 2)))
+    run, first, second = (
+        make(method, seed, device) for method, seed in (("re", 0), ("msgd", 1), ("pair", 2))
+    )
     advance([run, first], 10, device, data)
     advance([run], 10, device, data)
     other = loaders(device)
@@ -126,8 +141,12 @@ def test_captured_repeated_energies_are_the_eager_ones():
     for run in (captured, eager):
         advance([run], 30, "cuda")
     assert captured.alone.graphs is None or not captured.alone.graphs.failed
-    torch.testing.assert_close(captured.state.noise_variance, eager.state.noise_variance, rtol=1e-3, atol=0.0)
-    torch.testing.assert_close(captured.ensemble.position, eager.ensemble.position, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        captured.state.noise_variance, eager.state.noise_variance, rtol=1e-3, atol=0.0
+    )
+    torch.testing.assert_close(
+        captured.ensemble.position, eager.ensemble.position, rtol=1e-3, atol=1e-4
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -166,7 +185,11 @@ def members(tmp_path, jobs, device="cpu", **options):
     return [
         Member(
             make(method, seed, device, **options),
-            [tr.PosteriorAverage([next(iter(loaders(device)[0]))], every=5, burn_in=10, rungs=(0,), history=True)],
+            [
+                tr.PosteriorAverage(
+                    [next(iter(loaders(device)[0]))], every=5, burn_in=10, rungs=(0,), history=True
+                )
+            ],
             tr.Trace(3),
             tr.Checkpoints(tmp_path / f"{method}{seed}"),
             {"method": method},
@@ -185,12 +208,17 @@ def test_stopped_and_resumed_together_equals_never_stopped(tmp_path):
 
     parts = members(tmp_path / "parts", JOBS)
     data, extra = loaders("cpu")
-    assert train_together(parts, data, 40, extra=extra, checkpoint_every=10, budget=0.0).status == "paused"
+    assert (
+        train_together(parts, data, 40, extra=extra, checkpoint_every=10, budget=0.0).status
+        == "paused"
+    )
     outcome, calls = "paused", 0
     while outcome == "paused":
         parts = members(tmp_path / "parts", JOBS)
         data, extra = loaders("cpu")
-        outcome = train_together(parts, data, 40, extra=extra, checkpoint_every=10, budget=1e-9).status
+        outcome = train_together(
+            parts, data, 40, extra=extra, checkpoint_every=10, budget=1e-9
+        ).status
         calls += 1
     assert calls > 3
     for one, other in zip(whole, parts, strict=True):
@@ -223,7 +251,9 @@ def test_those_that_measure_know_where_the_extra_batches_are(tmp_path):
     train_together(whole, data, 40, extra=extra, checkpoint_every=10)
     for job in (("msgd", 0), ("re", 0)):
         data, extra = loaders("cpu")
-        train_together(members(tmp_path / "parts", [job]), data, 10, extra=extra, checkpoint_every=10)
+        train_together(
+            members(tmp_path / "parts", [job]), data, 10, extra=extra, checkpoint_every=10
+        )
     both = members(tmp_path / "parts", [("msgd", 0), ("re", 0)])
     data, extra = loaders("cpu")
     train_together(both, data, 40, extra=extra, checkpoint_every=10)
@@ -249,10 +279,14 @@ def test_a_member_whose_last_move_before_a_draw_went_nowhere_is_left_behind(tmp_
 def test_runs_without_a_common_checkpoint_are_told(tmp_path):
     for name, steps in (("re", 30), ("msgd", 10)):
         data, extra = loaders("cpu")
-        train_together(members(tmp_path, [(name, 0)]), data, steps, extra=extra, checkpoint_every=10)
+        train_together(
+            members(tmp_path, [(name, 0)]), data, steps, extra=extra, checkpoint_every=10
+        )
     data, extra = loaders("cpu")
     with pytest.raises(CheckpointError, match="no checkpoint of the same step"):
-        train_together(members(tmp_path, [("re", 0), ("msgd", 0)]), data, 40, extra=extra, checkpoint_every=10)
+        train_together(
+            members(tmp_path, [("re", 0), ("msgd", 0)]), data, 40, extra=extra, checkpoint_every=10
+        )
 
 
 def test_a_member_that_diverges_is_named_and_the_others_finish(tmp_path):
@@ -281,7 +315,10 @@ def test_out_of_memory_says_what_to_lower_and_keeps_the_state(tmp_path, monkeypa
 
     original = Net.forward
     monkeypatch.setattr(Net, "forward", full)
-    with pytest.raises(DeviceError, match=r"5 replicas in 3 runs side by side on batches of 32; train fewer.*step=000000000"):
+    with pytest.raises(
+        DeviceError,
+        match=r"5 replicas in 3 runs side by side on batches of 32; train fewer.*step=000000000",
+    ):
         train_together(group, data, 40, extra=extra, checkpoint_every=10)
 
 
@@ -304,7 +341,9 @@ def test_what_cannot_go_side_by_side():
     advance([run], 3, "cpu")
     with pytest.raises(InvalidArgumentError, match=r"same step, got \[0, 3\]"):
         list(SideBySide([run, make("re", 1, "cpu")]).advance(3, data, extra))
-    apart = tr.ReplicaExchange(tr.ModuleEnsemble(Net, ENERGY, shared_batches=False), tr.Ladder((1.0, 2.0), 1e-5))
+    apart = tr.ReplicaExchange(
+        tr.ModuleEnsemble(Net, ENERGY, shared_batches=False), tr.Ladder((1.0, 2.0), 1e-5)
+    )
     with pytest.raises(InvalidArgumentError, match="shared_batches=True"):
         SideBySide([make("re", 2, "cpu"), apart])
 

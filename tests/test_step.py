@@ -1,4 +1,6 @@
-"""One step, looked at closely, on four rungs, so that a permutation is not its own inverse: moves, records, measurements."""
+"""One step, looked at closely, on four rungs, so that a permutation is not its own inverse: moves,
+records, measurements.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ import torch
 
 import torchrex as tr
 from assertions import assert_mean_is
+from torchrex.density.block import draw_block, measured_steps
 from torchrex.exchange import density_run
 from torchrex.exchange.algorithm import ExchangeState, Rules, measure
-from torchrex.exchange.block import draw_block, measured_steps
 from torchrex.exchange.standing import take
 from torchrex.rng import Streams
 from torchrex.targets import Energy
@@ -22,7 +24,9 @@ LRS = (0.1, 0.2, 0.4, 0.8)
 
 
 def slope():
-    """A density with gradient 1 everywhere and energy 0: every test accepts, and a move shows the lr of the rung."""
+    """A density with gradient 1 everywhere and energy 0: every test accepts, and a move shows the
+    lr of the rung.
+    """
     return tr.LogDensity(lambda x: 0.0 * x.sum(-1), 1, gradient=torch.ones_like)
 
 
@@ -37,7 +41,9 @@ def rungs_of(replica_at):
 
 @pytest.mark.parametrize("pairing", [tr.EvenOdd(), tr.RandomPair(), tr.AllInTurn()])
 def test_every_replica_moves_with_the_lr_of_its_rung(pairing):
-    run = tr.ReplicaExchange(tr.TensorEnsemble.start(slope(), n_rungs=4, n_runs=3), tr.Ladder(TINY, LRS), pairing=pairing)
+    run = tr.ReplicaExchange(
+        tr.TensorEnsemble.start(slope(), n_rungs=4, n_runs=3), tr.Ladder(TINY, LRS), pairing=pairing
+    )
     orders = set()
     for _ in range(12):
         before = run.ensemble.position
@@ -45,13 +51,20 @@ def test_every_replica_moves_with_the_lr_of_its_rung(pairing):
         moved = (run.ensemble.position - before)[..., 0]
         assert torch.allclose(moved, torch.tensor(LRS)[rungs_of(info.replica_at)])
         orders.add(tuple(info.replica_at[:, 0].tolist()))
-    assert any(rungs_of(torch.tensor(order)[:, None])[:, 0].tolist() != list(order) for order in orders), "no proper permutation"
+    assert any(
+        rungs_of(torch.tensor(order)[:, None])[:, 0].tolist() != list(order) for order in orders
+    ), "no proper permutation"
 
 
 def test_rescaled_momenta_follow_the_rungs():
-    """Without force and kick, v' = (1 - friction) v sqrt(lr tau of the new rung / lr tau of the old one)."""
+    """Without force and kick, v' = (1 - friction) v sqrt(lr tau of the new rung / lr tau of the old
+    one).
+    """
     ensemble = tr.TensorEnsemble.start(
-        tr.LogDensity(lambda x: 0.0 * x.sum(-1), 1, gradient=torch.zeros_like), tr.SGHMC(0.5), n_rungs=4, n_runs=2
+        tr.LogDensity(lambda x: 0.0 * x.sum(-1), 1, gradient=torch.zeros_like),
+        tr.SGHMC(0.5),
+        n_rungs=4,
+        n_runs=2,
     )
     ensemble = replace(ensemble, velocity=torch.ones_like(ensemble.position))
     run = tr.ReplicaExchange(ensemble, tr.Ladder(TINY, LRS))
@@ -64,11 +77,14 @@ def test_rescaled_momenta_follow_the_rungs():
 
 
 def test_what_is_recorded():
-    """Energies are those of the rungs before the swaps; the position is that of rung 0 after the move."""
+    """Energies are those of the rungs before the swaps; the position is that of rung 0 after the
+    move.
+    """
     target = tr.LogDensity(lambda x: -0.5 * x.square().sum(-1), 2)
     start = torch.randn(4, 5, 2, generator=torch.Generator().manual_seed(0))
     run = tr.ReplicaExchange(
-        tr.TensorEnsemble.start(target, n_rungs=4, n_runs=5, initial=start), tr.Ladder((1.0, 1.5, 2.0, 3.0), 0.1)
+        tr.TensorEnsemble.start(target, n_rungs=4, n_runs=5, initial=start),
+        tr.Ladder((1.0, 1.5, 2.0, 3.0), 0.1),
     )
     n_swaps = 0
     for _ in range(30):
@@ -76,11 +92,15 @@ def test_what_is_recorded():
         info = run.step()
         at_rung = torch.stack([position[stood[:, b].long(), b] for b in range(5)], dim=1)
         assert torch.allclose(info.energy, 0.5 * at_rung.square().sum(-1))
-        coldest = torch.stack([run.ensemble.position[info.replica_at[0, b].long(), b] for b in range(5)])
+        coldest = torch.stack(
+            [run.ensemble.position[info.replica_at[0, b].long(), b] for b in range(5)]
+        )
         assert torch.equal(info.position, coldest)
         assert torch.equal(info.replica_at, run.state.replica_at)
         for pair in range(3):  # a swap was made where the records say so, and nowhere else
-            exchanged = (info.replica_at[pair] == stood[pair + 1]) & (info.replica_at[pair + 1] == stood[pair])
+            exchanged = (info.replica_at[pair] == stood[pair + 1]) & (
+                info.replica_at[pair + 1] == stood[pair]
+            )
             assert torch.equal(info.accepted[pair], exchanged)
         n_swaps += int(info.accepted.sum())
     assert n_swaps > 50
@@ -99,12 +119,18 @@ class LouderOutside(tr.Target):
 
 
 def test_measurement_looks_at_the_replicas_on_the_rungs():
-    rules = Rules(tr.Ladder((1.0, 2.0, 3.0), 0.1), noise=tr.RunningMean(tr.RepeatedDraws(4000, every=1)))
+    rules = Rules(
+        tr.Ladder((1.0, 2.0, 3.0), 0.1), noise=tr.RunningMean(tr.RepeatedDraws(4000, every=1))
+    )
     loudness = torch.tensor([1.0, 10.0, 100.0]).view(3, 1, 1)
     ensemble = tr.TensorEnsemble.start(LouderOutside(), n_rungs=3, initial=loudness)
     state = ExchangeState.start(rules, 1, device=torch.device("cpu"), dtype=torch.float32)
     state = state._replace(replica_at=torch.tensor([[1], [2], [0]], dtype=torch.int32))
-    noise = {"z": LouderOutside().draw_noise(torch.Generator().manual_seed(0), 1, (4000, 3, 1), torch.float32)["z"][0]}
+    noise = {
+        "z": LouderOutside().draw_noise(
+            torch.Generator().manual_seed(0), 1, (4000, 3, 1), torch.float32
+        )["z"][0]
+    }
     after = measure(ensemble, state, noise, rules)
     at_rung = take(loudness[..., 0], state.replica_at)[:, 0].square()
     expected = 0.5 * (at_rung[:-1] + at_rung[1:])
@@ -114,7 +140,9 @@ def test_measurement_looks_at_the_replicas_on_the_rungs():
 
 def test_energies_of_another_precision_are_taken_in():
     """A float64 density in a float32 ensemble gives the same numbers, compiled or not."""
-    target = tr.Noisy(tr.LogDensity(lambda x: -0.5 * x.double().square().sum(-1), 1), tr.Gaussian(3.0))
+    target = tr.Noisy(
+        tr.LogDensity(lambda x: -0.5 * x.double().square().sum(-1), 1), tr.Gaussian(3.0)
+    )
     factors = []
     for compiled in (False, True):
         run = tr.ReplicaExchange(
@@ -138,7 +166,14 @@ def writes_in_place(x):
 
 
 def test_a_density_that_writes_in_place_is_compiled_right():
-    common = {"dim": 2, "temperatures": (1.0, 2.0), "lr": 0.1, "n_steps": 300, "n_runs": 4, "dtype": torch.float64}
+    common = {
+        "dim": 2,
+        "temperatures": (1.0, 2.0),
+        "lr": 0.1,
+        "n_steps": 300,
+        "n_runs": 4,
+        "dtype": torch.float64,
+    }
     compiled, eager = (tr.sample(writes_in_place, compiled=c, **common) for c in (True, False))
     assert torch.allclose(compiled.values, eager.values, atol=1e-9)
     assert (eager.values[..., 0] > 1.0).any()
@@ -147,7 +182,11 @@ def test_a_density_that_writes_in_place_is_compiled_right():
 def test_a_module_in_the_density_leaves_no_graph_behind():
     module = torch.nn.Linear(2, 1)
     draws = tr.sample(
-        lambda x: -0.5 * x.square().sum(-1) + 0.01 * module(x)[:, 0], dim=2, temperatures=(1.0, 2.0), lr=0.1, n_steps=20
+        lambda x: -0.5 * x.square().sum(-1) + 0.01 * module(x)[:, 0],
+        dim=2,
+        temperatures=(1.0, 2.0),
+        lr=0.1,
+        n_steps=20,
     )
     assert not draws.values.requires_grad
 
@@ -159,16 +198,28 @@ def test_an_index_out_of_bounds_in_the_compiled_loop_is_an_error_not_a_crash():
         return table[((x[:, 0] + 3.0) * 10.0).long()] + 0.0 * x.sum(-1)
 
     with pytest.raises(tr.TorchrexError, match="index out of bounds"):
-        tr.sample(looked_up, dim=1, temperatures=(1.0, 2.0), lr=0.1, n_steps=20_000, n_runs=4, compiled=True)
+        tr.sample(
+            looked_up,
+            dim=1,
+            temperatures=(1.0, 2.0),
+            lr=0.1,
+            n_steps=20_000,
+            n_runs=4,
+            compiled=True,
+        )
 
 
 def test_an_interrupted_run_goes_on_as_if_nothing_had_happened():
-    """Ctrl-C in the middle of a stretch takes that stretch back, so that positions, steps and random numbers belong together."""
+    """Ctrl-C in the middle of a stretch takes that stretch back, so that positions, steps and
+    random numbers belong together.
+    """
 
     def make():
         target = tr.Noisy(tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5]), tr.Gaussian(2.0))
         return tr.ReplicaExchange(
-            tr.TensorEnsemble.start(target, n_rungs=2, n_runs=4), tr.Ladder((1.0, 10.0), 0.03), compiled=True
+            tr.TensorEnsemble.start(target, n_rungs=2, n_runs=4),
+            tr.Ladder((1.0, 10.0), 0.03),
+            compiled=True,
         )
 
     run, undisturbed = make(), make()
@@ -194,10 +245,14 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened():
 
 @pytest.mark.parametrize("where", ["_choose_loop", "draw_block"])
 def test_ctrl_c_before_the_first_step_of_a_block_leaves_its_random_numbers(where, monkeypatch):
-    """The mutant takes the generators as they are after the block was drawn, of which no step has been taken."""
+    """The mutant takes the generators as they are after the block was drawn, of which no step has
+    been taken.
+    """
 
     def make():
-        ensemble = tr.TensorEnsemble.start(tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5]), n_rungs=2, n_runs=4)
+        ensemble = tr.TensorEnsemble.start(
+            tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5]), n_rungs=2, n_runs=4
+        )
         return tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 10.0), 0.03), noise=tr.KnownVariance())
 
     run, resumed, undisturbed = make(), make(), make()
@@ -221,7 +276,9 @@ def test_ctrl_c_before_the_first_step_of_a_block_leaves_its_random_numbers(where
 
 
 def test_sigma2_is_measured_at_the_start_and_every_so_many_steps():
-    """Without an initial variance the first steps would be naive; with one it holds until step `every`, as in the paper."""
+    """Without an initial variance the first steps would be naive; with one it holds until step
+    `every`, as in the paper.
+    """
     ladder, draws = tr.Ladder((1.0, 2.0), 0.1), tr.RepeatedDraws(10, every=100)
     rules = Rules(ladder, noise=tr.RunningMean(draws))
     assert list(measured_steps(rules, 0, 350)) == [0, 100, 200, 300]
@@ -232,10 +289,14 @@ def test_sigma2_is_measured_at_the_start_and_every_so_many_steps():
 
 
 def first_acceptance(ladder, *, difference=0.0, **rules):
-    """Which runs swap at the very first step, when the hot replica's energy is higher by `difference`."""
+    """Which runs swap at the very first step, when the hot replica's energy is higher by
+    `difference`.
+    """
     target = tr.LogDensity(lambda x: -x[:, 0], 1)
     start = torch.tensor([0.0, difference]).view(2, 1, 1)
-    run = tr.ReplicaExchange(tr.TensorEnsemble.start(target, n_rungs=2, n_runs=200_000, initial=start), ladder, **rules)
+    run = tr.ReplicaExchange(
+        tr.TensorEnsemble.start(target, n_rungs=2, n_runs=200_000, initial=start), ladder, **rules
+    )
     return run.step().accepted[0]
 
 
@@ -277,7 +338,11 @@ def test_a_failure_names_the_replica_and_where_it_stood():
 
 
 def test_every_round_of_a_step_is_recorded():
-    run = tr.ReplicaExchange(tr.TensorEnsemble.start(slope(), n_rungs=4, n_runs=3), tr.Ladder(TINY, LRS), pairing=tr.AllInTurn())
+    run = tr.ReplicaExchange(
+        tr.TensorEnsemble.start(slope(), n_rungs=4, n_runs=3),
+        tr.Ladder(TINY, LRS),
+        pairing=tr.AllInTurn(),
+    )
     info = run.step()
     assert info.accepted.all()  # equal energies: all three pairs swap, one after the other
     assert info.replica_at[:, 0].tolist() == [1, 2, 3, 0]

@@ -84,7 +84,9 @@ CAPACITY, SEEN, SEEDS = 5, 20, 4000
 
 
 def survivors(rule) -> Tensor:
-    """(seeds, seen): which of SEEN draws are in a reservoir at the end, in one independent store a seed."""
+    """(seeds, seen): which of SEEN draws are in a reservoir at the end, in one independent store a
+    seed.
+    """
     kept = torch.zeros(SEEDS, SEEN)
     for seed in range(SEEDS):
         slots: dict[int, int] = {}
@@ -97,18 +99,28 @@ def survivors(rule) -> Tensor:
 
 
 def test_every_draw_is_in_the_reservoir_with_the_same_probability():
-    kept = survivors(lambda number, seed: slot_of(number, keep="reservoir", capacity=CAPACITY, seed=seed))
+    kept = survivors(
+        lambda number, seed: slot_of(number, keep="reservoir", capacity=CAPACITY, seed=seed)
+    )
     assert kept.sum(1).eq(CAPACITY).all()
     for number in range(SEEN):
         assert_mean_is(kept[:, number], CAPACITY / SEEN)
     # Pairs too: P(both) = c (c - 1) / (n (n - 1)) for a simple random sample.
     for one, other in ((0, 1), (0, SEEN - 1), (3, 4), (7, 12), (SEEN - 2, SEEN - 1)):
-        assert_mean_is(kept[:, one] * kept[:, other], CAPACITY * (CAPACITY - 1) / (SEEN * (SEEN - 1)))
+        assert_mean_is(
+            kept[:, one] * kept[:, other], CAPACITY * (CAPACITY - 1) / (SEEN * (SEEN - 1))
+        )
 
 
 def test_a_reservoir_that_takes_every_draw_is_caught():
-    """The mutant replaces a uniform slot at every draw: new draws are kept too often, old ones too rarely."""
-    kept = survivors(lambda number, seed: number if number < CAPACITY else derive_seed(seed, f"{number}") % CAPACITY)
+    """The mutant replaces a uniform slot at every draw: new draws are kept too often, old ones too
+    rarely.
+    """
+    kept = survivors(
+        lambda number, seed: (
+            number if number < CAPACITY else derive_seed(seed, f"{number}") % CAPACITY
+        )
+    )
     assert_mean_is_not(kept[:, 0], CAPACITY / SEEN)
     assert_mean_is_not(kept[:, SEEN - 1], CAPACITY / SEEN)
 
@@ -151,7 +163,9 @@ class Awkward(nn.Module):
         self.register_buffer("empty", torch.zeros(0, 2))
         self.register_buffer("rounded", torch.randn(3).bfloat16())
         flat = torch.arange(6.0)
-        self.register_buffer("left", flat[:3])  # two views of one memory that are not the same tensor
+        self.register_buffer(
+            "left", flat[:3]
+        )  # two views of one memory that are not the same tensor
         self.register_buffer("right", flat[3:])
         self.register_buffer("transposed", torch.arange(6.0).reshape(2, 3).T)
 
@@ -168,7 +182,10 @@ def test_awkward_tensors_survive(tmp_path):
         assert torch.equal(state[name], value), name
         assert state[name].dtype == value.dtype, name
     assert state["head.weight"] is state["embed.weight"]
-    assert store._index.draws[0].size < 1.2 * sum(t.nbytes for n, t in expected.items() if n != "head.weight") + 2000
+    assert (
+        store._index.draws[0].size
+        < 1.2 * sum(t.nbytes for n, t in expected.items() if n != "head.weight") + 2000
+    )
     fresh = Awkward()
     load_into(fresh, state, "draw")
     assert fresh.head.weight is fresh.embed.weight
@@ -239,7 +256,9 @@ def test_resume_is_exact(tmp_path, keep):
 
 
 def test_files_stay_for_the_checkpoints_that_are_kept(tmp_path):
-    """Checkpoints every 5 steps, the newest two kept: both can be resumed, an older one says why not, and disk use is bounded."""
+    """Checkpoints every 5 steps, the newest two kept: both can be resumed, an older one says why
+    not, and disk use is bounded.
+    """
     store, states, seen = DrawStore(tmp_path, capacity=3), {}, {}
     for step in range(1, 41):
         store.add(Counter(step), step=step)
@@ -315,9 +334,18 @@ def test_a_draw_is_on_disk_for_good_before_the_index_names_it(tmp_path, monkeypa
     store, done = DrawStore(tmp_path, capacity=3), []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda descriptor: done.append("sync") or fsync(descriptor))
-    monkeypatch.setattr(os, "replace", lambda part, path: done.append(path.name) or replace(part, path))
+    monkeypatch.setattr(
+        os, "replace", lambda part, path: done.append(path.name) or replace(part, path)
+    )
     store.add(Counter(1), step=1)
-    assert done == ["sync", "draw-000000000.safetensors", "sync", "sync", "index.json", "sync"]  # file, name, folder
+    assert done == [
+        "sync",
+        "draw-000000000.safetensors",
+        "sync",
+        "sync",
+        "index.json",
+        "sync",
+    ]  # file, name, folder
 
 
 class Crash(BaseException):
@@ -356,7 +384,9 @@ def test_a_crash_at_any_file_operation_leaves_a_readable_store(tmp_path, monkeyp
         assert again.n_seen in (6, 7, 8)
         for step in range(again.n_seen + 1, 10):
             again.add(Counter(step), step=step)
-        assert files(folder) == {draw.file for draw in again._index.draws}  # what the crash left is gone
+        assert files(folder) == {
+            draw.file for draw in again._index.draws
+        }  # what the crash left is gone
         again.rewind(6)
         assert contents(again) == before
     assert 5 < crashed < 17  # the last of them went through
@@ -380,7 +410,9 @@ def test_kill_during_add(tmp_path):
                 os._exit(1)
         waited = time.monotonic()
         while time.monotonic() < waited + 10:
-            if (tmp_path / "index.json").exists() and assert_readable_while_written(tmp_path) > seen:
+            if (tmp_path / "index.json").exists() and assert_readable_while_written(
+                tmp_path
+            ) > seen:
                 break
         time.sleep(chance.uniform(0, 0.02))
         os.kill(child, signal.SIGKILL)
@@ -408,7 +440,9 @@ def test_a_full_disk_is_one_clear_line_and_the_store_stays(tmp_path, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(CheckpointError, match=r"cannot write .*No space left.* draws before it are safe"):
+        with pytest.raises(
+            CheckpointError, match=r"cannot write .*No space left.* draws before it are safe"
+        ):
             store.add(Counter(5), step=5)
     assert store.n_seen == assert_readable(tmp_path).n_seen == 4
     assert store.add(Counter(5), step=5)
@@ -440,7 +474,10 @@ def edit_draw(folder, **changes) -> None:
         (lambda f: edit_index(f, version=2), "version 2"),
         (lambda f: edit_index(f, keep="oldest"), "keep"),
         (lambda f: edit_index(f, capacity=0), "capacity"),
-        (lambda f: edit_index(f, capacity=10**15, now={"seen": 10**15, "step": 1, "rungs": []}), "do not fill"),
+        (
+            lambda f: edit_index(f, capacity=10**15, now={"seen": 10**15, "step": 1, "rungs": []}),
+            "do not fill",
+        ),
         (lambda f: edit_index(f, draws=[]), "do not fill"),
         (lambda f: edit_index(f, marks=[]), "marks"),
         (lambda f: edit_index(f, now=3), "not an index"),
@@ -496,16 +533,34 @@ def test_a_pickle_in_place_of_a_draw_is_refused(tmp_path, monkeypatch, content):
 
 
 def test_only_its_own_files_are_removed(tmp_path):
-    for name in ("notes.txt", "draw-1.safetensors", "model.safetensors", "draw-000000000.safetensors.bak"):
+    for name in (
+        "notes.txt",
+        "draw-1.safetensors",
+        "model.safetensors",
+        "draw-000000000.safetensors.bak",
+    ):
         (tmp_path / name).write_text("mine")
     (tmp_path / "draw-000000099.safetensors.part").write_text("left behind")
     filled(tmp_path, 5)
-    kept = {"notes.txt", "draw-1.safetensors", "model.safetensors", "draw-000000000.safetensors.bak"}
+    kept = {
+        "notes.txt",
+        "draw-1.safetensors",
+        "model.safetensors",
+        "draw-000000000.safetensors.bak",
+    }
     assert files(tmp_path) == kept | {f"draw-00000000{number}.safetensors" for number in (2, 3, 4)}
 
 
 @pytest.mark.parametrize(
-    "settings", [{"capacity": 0}, {"capacity": 2.5}, {"capacity": True}, {"keep": "best"}, {"seed": -1}, {"seed": None}]
+    "settings",
+    [
+        {"capacity": 0},
+        {"capacity": 2.5},
+        {"capacity": True},
+        {"keep": "best"},
+        {"seed": -1},
+        {"seed": None},
+    ],
 )
 def test_bad_settings(tmp_path, settings):
     with pytest.raises(InvalidArgumentError, match=next(iter(settings))):
@@ -557,7 +612,10 @@ class OneRun:
 
 def batches() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(3)
-    x, y = torch.randn(30, 2, 3, 3, generator=generator), torch.randint(3, (30,), generator=generator)
+    x, y = (
+        torch.randn(30, 2, 3, 3, generator=generator),
+        torch.randint(3, (30,), generator=generator),
+    )
     return [(x[:16], y[:16]), (x[16:], y[16:])]
 
 
@@ -565,7 +623,10 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 def stored(tmp_path_factory):
     """An average and a store that has kept every draw of it."""
     folder = tmp_path_factory.mktemp("draws")
-    run, average = OneRun(), PosteriorAverage(batches(), rungs=(0, 1), store=DrawStore(folder, capacity=100))
+    run, average = (
+        OneRun(),
+        PosteriorAverage(batches(), rungs=(0, 1), store=DrawStore(folder, capacity=100)),
+    )
     for _ in range(6):
         run.step()
         average.update(run)
@@ -574,7 +635,14 @@ def stored(tmp_path_factory):
 
 def test_prediction_in_another_process_equals_the_average(stored, tmp_path):
     folder, average = stored
-    save_file({f"{k}.{n}": t for k, batch in enumerate(batches()) for n, t in zip("xy", batch, strict=True)}, tmp_path / "data")
+    save_file(
+        {
+            f"{k}.{n}": t
+            for k, batch in enumerate(batches())
+            for n, t in zip("xy", batch, strict=True)
+        },
+        tmp_path / "data",
+    )
     program = MODEL_SOURCE + (
         "import json, sys\n"
         "from safetensors.torch import load_file, save_file\n"
@@ -584,7 +652,14 @@ def test_prediction_in_another_process_equals_the_average(stored, tmp_path):
         "save_file({'p': p.probabilities, 'h': p.entropy, 'mi': p.mutual_information, 'y': p.labels}, sys.argv[3])\n"
         "print(json.dumps([p.n_draws, p.metrics()]))\n"
     )
-    command = [sys.executable, "-c", program, str(folder), str(tmp_path / "data"), str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        str(folder),
+        str(tmp_path / "data"),
+        str(tmp_path / "out"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     from safetensors.torch import load_file
@@ -626,9 +701,13 @@ def test_prediction_of_inputs_alone_and_of_other_batches(stored):
     with pytest.raises(InvalidArgumentError, match="need targets"):
         alone.metrics()
     named = [{"input": x, "label": y} for x, y in batches()]
-    assert torch.equal(store.predict(make_model, named, target_key="label").probabilities, average.probabilities())
+    assert torch.equal(
+        store.predict(make_model, named, target_key="label").probabilities, average.probabilities()
+    )
     odd = [{"pixels": x, "label": y} for x, y in batches()]
-    by_hand = store.predict(make_model, odd, target_key="label", forward=lambda module, batch: module(batch["pixels"]))
+    by_hand = store.predict(
+        make_model, odd, target_key="label", forward=lambda module, batch: module(batch["pixels"])
+    )
     assert torch.equal(by_hand.probabilities, average.probabilities())
 
 
@@ -636,9 +715,15 @@ def test_wrong_models_and_data_are_named(stored, tmp_path):
     store = DrawStore.load(stored[0])
     wider = make_model()
     wider[4] = nn.Linear(4, 7)
-    with pytest.raises(InvalidArgumentError, match=r"4.weight \(3, 4\) for \(7, 4\), 4.bias \(3,\) for \(7,\) of another shape"):
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"4.weight \(3, 4\) for \(7, 4\), 4.bias \(3,\) for \(7,\) of another shape",
+    ):
         store.predict(wider, batches())
-    with pytest.raises(InvalidArgumentError, match=r"weight missing from the draw; 0.weight, 0.bias, .* and 5 more unknown"):
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"weight missing from the draw; 0.weight, 0.bias, .* and 5 more unknown",
+    ):
         store.predict(Counter, batches())
     shuffled = iter([batches(), batches()[::-1]])
 

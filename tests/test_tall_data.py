@@ -1,4 +1,6 @@
-"""Bayesian logistic regression on 100,000 rows from minibatches of 256, swaps and paired correction on."""
+"""Bayesian logistic regression on 100,000 rows from minibatches of 256, swaps and paired correction
+on.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from torchrex.experiments.recipes import get_recipe
 
 
 def stationary_covariance(config, mode, covariance):
-    """Of SGLD's own recursion near the mode: S = (1 - lr H) S (1 - lr H) + 2 lr + lr^2 C, C the covariance of the gradient."""
+    """Of SGLD's own recursion near the mode: S = (1 - lr H) S (1 - lr H) + 2 lr + lr^2 C, C the
+    covariance of the gradient.
+    """
     features, signs = config.target().data
     pull = torch.sigmoid(-signs * (features @ mode)) * signs
     noise = config.n_data**2 / config.batch_size * torch.cov((pull[:, None] * features).T)
@@ -23,7 +27,8 @@ def stationary_covariance(config, mode, covariance):
 
 
 def test_posterior_of_tall_data():
-    """Rung 0 has the mean of the full-data reference and the covariance of its recursion; and swaps do happen.
+    """Rung 0 has the mean of the full-data reference and the covariance of its recursion; and swaps
+    do happen.
 
     A run long enough for errors of 1 % of a sd is in results/tall_logistic.json.
     """
@@ -34,8 +39,12 @@ def test_posterior_of_tall_data():
     expected = stationary_covariance(config, mode, covariance)
     away = draws.values.double() - mode
     for k in range(config.dim):
-        assert 1.01 < expected[k, k] / float(covariance[k, k]) < 1.2  # minibatch gradients widen the law a little
+        assert (
+            1.01 < expected[k, k] / float(covariance[k, k]) < 1.2
+        )  # minibatch gradients widen the law a little
         assert_mean_is(away[..., k].mean(1), 0.0)
         assert_mean_is(away[..., k].square().mean(1), expected[k, k])
-    assert_mean_is_not(away.square().mean((1, 2)), 2 * float(np.trace(expected)) / config.dim)  # temperature 2 would be seen
+    assert_mean_is_not(
+        away.square().mean((1, 2)), 2 * float(np.trace(expected)) / config.dim
+    )  # temperature 2 would be seen
     assert metrics["acceptance_rate"] == pytest.approx(0.6, abs=0.15)

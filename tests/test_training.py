@@ -1,4 +1,6 @@
-"""Nothing is lost: killed, interrupted, paused or damaged, a run ends bit for bit as if nothing had happened."""
+"""Nothing is lost: killed, interrupted, paused or damaged, a run ends bit for bit as if nothing had
+happened.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,16 @@ from torch import nn
 
 import torchrex
 from modules import batches, classes, make_run
-from torchrex.errors import CheckpointError, InvalidArgumentError, NonFiniteEnergyError, RunFolderError, RunInterrupted
+from torchrex.errors import (
+    CheckpointError,
+    InvalidArgumentError,
+    NonFiniteEnergyError,
+    RunFolderError,
+    RunInterrupted,
+)
 from torchrex.experiments import get_recipe, run_recipe
 from torchrex.experiments.config import override
-from torchrex.training.signals import stopping_signals
+from torchrex.network.signals import stopping_signals
 
 SETTINGS = ["epochs=24", "burn_in_epochs=4", "checkpoint_every=37"]
 TORCHREX = [sys.executable, "-m", "torchrex"]
@@ -45,11 +53,19 @@ def untouched(tmp_path_factory):
 
 
 def assert_same_run(folder, other):
-    """Weights, momenta, averages and generators of the final checkpoint, the trace and the result, bit for bit."""
-    mine, theirs = (torchrex.Checkpoints(f.path / "checkpoints").load_newest() for f in (folder, other))
+    """Weights, momenta, averages and generators of the final checkpoint, the trace and the result,
+    bit for bit.
+    """
+    mine, theirs = (
+        torchrex.Checkpoints(f.path / "checkpoints").load_newest() for f in (folder, other)
+    )
     assert mine.step == theirs.step == small().n_steps
     for (path, left), (_, right) in zip(leaves(mine.state), leaves(theirs.state), strict=True):
-        assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right or path.endswith("seconds"), path
+        assert (
+            torch.equal(left, right)
+            if isinstance(left, torch.Tensor)
+            else left == right or path.endswith("seconds")
+        ), path
     a, b = folder.trace(), other.trace()
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -67,9 +83,13 @@ def leaves(tree, path=""):
 
 
 def test_killed_at_twenty_random_moments(tmp_path, untouched):
-    """SIGKILL, at moments from before the first checkpoint to the last steps; the dice are thrown anew at every test run."""
+    """SIGKILL, at moments from before the first checkpoint to the last steps; the dice are thrown
+    anew at every test run.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torchrex.experiments.digits", "sklearn.datasets", "torchrex.cli"])
+    context.set_forkserver_preload(
+        ["torchrex.experiments.digits", "sklearn.datasets", "torchrex.cli"]
+    )
     folder = untouched.__class__.of(tmp_path, small().recipe, 0)
     began = time.perf_counter()
     warm = context.Process(target=digits_run, args=(str(tmp_path / "warm"), False))
@@ -99,11 +119,17 @@ def test_killed_at_twenty_random_moments(tmp_path, untouched):
 def test_signals_write_a_checkpoint_and_exit(tmp_path, untouched, number, code):
     arguments = [*TORCHREX, "run", "digits/resghmc", "--out", str(tmp_path), "--device", "cpu"]
     settings = [part for setting in SETTINGS for part in ("--set", setting)]
-    long = [part.replace("epochs=24", "epochs=2400") if part == "epochs=24" else part for part in settings]
+    long = [
+        part.replace("epochs=24", "epochs=2400") if part == "epochs=24" else part
+        for part in settings
+    ]
     process = subprocess.Popen([*arguments, *long], stderr=subprocess.PIPE, text=True)
     folder = untouched.__class__.of(tmp_path, "digits/resghmc", 0)
     deadline = time.monotonic() + 60
-    while not torchrex.Checkpoints(folder.path / "checkpoints").steps() and time.monotonic() < deadline:
+    while (
+        not torchrex.Checkpoints(folder.path / "checkpoints").steps()
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
@@ -116,7 +142,9 @@ def test_signals_write_a_checkpoint_and_exit(tmp_path, untouched, number, code):
     again = subprocess.run([*arguments, *long], capture_output=True, text=True, timeout=60)
     assert again.returncode == 2
     assert "--resume" in again.stderr
-    other = subprocess.run([*arguments, *settings, "--resume"], capture_output=True, text=True, timeout=60)
+    other = subprocess.run(
+        [*arguments, *settings, "--resume"], capture_output=True, text=True, timeout=60
+    )
     assert other.returncode == 2
     assert "epochs 2400 there, 24 here" in " ".join(other.stderr.split())
 
@@ -133,9 +161,14 @@ def test_a_budget_pauses_and_the_next_call_goes_on(tmp_path, untouched):
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate"])
-def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, untouched, harm, caplog):
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
+    tmp_path, untouched, harm, caplog
+):
     folder = run_recipe(small(), 0, tmp_path, device="cpu", budget=0.15)
-    while folder.result["status"] == "paused" and len(torchrex.Checkpoints(folder.path / "checkpoints").steps()) < 2:
+    while (
+        folder.result["status"] == "paused"
+        and len(torchrex.Checkpoints(folder.path / "checkpoints").steps()) < 2
+    ):
         run_recipe(small(), 0, tmp_path, device="cpu", resume=True, budget=0.15)
     newest = sorted((folder.path / "checkpoints").iterdir())[-1]
     file = newest / "replica=1.safetensors"
@@ -154,14 +187,19 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, unto
 
 def test_resuming_a_finished_run_does_nothing(untouched):
     before = untouched.result
-    assert run_recipe(small(), 0, untouched.path.parents[2], device="cpu", resume=True).result == before
+    assert (
+        run_recipe(small(), 0, untouched.path.parents[2], device="cpu", resume=True).result
+        == before
+    )
 
 
 def test_overwriting_keeps_the_finished_run_until_the_new_one_is_finished(tmp_path, untouched):
     folder = run_recipe(small(), 0, tmp_path, device="cpu")
     with pytest.raises(RunFolderError, match="already holds"):
         run_recipe(small(), 0, tmp_path, device="cpu")
-    run_recipe(small("digits/resghmc", "epochs=30"), 0, tmp_path, device="cpu", overwrite=True, budget=0.0)
+    run_recipe(
+        small("digits/resghmc", "epochs=30"), 0, tmp_path, device="cpu", overwrite=True, budget=0.0
+    )
     kept = folder.path.with_name("seed=0.replaced")
     assert json.loads((kept / "result.json").read_text())["status"] == "finished"
     run_recipe(small("digits/resghmc", "epochs=30"), 0, tmp_path, device="cpu", resume=True)
@@ -182,7 +220,10 @@ def parts(ladder=(1.0, 1.1), store=None, lr=1e-4, **options):
     y = torch.randint(3, (90,), generator=generator)
     energy = torchrex.PosteriorEnergy(F.cross_entropy, n_data=90, prior=torchrex.GaussianPrior(1.0))
     run = torchrex.ReplicaExchange(
-        torchrex.ModuleEnsemble(network, energy, torchrex.SGHMC(0.1)), torchrex.Ladder(ladder, lr), seed=2, **options
+        torchrex.ModuleEnsemble(network, energy, torchrex.SGHMC(0.1)),
+        torchrex.Ladder(ladder, lr),
+        seed=2,
+        **options,
     )
     average = torchrex.PosteriorAverage([(x, y)], every=7, burn_in=10, rungs=(0, 1), store=store)
     return run, torchrex.DeviceLoader((x, y), 16, seed=4), average, torchrex.Trace(every=3)
@@ -191,13 +232,22 @@ def parts(ladder=(1.0, 1.1), store=None, lr=1e-4, **options):
 def go(folder, n_steps, store=None, **options):
     run, loader, average, trace = parts(store=store)
     outcome = torchrex.train(
-        run, loader, n_steps, average=average, trace=trace, checkpoints=folder, checkpoint_every=20, **options
+        run,
+        loader,
+        n_steps,
+        average=average,
+        trace=trace,
+        checkpoints=folder,
+        checkpoint_every=20,
+        **options,
     )
     return run, average, trace, outcome
 
 
 def test_train_resumes_averages_traces_and_stored_draws(tmp_path):
-    whole = go(tmp_path / "whole", 100, torchrex.DrawStore(tmp_path / "a", capacity=5, keep="reservoir"))
+    whole = go(
+        tmp_path / "whole", 100, torchrex.DrawStore(tmp_path / "a", capacity=5, keep="reservoir")
+    )
     stores = [torchrex.DrawStore(tmp_path / "b", capacity=5, keep="reservoir")]
     for stop in (13, 50, 51, 100):
         last = go(tmp_path / "parts", stop, stores[-1])
@@ -214,7 +264,7 @@ def test_train_resumes_averages_traces_and_stored_draws(tmp_path):
 def test_where_it_looks_does_not_matter(tmp_path, monkeypatch):
     runs = []
     for seconds in (0.0, 1e9):
-        monkeypatch.setattr("torchrex.training.together.SECONDS_BETWEEN_LOOKS", seconds)
+        monkeypatch.setattr("torchrex.network.together.SECONDS_BETWEEN_LOOKS", seconds)
         runs.append(go(None, 300)[0])
     assert torch.equal(runs[0].ensemble.position, runs[1].ensemble.position)
 
@@ -227,18 +277,35 @@ def test_a_checkpoint_of_another_ladder_or_seed_is_refused(tmp_path):
         ("momentum", (1.0, 1.1), {"momentum": "keep"}),
     ):
         run, loader, average, trace = parts(ladder, **other)
-        with pytest.raises(CheckpointError, match=rf"another setting: setting\['{what}'\] was '.*' and is now '.*'"):
+        with pytest.raises(
+            CheckpointError, match=rf"another setting: setting\['{what}'\] was '.*' and is now '.*'"
+        ):
             torchrex.train(run, loader, 80, average=average, trace=trace, checkpoints=tmp_path)
 
 
 def test_divergence_names_the_last_checkpoint(tmp_path):
     run, loader, average, trace = parts()
-    torchrex.train(run, loader, 40, average=average, trace=trace, checkpoints=tmp_path, checkpoint_every=20)
+    torchrex.train(
+        run, loader, 40, average=average, trace=trace, checkpoints=tmp_path, checkpoint_every=20
+    )
     run, loader, average, trace = parts()
-    torchrex.train(run, loader, 45, average=average, trace=trace, checkpoints=tmp_path, checkpoint_every=20)
+    torchrex.train(
+        run, loader, 45, average=average, trace=trace, checkpoints=tmp_path, checkpoint_every=20
+    )
     run.ensemble.position[0].fill_(float("nan"))
-    with pytest.raises(NonFiniteEnergyError, match=r"replica 0 on rung .* at step 45 .*step=000000045"):
-        torchrex.train(run, loader, 90, average=average, trace=trace, checkpoints=tmp_path, checkpoint_every=20, resume=False)
+    with pytest.raises(
+        NonFiniteEnergyError, match=r"replica 0 on rung .* at step 45 .*step=000000045"
+    ):
+        torchrex.train(
+            run,
+            loader,
+            90,
+            average=average,
+            trace=trace,
+            checkpoints=tmp_path,
+            checkpoint_every=20,
+            resume=False,
+        )
     assert torchrex.Checkpoints(tmp_path).steps()[-1] == 45
 
 
@@ -284,7 +351,9 @@ SIGNALS = [(signal.SIGINT, RunInterrupted, None), (signal.SIGTERM, SystemExit, 1
 @pytest.mark.parametrize(("number", "kind", "code"), SIGNALS)
 @pytest.mark.parametrize("at", [7, 20])
 def test_a_signal_ends_a_loop_over_seeds(tmp_path, number, kind, code, at):
-    """After the checkpoint, even if that is the last one. The mutant returns, and the next seed begins."""
+    """After the checkpoint, even if that is the last one. The mutant returns, and the next seed
+    begins.
+    """
 
     begun, stopped = [], []
 
@@ -297,7 +366,9 @@ def test_a_signal_ends_a_loop_over_seeds(tmp_path, number, kind, code, at):
         for seed in range(3):
             begun.append(seed)
             run = make_run(seed=seed)
-            torchrex.train(run, batches(7), 20, checkpoints=tmp_path / str(seed), progress=signalled)
+            torchrex.train(
+                run, batches(7), 20, checkpoints=tmp_path / str(seed), progress=signalled
+            )
 
     with pytest.raises(kind) as caught:
         all_seeds()
@@ -306,14 +377,21 @@ def test_a_signal_ends_a_loop_over_seeds(tmp_path, number, kind, code, at):
     assert getattr(caught.value, "code", None) == code
     assert isinstance(caught.value, KeyboardInterrupt) == (number == signal.SIGINT)
     if number == signal.SIGINT:
-        assert (caught.value.outcome.total_steps, caught.value.outcome.signal) == (stopped[0], number)
+        assert (caught.value.outcome.total_steps, caught.value.outcome.signal) == (
+            stopped[0],
+            number,
+        )
 
 
 @pytest.mark.parametrize(("number", "kind", "code"), SIGNALS)
 def test_a_signal_may_return_how_far_it_came(tmp_path, number, kind, code):
     run = make_run()
     outcome = torchrex.train(
-        run, batches(7), 20, progress=lambda done, total: done == 1 and signal.raise_signal(number), on_interrupt="return"
+        run,
+        batches(7),
+        20,
+        progress=lambda done, total: done == 1 and signal.raise_signal(number),
+        on_interrupt="return",
     )
     assert (outcome.status, outcome.signal, outcome.steps) == ("interrupted", number, 1)
     with pytest.raises(InvalidArgumentError, match="on_interrupt must be raise or return"):
@@ -349,28 +427,56 @@ def test_a_checkpoint_with_other_averages_or_traces_says_which(tmp_path, n_avera
     go(tmp_path, 20)
     run, loader, average, of_steps = parts()
     with pytest.raises(CheckpointError, match=words):
-        torchrex.train(run, loader, 40, average=[average] * n_averages, trace=of_steps if trace else None, checkpoints=tmp_path)
+        torchrex.train(
+            run,
+            loader,
+            40,
+            average=[average] * n_averages,
+            trace=of_steps if trace else None,
+            checkpoints=tmp_path,
+        )
 
 
 def test_a_checkpoint_with_another_average_or_batch_size_names_the_folder(tmp_path):
     loader = torchrex.DeviceLoader(classes(), 8, seed=1)
-    torchrex.train(make_run(), loader, 20, average=torchrex.PosteriorAverage(batches(2), every=5), checkpoints=tmp_path)
+    torchrex.train(
+        make_run(),
+        loader,
+        20,
+        average=torchrex.PosteriorAverage(batches(2), every=5),
+        checkpoints=tmp_path,
+    )
     with pytest.raises(CheckpointError, match=rf"{tmp_path}.*every.*another folder"):
-        torchrex.train(make_run(), loader, 40, average=torchrex.PosteriorAverage(batches(2), every=4), checkpoints=tmp_path)
+        torchrex.train(
+            make_run(),
+            loader,
+            40,
+            average=torchrex.PosteriorAverage(batches(2), every=4),
+            checkpoints=tmp_path,
+        )
     other = torchrex.DeviceLoader(classes(), 4, seed=1)
     average = torchrex.PosteriorAverage(batches(2), every=5)
-    with pytest.raises(CheckpointError, match=rf"{tmp_path}.*batch_size=8.*batch_size=4.*another folder"):
+    with pytest.raises(
+        CheckpointError, match=rf"{tmp_path}.*batch_size=8.*batch_size=4.*another folder"
+    ):
         torchrex.train(make_run(), other, 40, average=average, checkpoints=tmp_path)
 
 
 def test_a_trace_takes_single_steps():
-    run, blocks, single, stacked = make_run(), batches(6), torchrex.Trace(every=2), torchrex.Trace(every=2)
+    run, blocks, single, stacked = (
+        make_run(),
+        batches(6),
+        torchrex.Trace(every=2),
+        torchrex.Trace(every=2),
+    )
     for batch in blocks:
         single.record(run.step(batch))
     for infos in make_run().advance(6, blocks):
         stacked.record(infos)
     assert single.tensors().keys() == stacked.tensors().keys()
-    assert all(torch.equal(tensor, stacked.tensors()[name]) for name, tensor in single.tensors().items())
+    assert all(
+        torch.equal(tensor, stacked.tensors()[name]) for name, tensor in single.tensors().items()
+    )
 
 
 def test_signals_outside_the_main_thread_are_left_alone():
@@ -415,7 +521,9 @@ def test_a_run_that_begins_anew_does_not_hide_behind_later_checkpoints(tmp_path)
     go(tmp_path, 60)
     with pytest.raises(CheckpointError, match="checkpoints up to step 60"):
         go(tmp_path, 30, resume=False)
-    with pytest.raises(torchrex.errors.InvalidArgumentError, match="step 60 already, beyond n_steps=30"):
+    with pytest.raises(
+        torchrex.errors.InvalidArgumentError, match="step 60 already, beyond n_steps=30"
+    ):
         go(tmp_path, 30)
 
 
@@ -436,8 +544,12 @@ def test_a_last_move_into_nowhere_is_not_called_finished(tmp_path):
             position[1].fill_(float("inf"))
 
     run.ensemble._update = last_one_fails
-    with pytest.raises(NonFiniteEnergyError, match=r"replica 1 on rung . .* at step 30 .*step=000000020"):
-        torchrex.train(run, loader, 30, average=average, trace=trace, checkpoints=tmp_path, checkpoint_every=20)
+    with pytest.raises(
+        NonFiniteEnergyError, match=r"replica 1 on rung . .* at step 30 .*step=000000020"
+    ):
+        torchrex.train(
+            run, loader, 30, average=average, trace=trace, checkpoints=tmp_path, checkpoint_every=20
+        )
     assert torchrex.Checkpoints(tmp_path).steps() == [0, 20]
 
 
@@ -484,7 +596,9 @@ def test_leaving_advance_early_does_not_begin_the_data_anew():
 
 
 def test_stored_draws_follow_to_the_older_checkpoint(tmp_path):
-    """With the newest checkpoint damaged, the draws that were replaced since the one before are still there."""
+    """With the newest checkpoint damaged, the draws that were replaced since the one before are
+    still there.
+    """
     whole = go(tmp_path / "whole", 100, torchrex.DrawStore(tmp_path / "a", capacity=3))
     go(tmp_path / "run", 95, torchrex.DrawStore(tmp_path / "b", capacity=3))
     file = tmp_path / "run" / "step=000000095" / "shared.safetensors"
@@ -499,16 +613,23 @@ def test_stored_draws_follow_to_the_older_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("trace", [None, "kept"])
 def test_a_pair_that_never_swaps_is_named(caplog, trace):
-    """Replicas with minibatches of their own have noisy differences; the run is resumed, and all its tests are counted."""
+    """Replicas with minibatches of their own have noisy differences; the run is resumed, and all
+    its tests are counted.
+    """
     x = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
-    energy = torchrex.PosteriorEnergy(F.cross_entropy, n_data=200, prior=torchrex.GaussianPrior(1.0))
+    energy = torchrex.PosteriorEnergy(
+        F.cross_entropy, n_data=200, prior=torchrex.GaussianPrior(1.0)
+    )
     loader = torchrex.DeviceLoader((x, (x.sum(1) > 0).long()), 10)
 
     def run_on(*temperatures, **options):
         ensemble = torchrex.ModuleEnsemble(lambda: nn.Linear(3, 2), energy, shared_batches=False)
         kept = torchrex.Trace() if trace else None
         run = torchrex.ReplicaExchange(
-            ensemble, torchrex.Ladder(temperatures, 1e-5), noise=torchrex.KnownVariance(500.0), **options
+            ensemble,
+            torchrex.Ladder(temperatures, 1e-5),
+            noise=torchrex.KnownVariance(500.0),
+            **options,
         )
         for n_steps in (30, 60):
             torchrex.train(run, loader, n_steps=n_steps, trace=kept)
@@ -524,10 +645,14 @@ def test_a_pair_that_never_swaps_is_named(caplog, trace):
 
 def test_a_dead_pair_that_swapped_once_because_replicas_start_alike(caplog):
     x = torch.randn(1000, 3, generator=torch.Generator().manual_seed(0))
-    energy = torchrex.PosteriorEnergy(F.cross_entropy, n_data=1000, prior=torchrex.GaussianPrior(1.0))
+    energy = torchrex.PosteriorEnergy(
+        F.cross_entropy, n_data=1000, prior=torchrex.GaussianPrior(1.0)
+    )
     ensemble = torchrex.ModuleEnsemble(nn.Linear(3, 2), energy)
     run = torchrex.ReplicaExchange(ensemble, torchrex.Ladder((1.0, 1e5), 1e-4))
     torchrex.train(run, torchrex.DeviceLoader((x, (x.sum(1) > 0).long()), 10), n_steps=400)
-    said = [record.getMessage() for record in caplog.records if "rungs 0 and 1" in record.getMessage()]
+    said = [
+        record.getMessage() for record in caplog.records if "rungs 0 and 1" in record.getMessage()
+    ]
     assert len(said) == 1
     assert said[0].startswith("1 swap in 400 tests")

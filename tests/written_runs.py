@@ -1,4 +1,6 @@
-"""Run folders that no run has made: config.json and result.json as the runner leaves them, with numbers that the test chooses."""
+"""Run folders that no run has made: config.json and result.json as the runner leaves them, with
+numbers that the test chooses.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,24 @@ from torchrex.experiments.config import dumps
 
 
 def header(recipe, seed, **more):
-    """What every result.json has, of a finished run without numbers; `more` replaces it or is added."""
-    about = {"date": "2026-01-02T03:04:05+00:00", "wall_seconds": 1.5, "device": "CPU", "versions": {"torch": "2"}}
-    return {"recipe": recipe, "seed": seed, "status": "finished", "metrics": {}, "swaps": [], **about, **more}
+    """What every result.json has, of a finished run without numbers; `more` replaces it or is
+    added.
+    """
+    about = {
+        "date": "2026-01-02T03:04:05+00:00",
+        "wall_seconds": 1.5,
+        "device": "CPU",
+        "versions": {"torch": "2"},
+    }
+    return {
+        "recipe": recipe,
+        "seed": seed,
+        "status": "finished",
+        "metrics": {},
+        "swaps": [],
+        **about,
+        **more,
+    }
 
 
 def write_json(folder: Path, config, result) -> Path:
@@ -24,11 +41,17 @@ def write_json(folder: Path, config, result) -> Path:
 
 def write_run(root: Path, config, seed=0, **more) -> Path:
     """A run of `config` in the folder that its recipe and seed name."""
-    return write_json(root / config.recipe / f"seed={seed}", config, header(config.recipe, seed, **more))
+    return write_json(
+        root / config.recipe / f"seed={seed}", config, header(config.recipe, seed, **more)
+    )
 
 
 def write_run_on_gpu(root: Path, config, seed=0, *, swaps=0, **more) -> Path:
-    """A run such as tables are made of: 90 s on a GPU, a day for each seed, `swaps` swaps in 100 tests of each pair of rungs."""
-    pairs = [{"pair": [0, 1], "proposed": 100, "accepted": swaps, "acceptance_rate": swaps / 100}] * (config.n_rungs - 1)
+    """A run such as tables are made of: 90 s on a GPU, a day for each seed, `swaps` swaps in 100
+    tests of each pair of rungs.
+    """
+    pairs = [
+        {"pair": [0, 1], "proposed": 100, "accepted": swaps, "acceptance_rate": swaps / 100}
+    ] * (config.n_rungs - 1)
     about = {"date": f"2026-01-0{seed + 1}T00:00:00+00:00", "wall_seconds": 90.0, "device": "a GPU"}
     return write_run(root, config, seed, swaps=pairs, **about, **more)

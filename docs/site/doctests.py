@@ -16,4 +16,6 @@ class FencedDoctests(griffe.Extension):
 def fenced(text: str) -> str:
     """Each paragraph that begins with >>> between fences."""
     paragraphs = text.split("\n\n")
-    return "\n\n".join(f"```pycon\n{p.strip()}\n```" if p.lstrip().startswith(">>>") else p for p in paragraphs)
+    return "\n\n".join(
+        f"```pycon\n{p.strip()}\n```" if p.lstrip().startswith(">>>") else p for p in paragraphs
+    )

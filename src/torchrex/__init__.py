@@ -1,9 +1,10 @@
 """Adaptive replica exchange stochastic gradient MCMC for PyTorch.
 
-`sample` for a log density, `ReplicaExchange` with a `ModuleEnsemble` for a network; the algorithm itself is in
-`torchrex.exchange.algorithm`.
+`sample` for a log density, `ReplicaExchange` with a `ModuleEnsemble` for a network; the algorithm
+itself is in `torchrex.exchange.algorithm`.
 
-Names are loaded when they are first used (PEP 562): torch takes seconds to load, and `torchrex --help` has no use for it.
+Names are loaded when they are first used (PEP 562): torch takes seconds to load, and `torchrex
+--help` has no use for it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` 
 
     from torchrex import schedules
     from torchrex.checkpoint import Checkpoints
+    from torchrex.density import TensorEnsemble, collect, sample
     from torchrex.distributed import ReplicaMesh, replica_mesh
     from torchrex.errors import TorchrexError
     from torchrex.exchange import (
@@ -25,7 +27,6 @@ if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` 
         EvenOdd,
         KnownVariance,
         Ladder,
-        ModuleEnsemble,
         NoSwaps,
         PairedVariance,
         PerExample,
@@ -34,14 +35,13 @@ if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` 
         RepeatedDraws,
         ReplicaExchange,
         RunningMean,
-        SideBySide,
         Smoothing,
         TargetAcceptance,
-        TensorEnsemble,
         expected_acceptance,
         log_swap_ratio,
     )
-    from torchrex.posterior import Draws, DrawStore, PosteriorAverage, classification_metrics, collect, sample
+    from torchrex.network import Member, ModuleEnsemble, Outcome, SideBySide, train, train_together
+    from torchrex.posterior import Draws, DrawStore, PosteriorAverage, classification_metrics
     from torchrex.recording import JsonLines, LiveDisplay, Observer, TensorBoard, Trace
     from torchrex.samplers import SGHMC, SGLD, AdamStart
     from torchrex.targets import (
@@ -58,7 +58,6 @@ if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` 
         from_sgd,
         logistic_regression,
     )
-    from torchrex.training import Member, Outcome, train, train_together
 
 __version__ = "0.1.0"
 
@@ -68,22 +67,33 @@ _HOMES = {
     "distributed": "ReplicaMesh replica_mesh",
     "errors": "TorchrexError",
     "exchange": (
-        "AllInTurn BatchVariance ConstantFactor EvenOdd KnownVariance Ladder ModuleEnsemble NoSwaps PairedVariance PerExample "
-        "ProportionalToGap RandomPair RepeatedDraws ReplicaExchange RunningMean SideBySide Smoothing TargetAcceptance "
-        "TensorEnsemble expected_acceptance log_swap_ratio"
+        "AllInTurn BatchVariance ConstantFactor EvenOdd KnownVariance Ladder NoSwaps PairedVariance PerExample "
+        "ProportionalToGap RandomPair RepeatedDraws ReplicaExchange RunningMean Smoothing TargetAcceptance "
+        "expected_acceptance log_swap_ratio"
     ),
-    "posterior": "Draws DrawStore PosteriorAverage classification_metrics collect sample",
+    "posterior": "Draws DrawStore PosteriorAverage classification_metrics",
     "recording": "JsonLines LiveDisplay Observer TensorBoard Trace",
     "samplers": "SGHMC SGLD AdamStart",
     "targets": (
         "DeviceLoader Gaussian GaussianMixture GaussianPrior LogDensity Noisy PosteriorEnergy StudentT TallPosterior "
         "Target from_sgd logistic_regression"
     ),
-    "training": "Member Outcome train train_together",
+    "density": "TensorEnsemble collect sample",
+    "network": "Member ModuleEnsemble Outcome SideBySide train train_together",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 # Rooms that are there after `import torchrex`, whether they are loaded yet or not.
-_ROOMS = (*_HOMES, "diagnostics", "durable", "experiments", "notebook", "report", "rng", "schedules", "vision")
+_ROOMS = (
+    *_HOMES,
+    "diagnostics",
+    "durable",
+    "experiments",
+    "notebook",
+    "report",
+    "rng",
+    "schedules",
+    "vision",
+)
 
 __all__ = [
     "SGHMC",

@@ -1,13 +1,17 @@
-"""Every error torchrex raises on purpose: one small tree, each also the builtin a caller would expect.
+"""Every error torchrex raises on purpose: one small tree, each also the builtin a caller would
+expect.
 
-A message says what is wrong, what was given, and what to do. The command line prints it as one line and exits with 2.
+A message says what is wrong, what was given, and what to do. The command line prints it as one line
+and exits with 2.
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-OnInterrupt = Literal["raise", "return"]  # what Ctrl-C does to `train`, `sample` and `collect`, once everything is saved
+OnInterrupt = Literal[
+    "raise", "return"
+]  # what Ctrl-C does to `train`, `sample` and `collect`, once everything is saved
 
 
 class TorchrexError(Exception):
@@ -55,7 +59,9 @@ class DeviceError(TorchrexError, RuntimeError):
 
 
 class RankError(TorchrexError, RuntimeError):
-    """Another process of the job is gone, stopped or too slow; `speaks` says whether this one should report it."""
+    """Another process of the job is gone, stopped or too slow; `speaks` says whether this one
+    should report it.
+    """
 
     def __init__(self, message: str, *, speaks: bool = True) -> None:
         super().__init__(message)
@@ -70,12 +76,31 @@ class NonFiniteEnergyError(TorchrexError, FloatingPointError):
     """An energy became NaN or infinite; what was sampled before is in `draws`."""
 
     def __init__(
-        self, *, replica: int, rung: int, run: int, step: int, value: float, draws: Any = None, advice: str = ""
+        self,
+        *,
+        replica: int,
+        rung: int,
+        run: int,
+        step: int,
+        value: float,
+        draws: Any = None,
+        advice: str = "",
     ) -> None:
-        self.replica, self.rung, self.run, self.step, self.value, self.draws = replica, rung, run, step, value, draws
+        self.replica, self.rung, self.run, self.step, self.value, self.draws = (
+            replica,
+            rung,
+            run,
+            step,
+            value,
+            draws,
+        )
         self.checkpoint: Any = None
         self.advice = advice
-        kept = "" if draws is None else f" The {draws.n_draws} draws before it are in the error's `draws`."
+        kept = (
+            ""
+            if draws is None
+            else f" The {draws.n_draws} draws before it are in the error's `draws`."
+        )
         if value == float("-inf"):
             advice = "An energy of -infinity may be a log density with the wrong sign, or a density without an upper bound."
         advice = advice or (
@@ -94,15 +119,21 @@ class NonFiniteEnergyError(TorchrexError, FloatingPointError):
 
     def with_checkpoint(self, path: Any) -> NonFiniteEnergyError:
         """The same error, naming the last checkpoint before it."""
-        where = "There is no checkpoint before it." if path is None else f"The last checkpoint before it is {path}."
+        where = (
+            "There is no checkpoint before it."
+            if path is None
+            else f"The last checkpoint before it is {path}."
+        )
         self.checkpoint, self.args = path, (f"{self} {where}",)
         return self
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """Ctrl-C, after everything was saved: a KeyboardInterrupt, so that a loop over several runs ends.
+    """Ctrl-C, after everything was saved: a KeyboardInterrupt, so that a loop over several runs
+    ends.
 
-    What `sample` and `collect` have drawn so far is in `draws`, how far `train` came is in `outcome`.
+    What `sample` and `collect` have drawn so far is in `draws`, how far `train` came is in
+    `outcome`.
     """
 
     def __init__(self, message: str, *, draws: Any = None, outcome: Any = None) -> None:

@@ -10,7 +10,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     style = "text-align:right;padding:0.1em 0.6em"  # no colours: those of the notebook hold, light or dark
 
     def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f'<{tag} style="{style}">{html.escape(cell)}</{tag}>' for cell in cells) + "</tr>"
+        return (
+            "<tr>"
+            + "".join(f'<{tag} style="{style}">{html.escape(cell)}</{tag}>' for cell in cells)
+            + "</tr>"
+        )
 
     return f"<table><thead>{line(head, 'th')}</thead><tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
 

@@ -1,8 +1,9 @@
 """One seed gives named, independent random generators, and all of them can be saved and restored.
 
-Which name feeds what: `initial` the starting points, `move` the samplers' noise, `target` minibatches and energy noise,
-`pairing` which rungs meet, `swap` the swap decisions, `measure` the repeated draws of the noise estimator.
-A new consumer takes a new name, so that the streams of the others, and with them old results, stay as they are.
+Which name feeds what: `initial` the starting points, `move` the samplers' noise, `target`
+minibatches and energy noise, `pairing` which rungs meet, `swap` the swap decisions, `measure` the
+repeated draws of the noise estimator. A new consumer takes a new name, so that the streams of the
+others, and with them old results, stay as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from torchrex.errors import InvalidArgumentError
 
 
 def derive_seed(seed: int, name: str) -> int:
-    """A 63-bit seed for the stream `name` of `seed`; a hash, so that neighbouring seeds share nothing."""
+    """A 63-bit seed for the stream `name` of `seed`; a hash, so that neighbouring seeds share
+    nothing.
+    """
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

@@ -1,1 +1,3 @@
-"""What may happen to the processes of a run, made to happen: by the tests, and by benchmarks/kills.py."""
+"""What may happen to the processes of a run, made to happen: by the tests, and by
+benchmarks/kills.py.
+"""

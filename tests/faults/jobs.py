@@ -1,4 +1,5 @@
-"""The runs that are disturbed: each is a function of the folder of its checkpoints, goes on where they end, and is small.
+"""The runs that are disturbed: each is a function of the folder of its checkpoints, goes on where
+they end, and is small.
 
 A run on something else than a network is one more such function.
 """
@@ -28,16 +29,32 @@ def loss(outputs, labels):
 
 
 def network(folder, n_steps=N_STEPS, every=EVERY, keep=2):
-    """A net with BatchNorm and dropout on 40 points, with an average, a trace, and repeated energies from other batches."""
+    """A net with BatchNorm and dropout on 40 points, with an average, a trace, and repeated
+    energies from other batches.
+    """
     energy = tr.PosteriorEnergy(loss, n_data=40, prior=tr.GaussianPrior(3.0))
     run = tr.ReplicaExchange(
-        tr.ModuleEnsemble(with_everything, energy, tr.SGHMC(0.1), initial="independent", mesh=replica_mesh(N_RUNGS)),
+        tr.ModuleEnsemble(
+            with_everything,
+            energy,
+            tr.SGHMC(0.1),
+            initial="independent",
+            mesh=replica_mesh(N_RUNGS),
+        ),
         tr.Ladder((0.5, 0.52, 0.55, 0.6), 1e-3),
         noise=tr.Smoothing(0.3, tr.RepeatedDraws(3, every=7)),
         correction_factor=3.0,
         seed=3,
     )
-    return _train(run, tr.DeviceLoader(classes(), 8, seed=1), classes(20, seed=9), folder, n_steps, every, keep)
+    return _train(
+        run,
+        tr.DeviceLoader(classes(), 8, seed=1),
+        classes(20, seed=9),
+        folder,
+        n_steps,
+        every,
+        keep,
+    )
 
 
 def digits(folder, n_steps=120, every=15, keep=2, **records):
@@ -45,14 +62,18 @@ def digits(folder, n_steps=120, every=15, keep=2, **records):
     data = _digits(Path(folder).parent)
     energy = tr.PosteriorEnergy(F.cross_entropy, n_data=len(data["x"]), prior=tr.GaussianPrior(3.0))
     run = tr.ReplicaExchange(
-        tr.ModuleEnsemble(_one_layer, energy, tr.SGHMC(0.1), initial="independent", mesh=replica_mesh(N_RUNGS)),
+        tr.ModuleEnsemble(
+            _one_layer, energy, tr.SGHMC(0.1), initial="independent", mesh=replica_mesh(N_RUNGS)
+        ),
         tr.Ladder((0.1, 0.1025, 0.105, 0.11), 4e-5),
         noise=tr.PairedVariance(0.05),
         correction_factor=30.0,  # swaps from the first steps on: they must come back too
         seed=5,
     )
     loader = tr.DeviceLoader((data["x"], data["y"]), 64, seed=1)
-    return _train(run, loader, (data["test x"], data["test y"]), folder, n_steps, every, keep, **records)
+    return _train(
+        run, loader, (data["test x"], data["test y"]), folder, n_steps, every, keep, **records
+    )
 
 
 def mixture(folder, n_steps=1_200, every=100, keep=2, *, compiled=False, thin=100):
@@ -80,7 +101,10 @@ def mixture(folder, n_steps=1_200, every=100, keep=2, *, compiled=False, thin=10
 
 
 def _train(run, loader, test, folder, n_steps, every, keep, *, average_every=10, traced=True):
-    average, trace = tr.PosteriorAverage([test], every=average_every, rungs=(0, 3)), tr.Trace() if traced else None
+    average, trace = (
+        tr.PosteriorAverage([test], every=average_every, rungs=(0, 3)),
+        tr.Trace() if traced else None,
+    )
     outcome = tr.train(
         run,
         loader,
@@ -89,11 +113,18 @@ def _train(run, loader, test, folder, n_steps, every, keep, *, average_every=10,
         trace=trace,
         checkpoints=tr.Checkpoints(Path(folder), keep=keep),
         checkpoint_every=every,
-        extra=tr.DeviceLoader(classes(), 8, seed=2) if isinstance(run.rules.noise, tr.Smoothing) else None,
+        extra=tr.DeviceLoader(classes(), 8, seed=2)
+        if isinstance(run.rules.noise, tr.Smoothing)
+        else None,
         on_interrupt="return",
     )
     swaps = None if trace is None else int(trace.state_dict()["tensors"]["accepted"].sum())
-    return {"status": outcome.status, "signal": outcome.signal, "stands_at": run.n_steps, "swaps": swaps}
+    return {
+        "status": outcome.status,
+        "signal": outcome.signal,
+        "stands_at": run.n_steps,
+        "swaps": swaps,
+    }
 
 
 def _one_layer():

@@ -1,8 +1,9 @@
 """Random `kill -9` of random ranks at random moments, and the proof that nothing was lost.
 
-A job is killed and resumed, perhaps on another number of ranks, until it finishes; then it begins anew. After every kill the
-survivors must end by themselves and name the rank, no process may be left, and the newest checkpoint that counts must be, byte
-for byte, one of the run that was never disturbed.
+A job is killed and resumed, perhaps on another number of ranks, until it finishes; then it begins
+anew. After every kill the survivors must end by themselves and name the rank, no process may be
+left, and the newest checkpoint that counts must be, byte for byte, one of the run that was never
+disturbed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ ALL = 10**6  # checkpoints to keep
 
 
 def announced(job, sign, folder):
-    """The job, after a sign that all ranks have joined: one killed before leaves the others waiting for their time-out."""
+    """The job, after a sign that all ranks have joined: one killed before leaves the others waiting
+    for their time-out.
+    """
     crew = tr.distributed.join()
     crew.gather(None)
     Path(f"{sign}-{crew.rank}").touch()
@@ -32,7 +35,8 @@ def announced(job, sign, folder):
 
 
 def left_over(before, seconds=10.0):
-    """Which processes that this one has started, or that those have started, are there and were not there before.
+    """Which processes that this one has started, or that those have started, are there and were not
+    there before.
 
     Their parents may be gone; and they have some time to be reaped.
     """
@@ -60,8 +64,12 @@ def _descendants(before):
         while pid in known and pid != os.getpid():
             top = pid
             pid, group = known[pid]
-            if pid == 1:  # whoever loses its parent becomes a child of the first process, but stays in our group
-                return top not in before and group == os.getpgrp() and not _is_of_another_worker(asked)
+            if (
+                pid == 1
+            ):  # whoever loses its parent becomes a child of the first process, but stays in our group
+                return (
+                    top not in before and group == os.getpgrp() and not _is_of_another_worker(asked)
+                )
         return pid == os.getpid()
 
     return {pid for pid in known if is_mine(pid)}
@@ -71,7 +79,11 @@ def _is_of_another_worker(pid):
     """Pytest's workers beside this one have orphans of their own."""
     mine = f"PYTEST_XDIST_WORKER={os.environ.get('PYTEST_XDIST_WORKER')}".encode()
     with contextlib.suppress(OSError):
-        told = [entry for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if entry.startswith(mine[:20])]
+        told = [
+            entry
+            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if entry.startswith(mine[:20])
+        ]
         return bool(told) and told != [mine]
     return False
 
@@ -86,7 +98,9 @@ class Killer:
         alone(job, self.whole, keep=ALL)
         self.last = tr.Checkpoints(folders_of(self.whole)[0]).steps()[-1]
         self.kills, self.missed, self.runs, self.moves = [], 0, 0, Counter()
-        self._took = dict.fromkeys(sizes, 1.0)  # seconds from joining to the end, a guess that is corrected
+        self._took = dict.fromkeys(
+            sizes, 1.0
+        )  # seconds from joining to the end, a guess that is corrected
         Ranks(1, os.getpid, self.folder).wait(LONGEST)  # the server of forks is there from now on
         self._before = processes()
 
@@ -106,12 +120,16 @@ class Killer:
         self.runs += 1
         for here in folders_of(self.whole):
             there = place / here.relative_to(self.whole)
-            assert contents_of(there, self.last) == contents_of(here, self.last), f"run {self.runs - 1} ended otherwise"
+            assert contents_of(there, self.last) == contents_of(here, self.last), (
+                f"run {self.runs - 1} ended otherwise"
+            )
 
     def _one_life(self, place, size, kills):
         """Whether the job finished before it was killed."""
         sign = self.folder / f"joined-{time.monotonic_ns()}"
-        ranks = Ranks(size, announced, self.folder, self.job, str(sign), str(place), timeout=self.timeout)
+        ranks = Ranks(
+            size, announced, self.folder, self.job, str(sign), str(place), timeout=self.timeout
+        )
         deadline = time.monotonic() + LONGEST
         while not all(Path(f"{sign}-{rank}").exists() for rank in range(size)):
             assert time.monotonic() < deadline, "the ranks did not join"
@@ -129,10 +147,18 @@ class Killer:
         if any(finished):
             self._took[size] = 0.8 * self._took[size] + 0.2 * (struck - began)
             self.missed += kills
-            # One that was killed on its way out has done its work, and so have those that saw it go: all of them saved the last
-            # step before the first could leave. Whether it is the right one is seen when the run has ended.
-            rest = [each or {} for rank, each in enumerate(said) if rank != victim and not finished[rank]]
-            saw_it = [each.get("error") == "RankError" and f"rank {victim} " in each["said"] for each in rest]
+            # One that was killed on its way out has done its work, and so have those that saw it
+            # go: all of them saved the last step before the first could leave. Whether it is the
+            # right one is seen when the run has ended.
+            rest = [
+                each or {}
+                for rank, each in enumerate(said)
+                if rank != victim and not finished[rank]
+            ]
+            saw_it = [
+                each.get("error") == "RankError" and f"rank {victim} " in each["said"]
+                for each in rest
+            ]
             assert all(finished) or (was_alive and all(saw_it)), said
             return True
         self._took[size] = max(self._took[size], struck - began)
@@ -143,7 +169,9 @@ class Killer:
                 "victim": victim,
                 "seconds_after_joining": round(struck - began, 3),
                 "seconds_until_all_had_ended": round(time.monotonic() - struck, 3),
-                "resumes_from_step": min((self._newest(here) or 0 for here in folders_of(place)), default=0),
+                "resumes_from_step": min(
+                    (self._newest(here) or 0 for here in folders_of(place)), default=0
+                ),
             }
         )
         self._tell(self.kills[-1])
@@ -152,12 +180,17 @@ class Killer:
     def _judge(self, place, said, victim):
         others = [each for rank, each in enumerate(said) if rank != victim]
         assert said[victim] is None, said
-        assert all(each["error"] == "RankError" and each["said"].startswith(f"rank {victim} ") for each in others), said
+        assert all(
+            each["error"] == "RankError" and each["said"].startswith(f"rank {victim} ")
+            for each in others
+        ), said
         assert sum(each["speaks"] for each in others) == min(1, len(others)), said
         for here in folders_of(place):
             newest, whole = self._newest(here), self.whole / here.relative_to(place)
             if newest is not None:
-                assert contents_of(here, newest) == contents_of(whole, newest), f"step {newest} is another"
+                assert contents_of(here, newest) == contents_of(whole, newest), (
+                    f"step {newest} is another"
+                )
 
     def _newest(self, place):
         """The step from which it goes on; nothing that counts as complete may turn out damaged."""
@@ -177,10 +210,18 @@ class Killer:
             "kills": len(self.kills),
             "exact_resumes": len(self.kills),  # another would have raised
             "runs": self.runs,
-            "kills_on_ranks": {size: sum(kill["ranks"] == size for kill in self.kills) for size in self.sizes},
+            "kills_on_ranks": {
+                size: sum(kill["ranks"] == size for kill in self.kills) for size in self.sizes
+            },
             "kills_of_rank_0": sum(kill["victim"] == 0 for kill in self.kills),
-            "resumes_on_another_number_of_ranks": sum(n for (a, b), n in self.moves.items() if a != b),
-            "before_the_first_checkpoint": sum(kill["resumes_from_step"] == 0 for kill in self.kills),
+            "resumes_on_another_number_of_ranks": sum(
+                n for (a, b), n in self.moves.items() if a != b
+            ),
+            "before_the_first_checkpoint": sum(
+                kill["resumes_from_step"] == 0 for kill in self.kills
+            ),
             "too_late_to_hit": self.missed,
-            "longest_seconds_until_all_had_ended": max(kill["seconds_until_all_had_ended"] for kill in self.kills),
+            "longest_seconds_until_all_had_ended": max(
+                kill["seconds_until_all_had_ended"] for kill in self.kills
+            ),
         }

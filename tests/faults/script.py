@@ -1,4 +1,5 @@
-"""A user's own script under torchrun: it trains, and says how it ended. `script.py FOLDER [N_STEPS] [STRIKE]`
+"""A user's own script under torchrun: it trains, and says how it ended. `script.py FOLDER [N_STEPS]
+[STRIKE]`
 
 The strike hits rank 1 in its first life only; torchrun gives it others.
 """
@@ -24,7 +25,9 @@ def main(folder, n_steps=jobs.N_STEPS, strike=None):
     rank, life = (int(os.environ[name]) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
     print(f"rank {rank} life {life} process {os.getpid()}", flush=True)
     if life and rank == 0:
-        time.sleep(3)  # the other comes first, and must not find the address of this one's earlier life
+        time.sleep(
+            3
+        )  # the other comes first, and must not find the address of this one's earlier life
     if strike and rank == 1 and life == 0:
         strikes.STRIKES[strike]()
     try:

@@ -90,7 +90,9 @@ def cut_off(*_):
     """Close the connections to the other ranks, but not that to the store."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
-            if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername()[1] != int(os.environ["MASTER_PORT"]):
+            if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername()[1] != int(
+                os.environ["MASTER_PORT"]
+            ):
                 one.shutdown(socket.SHUT_RDWR)
 
 

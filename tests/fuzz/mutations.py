@@ -1,4 +1,6 @@
-"""What is done to a file: to its bytes, to its JSON, to the table of contents of its tensors, or to what stands at its name."""
+"""What is done to a file: to its bytes, to its JSON, to the table of contents of its tensors, or to
+what stands at its name.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,107 @@ from pathlib import Path
 from random import Random
 
 DEEP = 100_000
-SPECIAL = ("pickle", "zipped pickle", "folder", "pipe", "device", "link to a file", "link to itself", "empty", "gone")
+SPECIAL = (
+    "pickle",
+    "zipped pickle",
+    "folder",
+    "pipe",
+    "device",
+    "link to a file",
+    "link to itself",
+    "empty",
+    "gone",
+)
 # In place of a value, as they stand in the file.
 VALUES = [
-    *(b"null", b"true", b"false", b"0", b"-1", b"1", b"2", b"3.5", b"-0.0", b"1e-320", b"1e308", b"1e999", b"-1e999"),
-    *(b"NaN", b"Infinity", b"-Infinity", b"9007199254740993", b"9223372036854775807", b"9223372036854775808"),
-    *(b"1152921504606846976", b"-9223372036854775809", b"9" * 30, b"9" * 400, b"-" + b"9" * 400, b"9" * 5000),
-    *(b"[]", b"{}", b"[[]]", b'[{"a": 1}]', b"[" * 40 + b"]" * 40, b"[" * 700 + b"]" * 700, b"[" * DEEP + b"]" * DEEP),
-    *(b'{"a":' * 700 + b"1" + b"}" * 700, b'{"dict":' * 300 + b"{}" + b"}" * 300, b"[" + b"0," * 5000 + b"0]"),
-    *(b'""', b'"a"', b'"inf"', b'"nan"', b'"0x10"', b'"finished"', b'"' + b"x" * 300_000 + b'"', b'"a\\nb\\r\\nc"'),
-    *(b'"../../x"', b'"/etc/passwd"', b'".."', b'"."', b'"a/../../b"', b'"\\u0000"', b'"x\\u0000y"', b'"CON"', b'"NUL.txt"'),
-    *(b'"C:\\\\\\\\x"', b'"file:///etc/passwd"', b'"~/x"', b'"%2e%2e%2f"', b'"' + b"y/" * 3000 + b'"'),
-    *(b'"\\u001b[2J\\u001b]0;owned\\u0007"', b'"\\u009b31m"', b'"\\u202egnp.exe"', b'"\\ud800"', b'"\\udcff\\ud83d"'),
-    *(b'"\xff\xfe"', b'"\xc0\x80"', b'"<script>alert(1)</script>"', b'"\\"><img src=x onerror=alert(1)>"', b"'single'", b"tru"),
+    *(
+        b"null",
+        b"true",
+        b"false",
+        b"0",
+        b"-1",
+        b"1",
+        b"2",
+        b"3.5",
+        b"-0.0",
+        b"1e-320",
+        b"1e308",
+        b"1e999",
+        b"-1e999",
+    ),
+    *(
+        b"NaN",
+        b"Infinity",
+        b"-Infinity",
+        b"9007199254740993",
+        b"9223372036854775807",
+        b"9223372036854775808",
+    ),
+    *(
+        b"1152921504606846976",
+        b"-9223372036854775809",
+        b"9" * 30,
+        b"9" * 400,
+        b"-" + b"9" * 400,
+        b"9" * 5000,
+    ),
+    *(
+        b"[]",
+        b"{}",
+        b"[[]]",
+        b'[{"a": 1}]',
+        b"[" * 40 + b"]" * 40,
+        b"[" * 700 + b"]" * 700,
+        b"[" * DEEP + b"]" * DEEP,
+    ),
+    *(
+        b'{"a":' * 700 + b"1" + b"}" * 700,
+        b'{"dict":' * 300 + b"{}" + b"}" * 300,
+        b"[" + b"0," * 5000 + b"0]",
+    ),
+    *(
+        b'""',
+        b'"a"',
+        b'"inf"',
+        b'"nan"',
+        b'"0x10"',
+        b'"finished"',
+        b'"' + b"x" * 300_000 + b'"',
+        b'"a\\nb\\r\\nc"',
+    ),
+    *(
+        b'"../../x"',
+        b'"/etc/passwd"',
+        b'".."',
+        b'"."',
+        b'"a/../../b"',
+        b'"\\u0000"',
+        b'"x\\u0000y"',
+        b'"CON"',
+        b'"NUL.txt"',
+    ),
+    *(
+        b'"C:\\\\\\\\x"',
+        b'"file:///etc/passwd"',
+        b'"~/x"',
+        b'"%2e%2e%2f"',
+        b'"' + b"y/" * 3000 + b'"',
+    ),
+    *(
+        b'"\\u001b[2J\\u001b]0;owned\\u0007"',
+        b'"\\u009b31m"',
+        b'"\\u202egnp.exe"',
+        b'"\\ud800"',
+        b'"\\udcff\\ud83d"',
+    ),
+    *(
+        b'"\xff\xfe"',
+        b'"\xc0\x80"',
+        b'"<script>alert(1)</script>"',
+        b'"\\"><img src=x onerror=alert(1)>"',
+        b"'single'",
+        b"tru",
+    ),
     *(
         b'{"tensor": {"dtype": "float32", "shape": [1152921504606846976]}}',
         b'{"int": "0x' + b"f" * 9000 + b'"}',
@@ -80,14 +170,28 @@ def mutate_json(data: bytes, random: Random) -> bytes:
         holder[HOLE] = holder.pop(key)
         fragment = random.choice(NAMES)
     elif what == 3:  # the same name twice
-        fragment = json.dumps(holder[key]).encode() + b", " + json.dumps(key).encode() + b": " + fragment
+        fragment = (
+            json.dumps(holder[key]).encode() + b", " + json.dumps(key).encode() + b": " + fragment
+        )
         holder[key] = HOLE
     elif what == 4:
         holder[HOLE] = 1
         fragment = random.choice(NAMES)
-    elif what == 5 and isinstance(value := holder[key], int | float) and not isinstance(value, bool):
+    elif (
+        what == 5 and isinstance(value := holder[key], int | float) and not isinstance(value, bool)
+    ):
         near = random.choice(
-            (value + 1, value - 1, -value, value * 2, value * 10**6, value + 0.5, str(value), [value], 2**31 - 1)
+            (
+                value + 1,
+                value - 1,
+                -value,
+                value * 2,
+                value * 10**6,
+                value + 0.5,
+                str(value),
+                [value],
+                2**31 - 1,
+            )
         )
         fragment = json.dumps(near).encode()
         holder[key] = HOLE
@@ -98,7 +202,13 @@ def mutate_json(data: bytes, random: Random) -> bytes:
 
 def _places(tree, holder=None, key=None):
     yield holder, key
-    inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    inner = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     for name, child in inner:
         yield from _places(child, tree, name)
 
@@ -109,7 +219,9 @@ def mutate_tensors(data: bytes, random: Random) -> bytes:
     head, body = data[8 : 8 + length], data[8 + length :]
     what = random.randrange(8)
     if what == 0:
-        wrong = random.choice((0, 1, length - 1, length + 1, length + len(body) + 1, 2**40, 2**60, 2**63, 2**64 - 1))
+        wrong = random.choice(
+            (0, 1, length - 1, length + 1, length + len(body) + 1, 2**40, 2**60, 2**63, 2**64 - 1)
+        )
         return wrong.to_bytes(8, "little") + head + body
     if what == 1:
         return data[: 8 + length] + mutate_bytes(body, random)
@@ -123,19 +235,56 @@ def _mutate_entry(table, random: Random) -> bytes:
     what = random.randrange(5)
     if what == 0:
         entry["dtype"] = random.choice(
-            ("F64", "F32", "I64", "I32", "BOOL", "U8", "BF16", "F8_E4M3", "C64", "I128", "PICKLE", "f32")
+            (
+                "F64",
+                "F32",
+                "I64",
+                "I32",
+                "BOOL",
+                "U8",
+                "BF16",
+                "F8_E4M3",
+                "C64",
+                "I128",
+                "PICKLE",
+                "f32",
+            )
         )
     elif what == 1:
         entry["shape"] = random.choice(
             (
-                *([], [0], [-1], [2**60], [2**32, 2**32], [2**63], [0, 2**62], [1] * 70, entry["shape"][::-1]),
-                *([*entry["shape"], 1], [1, *entry["shape"]], entry["shape"][1:], [n + 1 for n in entry["shape"]]),
+                *(
+                    [],
+                    [0],
+                    [-1],
+                    [2**60],
+                    [2**32, 2**32],
+                    [2**63],
+                    [0, 2**62],
+                    [1] * 70,
+                    entry["shape"][::-1],
+                ),
+                *(
+                    [*entry["shape"], 1],
+                    [1, *entry["shape"]],
+                    entry["shape"][1:],
+                    [n + 1 for n in entry["shape"]],
+                ),
             )
         )
     elif what == 2:
         begin, end = entry["data_offsets"]
         entry["data_offsets"] = random.choice(
-            ([begin, end + 8], [begin + 4, end + 4], [end, begin], [0, end - begin], [-8, 8], [begin, 2**60], [begin], [0, 0, 0])
+            (
+                [begin, end + 8],
+                [begin + 4, end + 4],
+                [end, begin],
+                [0, end - begin],
+                [-8, 8],
+                [begin, 2**60],
+                [begin],
+                [0, 0, 0],
+            )
         )
     elif what == 3:
         entry["dtype"], entry["shape"], entry["data_offsets"] = "F32", [2**60], [0, 2**62]
@@ -145,7 +294,9 @@ def _mutate_entry(table, random: Random) -> bytes:
 
 
 def put_special(path: Path, kind: str, root: Path) -> None:
-    """Something that is no file, or another's file, at the name of one. `root` is the place of the whole trial."""
+    """Something that is no file, or another's file, at the name of one. `root` is the place of the
+    whole trial.
+    """
     if path.is_dir() and not path.is_symlink():
         path.rename(root / "moved away")
     else:

@@ -1,7 +1,9 @@
-"""The real files that are mutated, how each kind is read, and how its checksums are made right again after a mutation.
+"""The real files that are mutated, how each kind is read, and how its checksums are made right
+again after a mutation.
 
-`look` reads what lies in a folder, as a user's call would, and gives something that can be compared. A kind whose files have no
-checksum, or one that was made right again, may load as something else: it must then be sound, and `look` checks that as well.
+`look` reads what lies in a folder, as a user's call would, and gives something that can be
+compared. A kind whose files have no checksum, or one that was made right again, may load as
+something else: it must then be sound, and `look` checks that as well.
 """
 
 from __future__ import annotations
@@ -45,8 +47,12 @@ class Kind:
     folder: Path
     files: tuple[str, ...]
     look: Callable[[Path], Any]
-    seal: Callable[[Path, str], None] | None = None  # makes the checksums right after a mutation of that file
-    may_differ: bool = False  # no checksum covers it, so it may load as something else that is sound
+    seal: Callable[[Path, str], None] | None = (
+        None  # makes the checksums right after a mutation of that file
+    )
+    may_differ: bool = (
+        False  # no checksum covers it, so it may load as something else that is sound
+    )
     optional: bool = False  # a run without these files is one as well
     specials: bool = True  # pipes, devices, links and pickles in its place
     weight: int = 1
@@ -58,7 +64,11 @@ class Kind:
 def checkpoint_state() -> dict[str, Any]:
     torch.manual_seed(0)
     replicas = [
-        {"model": {"w": torch.randn(4, 3), "n": torch.tensor(k)}, "rng": torch.arange(64, dtype=torch.uint8)} for k in range(2)
+        {
+            "model": {"w": torch.randn(4, 3), "n": torch.tensor(k)},
+            "rng": torch.arange(64, dtype=torch.uint8),
+        }
+        for k in range(2)
     ]
     rest = {
         "rung_of": torch.tensor([1, 0]),
@@ -82,7 +92,10 @@ def seal_checkpoint(folder: Path, name: str) -> None:
     if not name.endswith("manifest.json"):
         about = json.loads(manifest.read_bytes())
         data = (folder / name).read_bytes()
-        about["files"][Path(name).name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        about["files"][Path(name).name] = {
+            "size": len(data),
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
         manifest.write_text(json.dumps(about))
     (manifest.parent / "DONE").write_text(hashlib.sha256(manifest.read_bytes()).hexdigest() + "\n")
 
@@ -96,7 +109,13 @@ def look_at_run(folder: Path) -> Any:
     for problem in run.problems:
         assert problem.isprintable(), problem
     RunFolder(folder).result, RunFolder(folder).config, is_finished(RunFolder(folder))
-    seen = {"config": run.config, "result": run.result, "problems": run.problems, "name": run.name, "status": run.status}
+    seen = {
+        "config": run.config,
+        "result": run.result,
+        "problems": run.problems,
+        "name": run.name,
+        "status": run.status,
+    }
     draws = None if run.draws is None else vars(run.draws)
     return plain({**seen, "draws": draws, "trace": run.trace})
 
@@ -190,7 +209,11 @@ def look_at_log(folder: Path) -> Any:
 def plain(value: Any) -> Any:
     """Something that compares bit by bit; whatever is not a plain value of ours is a finding."""
     if isinstance(value, Tensor):
-        return str(value.dtype), tuple(value.shape), value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return (
+            str(value.dtype),
+            tuple(value.shape),
+            value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
+        )
     if isinstance(value, dict):
         return {key: plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -200,7 +223,9 @@ def plain(value: Any) -> Any:
 
 
 def make_kinds(root: Path, stack: ExitStack) -> list[Kind]:
-    """All kinds, with real files below `root`. What the small image set needs is patched until `stack` is closed."""
+    """All kinds, with real files below `root`. What the small image set needs is patched until
+    `stack` is closed.
+    """
     saved = Checkpoints(root / "checkpoint")
     saved.save(30, checkpoint_state(), setting=SETTING)
     inner = "step=000000030"
@@ -217,12 +242,19 @@ def make_kinds(root: Path, stack: ExitStack) -> list[Kind]:
     cache = _image_sets(root, stack)
     (root / "log").mkdir()
     rows = [{"kind": "start", "step": 0, "name": "x", "temperatures": [1.0, 2.0]}]
-    rows += [{"kind": "steps", "first": k, "step": k + 9, "energy": [1.5, None], "accepted": [1]} for k in range(1, 50, 10)]
+    rows += [
+        {"kind": "steps", "first": k, "step": k + 9, "energy": [1.5, None], "accepted": [1]}
+        for k in range(1, 50, 10)
+    ]
     (root / "log" / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     runs = ("config.json", "result.json")
     return [
         Kind(
-            "checkpoint", root / "checkpoint", (f"{inner}/manifest.json", f"{inner}/DONE", *tensors), look_at_checkpoint, weight=3
+            "checkpoint",
+            root / "checkpoint",
+            (f"{inner}/manifest.json", f"{inner}/DONE", *tensors),
+            look_at_checkpoint,
+            weight=3,
         ),
         Kind(
             "sealed checkpoint",
@@ -235,18 +267,46 @@ def make_kinds(root: Path, stack: ExitStack) -> list[Kind]:
         ),
         Kind("run of a density", density, runs, look_at_run, may_differ=True, weight=2),
         Kind("run of a network", network, runs, look_at_run, may_differ=True, weight=2),
-        Kind("draws and trace of a run", density, ("draws.safetensors", "trace.safetensors"), look_at_run, optional=True),
+        Kind(
+            "draws and trace of a run",
+            density,
+            ("draws.safetensors", "trace.safetensors"),
+            look_at_run,
+            optional=True,
+        ),
         Kind("trace of a network", network, ("trace.safetensors",), look_at_run, optional=True),
-        Kind("views of a density", density, (*runs, "draws.safetensors", "trace.safetensors"), look_at_views, may_differ=True),
-        Kind("views of a network", network, (*runs, "trace.safetensors"), look_at_views, may_differ=True),
+        Kind(
+            "views of a density",
+            density,
+            (*runs, "draws.safetensors", "trace.safetensors"),
+            look_at_views,
+            may_differ=True,
+        ),
+        Kind(
+            "views of a network",
+            network,
+            (*runs, "trace.safetensors"),
+            look_at_views,
+            may_differ=True,
+        ),
         Kind("draws", density, ("draws.safetensors",), look_at_draws),
         Kind("trace", network, ("trace.safetensors",), look_at_trace),
-        Kind("store", root / "store", ("index.json", "index.json", *names), look_at_store, may_differ=True, weight=2),
+        Kind(
+            "store",
+            root / "store",
+            ("index.json", "index.json", *names),
+            look_at_store,
+            may_differ=True,
+            weight=2,
+        ),
         Kind("sealed store", root / "store", names, look_at_store, seal_store, True),
         Kind("cache", cache, ("cifar10.safetensors",), look_at_cache),
         Kind("sealed cache", cache, ("cifar10.safetensors",), look_at_cache, seal_cache, True),
         Kind(
-            "packed", root / "packed", ("manifest.json",) * 4 + ("labels.npz",) * 2 + ("model_small.npz", "a.npz"), look_at_packed
+            "packed",
+            root / "packed",
+            ("manifest.json",) * 4 + ("labels.npz",) * 2 + ("model_small.npz", "a.npz"),
+            look_at_packed,
         ),
         Kind("log", root / "log", ("log.jsonl",), look_at_log, may_differ=True),
     ]
@@ -259,7 +319,9 @@ def _network(root: Path) -> Path:
 
 
 def _image_sets(root: Path, stack: ExitStack) -> Path:
-    """A cache, and the packed form of the same pictures, whose decoding is remembered: it takes most of a second."""
+    """A cache, and the packed form of the same pictures, whose decoding is remembered: it takes
+    most of a second.
+    """
     labels = {"train_labels": np.array([0, 1, 0]), "test_labels": np.array([1, 0])}
     arrays = {"train_images": pictures(3), "test_images": pictures(2) + np.uint8(1), **labels}
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -271,7 +333,10 @@ def _image_sets(root: Path, stack: ExitStack) -> Path:
     coded = encode(model, arrays["train_images"], arrays["test_images"])
     for name, (states, words) in zip(("a", "b"), coded, strict=True):
         np.savez(packed / f"{name}.npz", states=states, words=words)
-    np.savez(packed / "labels.npz", **{f"cifar10_{part}_y": arrays[f"{part}_labels"] for part in ("train", "test")})
+    np.savez(
+        packed / "labels.npz",
+        **{f"cifar10_{part}_y": arrays[f"{part}_labels"] for part in ("train", "test")},
+    )
     sets = {}
     for part, name in (("train", "a"), ("test", "b")):
         digest = sha256_of(arrays[f"{part}_images"])
@@ -282,8 +347,15 @@ def _image_sets(root: Path, stack: ExitStack) -> Path:
 
     def decode(model: Any, states: Any, words: Any) -> Any:
         numbers = [model.cumulative, model.exponential, states, words]
-        numbers += [each for plane in model.layers.values() for layer in plane for each in vars(layer).values()]
-        key = hashlib.sha256(b"".join(np.ascontiguousarray(each).tobytes() for each in numbers)).digest()
+        numbers += [
+            each
+            for plane in model.layers.values()
+            for layer in plane
+            for each in vars(layer).values()
+        ]
+        key = hashlib.sha256(
+            b"".join(np.ascontiguousarray(each).tobytes() for each in numbers)
+        ).digest()
         if key not in known:
             known[key] = real(model, states, words)
         return known[key].copy()

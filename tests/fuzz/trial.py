@@ -1,11 +1,11 @@
-"""One input: a fresh copy of a specimen, one mutation, one look, and everything that must hold afterwards.
+"""One input: a fresh copy of a specimen, one mutation, one look, and everything that must hold
+afterwards.
 
-equal     it loaded as the original does
-told      it loaded in part, and what is damaged was said
-other     it loaded as something else that is sound, which only kinds without a checksum, or with a forged one, may do
-shown     doctor, page and comparison were made of it, without control characters and scripts
-refused   an error of ours, in one line
-Anything else is a Finding: another exception, a time-out, memory, a file that appeared, changed or went.
+equal     it loaded as the original does told      it loaded in part, and what is damaged was said
+other     it loaded as something else that is sound, which only kinds without a checksum, or with a
+forged one, may do shown     doctor, page and comparison were made of it, without control characters
+and scripts refused   an error of ours, in one line Anything else is a Finding: another exception, a
+time-out, memory, a file that appeared, changed or went.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class TookTooLong(BaseException):
     """Not an Exception, so that nothing on the way takes it for damage."""
 
 
-def try_one(kind: Kind, original: Any, place: Path, random: Random, mutation: str | None = None) -> Trial:
+def try_one(
+    kind: Kind, original: Any, place: Path, random: Random, mutation: str | None = None
+) -> Trial:
     """Mutate, look, compare. `place` is an empty folder, and is empty again afterwards."""
     folder = place / "inside" / kind.folder.name  # a run folder tells its seed by its name
     shutil.copytree(kind.folder, folder)
@@ -64,7 +66,9 @@ def try_one(kind: Kind, original: Any, place: Path, random: Random, mutation: st
     except Finding as finding:
         raise Finding(f"{kind.name}: {mutation} of {file}: {finding}") from finding.__cause__
     if (after := standing(place)) != before:
-        raise Finding(f"{kind.name}: {mutation} of {file}: files changed: {sorted(set(after.items()) ^ set(before.items()))[:4]}")
+        raise Finding(
+            f"{kind.name}: {mutation} of {file}: files changed: {sorted(set(after.items()) ^ set(before.items()))[:4]}"
+        )
     shutil.rmtree(place / "inside")
     for path in place.iterdir():
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -74,7 +78,9 @@ def try_one(kind: Kind, original: Any, place: Path, random: Random, mutation: st
 def _choose(kind: Kind, file: str, random: Random) -> str:
     by_form = {".json": ["json"] * 4, ".safetensors": ["tensors"] * 4, ".jsonl": ["line"] * 4}
     usual = ["bytes", "bytes", *by_form.get(Path(file).suffix, [])]
-    return random.choice(SPECIAL) if kind.specials and random.random() < 0.15 else random.choice(usual)
+    return (
+        random.choice(SPECIAL) if kind.specials and random.random() < 0.15 else random.choice(usual)
+    )
 
 
 def apply(mutation: str, folder: Path, file: str, place: Path, random: Random) -> None:
@@ -88,7 +94,11 @@ def apply(mutation: str, folder: Path, file: str, place: Path, random: Random) -
         rows[k] = mutate_json(rows[k], random) + b"\n"
         path.write_bytes(b"".join(rows))
     else:
-        path.write_bytes({"bytes": mutate_bytes, "json": mutate_json, "tensors": mutate_tensors}[mutation](data, random))
+        path.write_bytes(
+            {"bytes": mutate_bytes, "json": mutate_json, "tensors": mutate_tensors}[mutation](
+                data, random
+            )
+        )
 
 
 def _outcome(kind: Kind, folder: Path, original: Any, *, gone: bool) -> str:
@@ -155,7 +165,8 @@ def limited(seconds: float) -> Iterator[None]:
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
-    # Code that is not Python's may wait for a pipe and not hear the alarm: then the whole process ends, and says where it was.
+    # Code that is not Python's may wait for a pipe and not hear the alarm: then the whole process
+    # ends, and says where it was.
     faulthandler.dump_traceback_later(seconds + 20, exit=True, file=sys.__stderr__)
     try:
         yield

@@ -6,7 +6,8 @@
     manifest.json               schema, version, step, setting, size and sha256 of each file above, the tree with its plain values
     DONE                        sha256 of manifest.json, written last
 
-File names follow from the shape of the tree alone and are never read from a file, so no content can point outside the folder.
+File names follow from the shape of the tree alone and are never read from a file, so no content can
+point outside the folder.
 """
 
 from __future__ import annotations
@@ -26,7 +27,17 @@ from torch import Tensor
 
 from torchrex.checkpoint.files import one_line, parse_json, read_file, require_file
 from torchrex.checkpoint.setting import encode_setting, require_same
-from torchrex.checkpoint.tree import DTYPES, TreePath, agrees, decode, dtype_name, encode, place, short, tensor_name
+from torchrex.checkpoint.tree import (
+    DTYPES,
+    TreePath,
+    agrees,
+    decode,
+    dtype_name,
+    encode,
+    place,
+    short,
+    tensor_name,
+)
 from torchrex.durable import sync_folder, write_synced
 from torchrex.errors import CheckpointError
 
@@ -38,56 +49,89 @@ MANIFEST, DONE, SHARED = "manifest.json", "DONE", "shared.safetensors"
 
 
 class DamagedError(Exception):
-    """What is wrong with a checkpoint that cannot be trusted. An older one may serve instead, so this never leaves the room."""
+    """What is wrong with a checkpoint that cannot be trusted. An older one may serve instead, so
+    this never leaves the room.
+    """
 
 
 class Contents:
-    """A state made ready for the disk. Whatever cannot be saved is found here, before anything is written.
+    """A state made ready for the disk. Whatever cannot be saved is found here, before anything is
+    written.
 
-    Several processes may write one checkpoint: each has its own replicas in its state and None for the others. The first writes
-    all that is not a replica's, and learns from the others what `write_replicas` gave them.
+    Several processes may write one checkpoint: each has its own replicas in its state and None for
+    the others. The first writes all that is not a replica's, and learns from the others what
+    `write_replicas` gave them.
     """
 
     def __init__(self, step: int, state: Mapping[str, Any], setting: Mapping[str, Any]) -> None:
         self.tree, self._tensors = encode("state", state)
-        self.head = {"schema": SCHEMA, "version": VERSION, "step": step, "setting": encode_setting(setting)}
+        self.head = {
+            "schema": SCHEMA,
+            "version": VERSION,
+            "step": step,
+            "setting": encode_setting(setting),
+        }
 
     def write_replicas(self, folder: Path) -> dict[str, Any]:
-        """Write the replicas that are here; for each, by its number, its part of the tree and what its file has."""
+        """Write the replicas that are here; for each, by its number, its part of the tree and what
+        its file has.
+        """
         written = {}
         for k, tree in enumerate(_replicas(self.tree)):
             if tree is not None:
-                tensors = {path: tensor for path, tensor in self._tensors.items() if path[:2] == ("replicas", k)}
-                written[str(k)] = {"tree": tree, "file": _write_tensors(folder / _replica_file(k), tensors)}
+                tensors = {
+                    path: tensor
+                    for path, tensor in self._tensors.items()
+                    if path[:2] == ("replicas", k)
+                }
+                written[str(k)] = {
+                    "tree": tree,
+                    "file": _write_tensors(folder / _replica_file(k), tensors),
+                }
         return written
 
     def write_rest(self, folder: Path, replicas: Mapping[str, Any]) -> bytes:
-        """Write everything else but DONE, with what is known of all replicas; returns what DONE shall hold."""
+        """Write everything else but DONE, with what is known of all replicas; returns what DONE
+        shall hold.
+        """
         tree = self.tree
-        for k, written in replicas.items():  # one that nobody has is None, as somebody may have wanted
+        for (
+            k,
+            written,
+        ) in replicas.items():  # one that nobody has is None, as somebody may have wanted
             tree["dict"]["replicas"][int(k)] = written["tree"]
         places = _places(tree)
         files = {_replica_file(int(k)): written["file"] for k, written in replicas.items()}
         for name in _file_names(tree, places):
             if name not in files:
-                tensors = {path: tensor for path, tensor in self._tensors.items() if places[path] == name}
+                tensors = {
+                    path: tensor for path, tensor in self._tensors.items() if places[path] == name
+                }
                 files[name] = _write_tensors(folder / name, tensors)
-        manifest = json.dumps({**self.head, "files": files, "state": tree}, allow_nan=False).encode()
+        manifest = json.dumps(
+            {**self.head, "files": files, "state": tree}, allow_nan=False
+        ).encode()
         write_synced(folder / MANIFEST, manifest)
         sync_folder(folder)
         return _seal(manifest)
 
 
 def _write_tensors(path: Path, tensors: Mapping[TreePath, Tensor]) -> dict[str, Any]:
-    # Plain copies, one file at a time: safetensors takes neither views that share memory nor gaps in it.
+    # Plain copies, one file at a time: safetensors takes neither views that share memory nor gaps
+    # in it.
     data = save({tensor_name(place): _on_cpu(tensor) for place, tensor in tensors.items()})
     write_synced(path, data)
     return {"size": len(data), "sha256": _sha256(data)}
 
 
-def read(folder: Path, step: int, setting: Mapping[str, Any] | None, replicas: Collection[int] | None = None) -> dict[str, Any]:
-    """The state in a folder, after every check; DamagedError says why there is none. Of some `replicas` only, if they are given:
-    the others are None.
+def read(
+    folder: Path,
+    step: int,
+    setting: Mapping[str, Any] | None,
+    replicas: Collection[int] | None = None,
+) -> dict[str, Any]:
+    """The state in a folder, after every check; DamagedError says why there is none. Of some
+    `replicas` only, if they are given: the others are None.
     """
     manifest = _manifest(folder)
     if (found := (manifest.get("schema"), manifest.get("version"))) != (SCHEMA, VERSION):
@@ -120,8 +164,17 @@ def read(folder: Path, step: int, setting: Mapping[str, Any] | None, replicas: C
             return tensor
 
         state: dict[str, Any] = decode(tree, take)
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise DamagedError(f"has a {MANIFEST} of another form ({one_line(f'{type(error).__name__}: {error}')})") from None
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
+        raise DamagedError(
+            f"has a {MANIFEST} of another form ({one_line(f'{type(error).__name__}: {error}')})"
+        ) from None
     if extra := [f"{name}: {tensor}" for name, tensors in stored.items() for tensor in tensors]:
         raise DamagedError(f"has a tensor that is not in its {MANIFEST} ({short(extra[0])})")
     return state
@@ -130,7 +183,9 @@ def read(folder: Path, step: int, setting: Mapping[str, Any] | None, replicas: C
 def _manifest(folder: Path) -> dict[str, Any]:
     data = _bytes(folder / MANIFEST)
     if _bytes(folder / DONE) != _seal(data):
-        raise DamagedError(f"has a {MANIFEST} that does not match the checksum in {DONE}: one of the two is damaged")
+        raise DamagedError(
+            f"has a {MANIFEST} that does not match the checksum in {DONE}: one of the two is damaged"
+        )
     try:
         manifest = parse_json(data)
     except ValueError:
@@ -145,20 +200,30 @@ def _tensors(path: Path, *, size: int, sha256: str) -> dict[str, Tensor]:
         raise ValueError(f"{short(size)} and {short(sha256)} for size and sha256 of {path.name}")
     data, there = _bytes(path, size), _size(path)
     if _is_pickle(data):
-        raise DamagedError(f"has a pickle in place of {path.name}, which is refused; nothing in it was executed")
+        raise DamagedError(
+            f"has a pickle in place of {path.name}, which is refused; nothing in it was executed"
+        )
     if there != size:
-        raise DamagedError(f"has a {'truncated' if there < size else 'too long'} {path.name}, {there} bytes of {size}")
+        raise DamagedError(
+            f"has a {'truncated' if there < size else 'too long'} {path.name}, {there} bytes of {size}"
+        )
     if _sha256(data) != sha256:
-        raise DamagedError(f"has a damaged {path.name}, whose checksum is not the one in {MANIFEST}")
+        raise DamagedError(
+            f"has a damaged {path.name}, whose checksum is not the one in {MANIFEST}"
+        )
     try:
         with torch.device("cpu"):  # whatever the default device is
             return load(data)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise DamagedError(f"has a {path.name} that is not in safetensors format ({one_line(error)})") from None
+        raise DamagedError(
+            f"has a {path.name} that is not in safetensors format ({one_line(error)})"
+        ) from None
 
 
 def _is_pickle(data: bytes) -> bool:
-    """Whether the first bytes are those of torch.save (a zip file) or of a bare pickle of protocol 2 to 5."""
+    """Whether the first bytes are those of torch.save (a zip file) or of a bare pickle of protocol
+    2 to 5.
+    """
     if data[8:9] in (b"", b"{"):  # where the header of a safetensors file opens
         return False
     return data.startswith(b"PK\x03\x04") or (data[0] == 0x80 and 2 <= data[1] <= 5)

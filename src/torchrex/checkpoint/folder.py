@@ -39,8 +39,9 @@ class Checkpoint(NamedTuple):
 class Checkpoints:
     """The checkpoints of one run.
 
-    A state is a tree of dicts with str keys and lists; its leaves are dense tensors and plain int, float, bool, str or None.
-    All come back with the same values and types, except that tensors are on the CPU and tuples are lists.
+    A state is a tree of dicts with str keys and lists; its leaves are dense tensors and plain int,
+    float, bool, str or None. All come back with the same values and types, except that tensors are
+    on the CPU and tuples are lists.
     """
 
     folder: Path
@@ -49,37 +50,63 @@ class Checkpoints:
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", Path(self.folder))
         if self.keep < 1:
-            raise InvalidArgumentError(f"keep must be at least 1, but got {self.keep}; the newest checkpoint is always kept")
+            raise InvalidArgumentError(
+                f"keep must be at least 1, but got {self.keep}; the newest checkpoint is always kept"
+            )
 
-    def save(self, step: int, state: Mapping[str, Any], *, setting: Mapping[str, Any] | None = None, crew: Crew = ALONE) -> Path:
-        """Save a state; when this returns it is on the disk for good, and if this raises the folder is as it was.
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        setting: Mapping[str, Any] | None = None,
+        crew: Crew = ALONE,
+    ) -> Path:
+        """Save a state; when this returns it is on the disk for good, and if this raises the folder
+        is as it was.
 
-        Of this and the earlier steps the newest `keep` stay. Those of later steps, which a run that was set back has still
-        ahead of it, are left alone until the run comes to them. All processes of a `crew` must call this, each with its own
-        replicas in the state: they write them at the same time, and it is saved for all of them or for none.
+        Of this and the earlier steps the newest `keep` stay. Those of later steps, which a run that
+        was set back has still ahead of it, are left alone until the run comes to them. All
+        processes of a `crew` must call this, each with its own replicas in the state: they write
+        them at the same time, and it is saved for all of them or for none.
         """
         step = operator.index(step)
         if step < 0:
-            raise InvalidArgumentError(f"step must be 0 or more, but got {step}; count the steps taken so far")
+            raise InvalidArgumentError(
+                f"step must be 0 or more, but got {step}; count the steps taken so far"
+            )
         name = f"step={step:09d}"
         complete, part = self.folder / name, self.folder / f".{name}.part"
         moved = False
         try:
-            with crew.all_or_none("saving of a checkpoint", CheckpointError), self._in_words(complete):
+            with (
+                crew.all_or_none("saving of a checkpoint", CheckpointError),
+                self._in_words(complete),
+            ):
                 contents = Contents(step, state, setting or {})
                 if crew.is_first:
                     self._make_folder()
                     self._tidy()
                     part.mkdir()
             written = {}
-            with crew.all_or_none("saving of a checkpoint", CheckpointError), self._in_words(complete):
+            with (
+                crew.all_or_none("saving of a checkpoint", CheckpointError),
+                self._in_words(complete),
+            ):
                 if not part.is_dir():
                     raise CheckpointError(
                         f"{self.folder} is not the same folder for all processes; use one on a shared file system"
                     )
                 written = contents.write_replicas(part)
-            replicas = {k: each for of_rank in crew.gather(written, "saving of a checkpoint") for k, each in of_rank.items()}
-            with crew.all_or_none("saving of a checkpoint", CheckpointError), self._in_words(complete):
+            replicas = {
+                k: each
+                for of_rank in crew.gather(written, "saving of a checkpoint")
+                for k, each in of_rank.items()
+            }
+            with (
+                crew.all_or_none("saving of a checkpoint", CheckpointError),
+                self._in_words(complete),
+            ):
                 if crew.is_first:
                     seal = contents.write_rest(part, replicas)
                     if complete.is_dir():
@@ -125,11 +152,12 @@ class Checkpoints:
         crew: Crew = ALONE,
         replicas: Collection[int] | None = None,
     ) -> Checkpoint | None:
-        """The newest checkpoint that passes every check, or None where none was ever completed; if asked for `among` some steps.
+        """The newest checkpoint that passes every check, or None where none was ever completed; if
+        asked for `among` some steps.
 
-        Damaged ones are skipped with a warning, but one of another `setting` or schema version is an error: older ones would
-        be so as well. Nothing that is read is executed. Each process of a `crew` reads the `replicas` it is to hold, and all of
-        them go back to the same step.
+        Damaged ones are skipped with a warning, but one of another `setting` or schema version is
+        an error: older ones would be so as well. Nothing that is read is executed. Each process of
+        a `crew` reads the `replicas` it is to hold, and all of them go back to the same step.
         """
         wrong: list[str] = []
         for step in reversed(crew.first(self.steps())):
@@ -141,12 +169,19 @@ class Checkpoints:
                     state = read(path, step, setting, replicas)
                 except DamagedError as found:
                     damage = " ".join(f"{path.name} {found}".split())
-            damaged = [each for each in crew.gather(damage, "reading of a checkpoint") if each is not None]
+            damaged = [
+                each for each in crew.gather(damage, "reading of a checkpoint") if each is not None
+            ]
             if damaged:
                 wrong.append(damaged[0])
                 continue
             if wrong and crew.is_first:
-                log.warning("damaged checkpoint skipped in %s: %s; using %s instead", self.folder, "; ".join(wrong), path.name)
+                log.warning(
+                    "damaged checkpoint skipped in %s: %s; using %s instead",
+                    self.folder,
+                    "; ".join(wrong),
+                    path.name,
+                )
             return Checkpoint(step, state, path)
         if wrong:
             raise CheckpointError(
@@ -170,10 +205,16 @@ class Checkpoints:
         return dict(sorted(found.items()))
 
     def _found(self, prefix: str = "", suffix: str = "") -> dict[int, Path]:
-        """Folders named for a step, whatever is in them. A link is none of ours: what it points to is not read or removed."""
-        pattern = re.compile(re.escape(prefix) + "step=([0-9]{9}|[1-9][0-9]{9,})" + re.escape(suffix))
+        """Folders named for a step, whatever is in them. A link is none of ours: what it points to
+        is not read or removed.
+        """
+        pattern = re.compile(
+            re.escape(prefix) + "step=([0-9]{9}|[1-9][0-9]{9,})" + re.escape(suffix)
+        )
         try:
-            paths = [path for path in self.folder.iterdir() if path.is_dir() and not path.is_symlink()]
+            paths = [
+                path for path in self.folder.iterdir() if path.is_dir() and not path.is_symlink()
+            ]
         except FileNotFoundError:
             return {}
         except OSError as error:
@@ -200,7 +241,9 @@ class Checkpoints:
                 os.rename(path, complete)
 
     def _remove_surplus(self, newest: int) -> None:
-        """Remove what the checkpoint just saved makes superfluous. A failure here stops no run: it has its checkpoint."""
+        """Remove what the checkpoint just saved makes superfluous. A failure here stops no run: it
+        has its checkpoint.
+        """
         try:
             steps = [step for step in self.steps() if step <= newest]
             for path in self._found(".", ".old").values():
@@ -208,7 +251,11 @@ class Checkpoints:
             for step in steps[: -self.keep]:
                 _remove(self.folder / f"step={step:09d}")
         except OSError as failure:
-            log.warning("cannot remove old checkpoints in %s (%s); remove them by hand", self.folder, failure.strerror or failure)
+            log.warning(
+                "cannot remove old checkpoints in %s (%s); remove them by hand",
+                self.folder,
+                failure.strerror or failure,
+            )
 
 
 def _is_complete(path: Path) -> bool:
@@ -219,7 +266,9 @@ def _is_complete(path: Path) -> bool:
 
 
 def _cannot_look_into(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"cannot look into {path} ({error.strerror}); permit reading there, or give another folder")
+    return CheckpointError(
+        f"cannot look into {path} ({error.strerror}); permit reading there, or give another folder"
+    )
 
 
 def _remove(path: Path) -> None:

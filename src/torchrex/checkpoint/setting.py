@@ -26,7 +26,9 @@ def encode_setting(setting: Mapping[str, Any]) -> Any:
     """The JSON form of a setting, which is a tree of plain values."""
     encoded, tensors = encode("setting", setting)
     for path in tensors:
-        raise CheckpointError(f"cannot save {place('setting', path)}: a setting holds plain values, not tensors; use .tolist()")
+        raise CheckpointError(
+            f"cannot save {place('setting', path)}: a setting holds plain values, not tensors; use .tolist()"
+        )
     return encoded
 
 
@@ -49,9 +51,16 @@ def differences(stored: Any, given: Any, path: TreePath = ()) -> Iterator[str]:
     elif isinstance(stored, list) and isinstance(given, list) and len(stored) == len(given):
         for position, (old, new) in enumerate(zip(stored, given, strict=True)):
             yield from differences(old, new, (*path, position))
-    elif stored != given and not (stored != stored and given != given):  # a NaN is no difference to a NaN
-        # Of this one a user may not know: unless told, a run compiles where its steps are many enough.
-        how = f" (pass compiled={stored})" if path == ("compiled",) and isinstance(stored, bool) else ""
+    elif stored != given and not (
+        stored != stored and given != given
+    ):  # a NaN is no difference to a NaN
+        # Of this one a user may not know: unless told, a run compiles where its steps are many
+        # enough.
+        how = (
+            f" (pass compiled={stored})"
+            if path == ("compiled",) and isinstance(stored, bool)
+            else ""
+        )
         yield f"{place('setting', path)} was {short(stored)} and is now {short(given)}{how}"
 
 

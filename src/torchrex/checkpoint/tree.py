@@ -1,7 +1,8 @@
 """How a state tree becomes JSON and named tensors, and how it comes back.
 
-In the JSON every object has one key that says what it is: {"dict": ...}, {"tensor": ...}, {"float": "inf"} or {"int": "0x..."}.
-A dict of the state is always wrapped, so none of its keys can be taken for such a mark.
+In the JSON every object has one key that says what it is: {"dict": ...}, {"tensor": ...}, {"float":
+"inf"} or {"int": "0x..."}. A dict of the state is always wrapped, so none of its keys can be taken
+for such a mark.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ LONGEST_SHOWN = 80  # characters of a value in a message
 
 def place(root: str, path: TreePath) -> str:
     """A place in a tree as a person would write it: state['replicas'][0]['x']."""
-    return root + "".join(f"[{short(part) if len(str(part)) > LONGEST_SHOWN else repr(part)}]" for part in path)
+    return root + "".join(
+        f"[{short(part) if len(str(part)) > LONGEST_SHOWN else repr(part)}]" for part in path
+    )
 
 
 def tensor_name(path: TreePath) -> str:
     """The name of a tensor in its file, /replicas/0/model/layers.0.weight.
 
-    Slashes, percent signs and whatever is not plain ASCII in a key are percent-encoded, so two paths never share a name;
-    the leading slash keeps clear of safetensors' own `__metadata__`.
+    Slashes, percent signs and whatever is not plain ASCII in a key are percent-encoded, so two
+    paths never share a name; the leading slash keeps clear of safetensors' own `__metadata__`.
     """
     return "".join("/" + quote(str(part), safe="", errors="surrogatepass") for part in path)
 
@@ -60,13 +63,17 @@ def encode(root: str, tree: Mapping[str, Any]) -> tuple[Any, dict[TreePath, Tens
         if isinstance(node, Mapping):
             for key in node:
                 if not isinstance(key, str):
-                    raise CheckpointError(f"cannot save {place(root, path)}: its key {short(key)} is not a string; use str(key)")
+                    raise CheckpointError(
+                        f"cannot save {place(root, path)}: its key {short(key)} is not a string; use str(key)"
+                    )
             return {"dict": {key: walk(child, (*path, key)) for key, child in node.items()}}
         if isinstance(node, list | tuple):
             return [walk(child, (*path, position)) for position, child in enumerate(node)]
         if type(node) is float and not math.isfinite(node):
             return {"float": repr(node)}
-        if type(node) is int and node.bit_length() > 64:  # Python refuses to read long decimal numbers, not hexadecimal ones
+        if (
+            type(node) is int and node.bit_length() > 64
+        ):  # Python refuses to read long decimal numbers, not hexadecimal ones
             return {"int": hex(node)}
         if node is None or type(node) in (bool, int, float, str):
             return node
@@ -78,12 +85,18 @@ def encode(root: str, tree: Mapping[str, Any]) -> tuple[Any, dict[TreePath, Tens
     return walk(tree, ()), tensors
 
 
-def decode(node: Any, take: Callable[[TreePath, str, list[int]], Tensor], path: TreePath = ()) -> Any:
-    """The tree of a JSON form. `take(path, dtype, shape)` gives its tensors; any other form is a ValueError."""
+def decode(
+    node: Any, take: Callable[[TreePath, str, list[int]], Tensor], path: TreePath = ()
+) -> Any:
+    """The tree of a JSON form. `take(path, dtype, shape)` gives its tensors; any other form is a
+    ValueError.
+    """
     match node:
         case {"dict": dict(children), **rest} if not rest:
             return {key: decode(child, take, (*path, key)) for key, child in children.items()}
-        case {"tensor": {"dtype": str(dtype), "shape": list(shape), **more}, **rest} if not rest and not more:
+        case {"tensor": {"dtype": str(dtype), "shape": list(shape), **more}, **rest} if (
+            not rest and not more
+        ):
             return take(path, dtype, shape)
         case {"float": "inf" | "-inf" | "nan" as text, **rest} if not rest:
             return float(text)
@@ -108,6 +121,8 @@ def short(value: Any) -> str:
     """A value in a message: one line, and not all of it if it is long."""
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # a number of more digits than Python prints, or an object whose own repr fails
+    except (
+        Exception
+    ):  # a number of more digits than Python prints, or an object whose own repr fails
         text = f"something of type {type(value).__name__}"
     return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."

@@ -1,4 +1,6 @@
-"""Which commands there are. A command is loaded when it is called, so that help and slips of the pen are answered at once."""
+"""Which commands there are. A command is loaded when it is called, so that help and slips of the
+pen are answered at once.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,17 @@ from typer.core import TyperCommand, TyperGroup
 import torchrex
 from torchrex.cli.interrupts import loading, told
 
-PLAIN: dict[str, Any] = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
+PLAIN: dict[str, Any] = {
+    "add_completion": False,
+    "rich_markup_mode": None,
+    "pretty_exceptions_enable": False,
+}
 
 
 class Place(NamedTuple):
-    """Where a command is, and what is said of it in the list of commands: the first line of its own help."""
+    """Where a command is, and what is said of it in the list of commands: the first line of its own
+    help.
+    """
 
     module: str
     name: str
@@ -25,7 +33,11 @@ class Place(NamedTuple):
 
 
 COMMANDS = {
-    "list": Place("listing", "list_recipes", "Show all recipes, those with a word in their name, or the settings of one."),
+    "list": Place(
+        "listing",
+        "list_recipes",
+        "Show all recipes, those with a word in their name, or the settings of one.",
+    ),
     "run": Place("run", "run", "Run one recipe into OUT/RECIPE/seed=S/."),
     "reproduce": Place(
         "reproduce",
@@ -38,7 +50,9 @@ COMMANDS = {
         "Write one page about all runs in DIR: tables beside the paper's numbers, charts, advice, and how to repeat each run.",
     ),
     "doctor": Place(
-        "doctor", "doctor", "Say in plain words what is wrong with a run and what to change, with the numbers behind it."
+        "doctor",
+        "doctor",
+        "Say in plain words what is wrong with a run and what to change, with the numbers behind it.",
     ),
     "compare": Place(
         "compare",
@@ -88,8 +102,12 @@ class Command(TyperCommand):
         if rest and not ctx.resilient_parsing:
             settings = [each for each in rest if re.match(r"[A-Za-z][\w.]*=", each)]
             has_set = any("--set" in parameter.opts for parameter in self.params)
-            advice = f"; repeat --set for each setting: {_plain(f'--set {each}' for each in settings)}"
-            ctx.fail(f"Got unexpected extra argument(s) ({_plain(rest)}){advice if settings and has_set else ''}")
+            advice = (
+                f"; repeat --set for each setting: {_plain(f'--set {each}' for each in settings)}"
+            )
+            ctx.fail(
+                f"Got unexpected extra argument(s) ({_plain(rest)}){advice if settings and has_set else ''}"
+            )
         return rest
 
 
@@ -119,7 +137,9 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
     if version:
         typer.echo(f"torchrex {torchrex.__version__}")
         raise typer.Exit

@@ -31,4 +31,8 @@ class Clock:
         self.began, self.seconds = time.monotonic(), seconds
 
     def left(self) -> float | None:
-        return None if self.seconds is None else max(LEAST, self.seconds - (time.monotonic() - self.began))
+        return (
+            None
+            if self.seconds is None
+            else max(LEAST, self.seconds - (time.monotonic() - self.began))
+        )

@@ -1,4 +1,6 @@
-"""Where commands print: results on stdout, everything else on stderr. Of several processes only the first does."""
+"""Where commands print: results on stdout, everything else on stderr. Of several processes only the
+first does.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`torchrex data`: fetch, import and list image sets. One line says where a set is; a bar on stderr where that is a terminal."""
+"""`torchrex data`: fetch, import and list image sets. One line says where a set is; a bar on stderr
+where that is a terminal.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,23 @@ from torchrex.cli.interrupts import loading, told
 from torchrex.errors import DataError
 
 if TYPE_CHECKING:
-    from torchrex.posterior.progress import Callback
+    from torchrex.recording.progress import Callback
 
 data_app = typer.Typer(
-    help="Image sets: get them, and see which are there.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+    help="Image sets: get them, and see which are there.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
 )
 
 SETS = ("cifar10", "cifar100", "svhn")
 Name = Annotated[str, typer.Argument(help=f"One of {', '.join(SETS)}.")]
 To = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="Cache folder; by default TORCHREX_DATA, else the user's cache folder.")
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Cache folder; by default TORCHREX_DATA, else the user's cache folder.",
+    ),
 ]
 
 
@@ -30,12 +39,17 @@ To = Annotated[
 def fetch(
     name: Name,
     to: To = None,
-    mirror: Annotated[str | None, typer.Option(metavar="URL", help="A folder with the official files, by http.")] = None,
+    mirror: Annotated[
+        str | None, typer.Option(metavar="URL", help="A folder with the official files, by http.")
+    ] = None,
 ) -> None:
     """Download the official files of a set; after a broken connection the same command goes on."""
     with loading():
         from torchrex.vision.data import fetch_images
-    with _bar(f"download {name}") as progress, told("interrupted; what was downloaded is kept, and the same command goes on"):
+    with (
+        _bar(f"download {name}") as progress,
+        told("interrupted; what was downloaded is kept, and the same command goes on"),
+    ):
         fetch_images(name, to, progress, mirror)
     _say_where(name, to)
 
@@ -44,7 +58,12 @@ def fetch(
 def import_(
     name: Name,
     from_: Annotated[
-        Path, typer.Option("--from", metavar="FOLDER", help="Holds the official archive or its files, arrays or packed shards.")
+        Path,
+        typer.Option(
+            "--from",
+            metavar="FOLDER",
+            help="Holds the official archive or its files, arrays or packed shards.",
+        ),
     ],
     to: To = None,
 ) -> None:
@@ -58,7 +77,10 @@ def import_(
 
 @data_app.command("list")
 def list_(
-    folder: Annotated[Path | None, typer.Option("--in", metavar="FOLDER", help="Cache folder, as --to of the others.")] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--in", metavar="FOLDER", help="Cache folder, as --to of the others."),
+    ] = None,
 ) -> None:
     """Show which sets are there, where they are and where they come from."""
     with loading():
@@ -71,7 +93,9 @@ def list_(
             continue
         try:
             about = read_about(name, folder)
-            _print(f"{name:{width}}  {about.n_images:,} images in {about.path} ({about.provenance})")
+            _print(
+                f"{name:{width}}  {about.n_images:,} images in {about.path} ({about.provenance})"
+            )
         except DataError as error:
             _print(f"{name:{width}}  {error}")
 
@@ -91,15 +115,28 @@ def _print(line: str) -> None:
 
 @contextlib.contextmanager
 def _bar(title: str) -> Iterator[Callback | None]:
-    """A callback (done, total) that draws one line, or None where stderr is not a terminal. The total may be 0 for not known."""
+    """A callback (done, total) that draws one line, or None where stderr is not a terminal. The
+    total may be 0 for not known.
+    """
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TaskProgressColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total or None)

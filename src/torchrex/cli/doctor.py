@@ -1,4 +1,6 @@
-"""`torchrex doctor`: what is wrong with a run, and what to change. What looks at runs is loaded when they are asked about."""
+"""`torchrex doctor`: what is wrong with a run, and what to change. What looks at runs is loaded
+when they are asked about.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,18 @@ STYLES = {"problem": "bold red", "warning": "yellow", "note": "dim", "fine": "gr
 
 
 def doctor(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run folder, or a folder that holds some.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A run folder, or a folder that holds some.")
+    ],
     json_: Annotated[bool, typer.Option("--json", help="Print the findings for machines.")] = False,
 ) -> None:
     """Say in plain words what is wrong with a run and what to change, with the numbers behind it.
 
-    Problems come first (do not trust the answer), then warnings, notes, and what is fine. Of several runs it says last how many
-    have each finding.
+    Problems come first (do not trust the answer), then warnings, notes, and what is fine. Of
+    several runs it says last how many have each finding.
 
-    Exit code: 0 if runs were read, whatever was found (look at the verdicts of --json), 2 if DIR holds no run.
+    Exit code: 0 if runs were read, whatever was found (look at the verdicts of --json), 2 if DIR
+    holds no run.
     """
     with loading():
         from rich.console import Console
@@ -51,13 +56,17 @@ def doctor(
             console.print()
         show(as_text(diagnosis))
         console.print(Text(f"  {diagnosis.path}", style="dim"), soft_wrap=True)
-    if len(diagnoses) > 1:  # last, where a terminal that has scrolled by a thousand lines still shows it
+    if (
+        len(diagnoses) > 1
+    ):  # last, where a terminal that has scrolled by a thousand lines still shows it
         console.print()
         show(roll_up(diagnoses))
 
 
 def _print_hanging(console: Console, text: Text) -> None:
-    """Indented by two columns, further lines by four; Rich's own padding would fill the lines with blanks."""
+    """Indented by two columns, further lines by four; Rich's own padding would fill the lines with
+    blanks.
+    """
     for k, line in enumerate(text.wrap(console, max(20, console.width - 4))):
         line.rstrip()
         console.print(line.blank_copy("    " if k else "  ").append_text(line), soft_wrap=True)

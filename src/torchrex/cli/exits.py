@@ -1,4 +1,6 @@
-"""How the command ends: errors of ours are one line on stderr and exit code 2; Ctrl-C is one line and 130."""
+"""How the command ends: errors of ours are one line on stderr and exit code 2; Ctrl-C is one line
+and 130.
+"""
 
 from __future__ import annotations
 

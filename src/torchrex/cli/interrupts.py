@@ -1,4 +1,6 @@
-"""Ctrl-C and SIGTERM: what they mean while something loads, and while something runs. Never a traceback."""
+"""Ctrl-C and SIGTERM: what they mean while something loads, and while something runs. Never a
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from torchrex.cli.leave import leave
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error
-    """A signal during a command, after what was done has been written; its words are for the person who sent it."""
+    """A signal during a command, after what was done has been written; its words are for the person
+    who sent it.
+    """
 
     def __init__(self, message: str, signal_number: int = signal.SIGINT) -> None:
         super().__init__(message)
@@ -23,10 +27,14 @@ class Interrupted(Exception):  # noqa: N818 - not an error
 def loading() -> Iterator[None]:
     """Around imports: Ctrl-C leaves at once, with one line.
 
-    A KeyboardInterrupt in the middle of an import may be swallowed, or printed as "Exception ignored in ...", by whatever
-    library is being loaded. Nothing is written at that time, so that there is nothing to tidy up.
+    A KeyboardInterrupt in the middle of an import may be swallowed, or printed as "Exception
+    ignored in ...", by whatever library is being loaded. Nothing is written at that time, so that
+    there is nothing to tidy up.
     """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):
         yield
         return
     before = signal.signal(signal.SIGINT, leave)
@@ -47,9 +55,14 @@ def told(words: str = "interrupted") -> Iterator[None]:
 
 @contextlib.contextmanager
 def terminating() -> Iterator[list[int]]:
-    """SIGTERM interrupts as Ctrl-C does, so that what is begun is tidied up; the list holds it once it came."""
+    """SIGTERM interrupts as Ctrl-C does, so that what is begun is tidied up; the list holds it once
+    it came.
+    """
     received: list[int] = []
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
     if not ours:
         yield received
         return

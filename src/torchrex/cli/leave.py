@@ -1,4 +1,6 @@
-"""Leaving at once: what Ctrl-C does before anything is loaded. It needs nothing that takes time to load itself."""
+"""Leaving at once: what Ctrl-C does before anything is loaded. It needs nothing that takes time to
+load itself.
+"""
 
 import os
 
@@ -6,7 +8,9 @@ WHILE_LOADING = b"torchrex: interrupted while it was starting; nothing was writt
 
 
 def leave(number: int, frame: object) -> None:
-    """One line and the exit code of the signal, in place of a traceback through half-loaded modules."""
+    """One line and the exit code of the signal, in place of a traceback through half-loaded
+    modules.
+    """
     try:
         os.write(2, WHILE_LOADING)
     finally:

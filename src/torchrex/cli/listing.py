@@ -43,26 +43,42 @@ def list_recipes(
         config = get_recipe(recipe)
         said = descriptions(config)
         for name, value in to_json(config).items():
-            settings.add_row(name, ",".join(map(_short, value)) if isinstance(value, list) else _short(value), said.get(name, ""))
+            settings.add_row(
+                name,
+                ",".join(map(_short, value)) if isinstance(value, list) else _short(value),
+                said.get(name, ""),
+            )
         stdout.print(settings)
         stdout.print(f" {config.n_steps:,} steps in all", highlight=False)
         return
     table = Table("recipe", "rungs", "F", "steps", "runs", box=None, header_style="bold")
     families = Counter(name.split("/")[0] for name in shown)
     folded = {family: n for family, n in families.items() if not recipe and n > MOST_OF_A_FAMILY}
-    one_by_one = {name: config for name, config in shown.items() if name.split("/")[0] not in folded}
+    one_by_one = {
+        name: config for name, config in shown.items() if name.split("/")[0] not in folded
+    }
     table.columns[0].no_wrap, table.columns[0].min_width = True, max(map(len, one_by_one))
     for name, config in one_by_one.items():
         rungs = len(getattr(config, "temperatures", ())) or 1
         swaps = rungs > 1 and getattr(config, "swaps", True)
         factor = f"{getattr(config, 'correction_factor', 1.0):g}" if swaps else "-"
-        table.add_row(name, str(rungs), factor, f"{config.n_steps:,}", str(getattr(config, "n_runs", 1)))
+        table.add_row(
+            name, str(rungs), factor, f"{config.n_steps:,}", str(getattr(config, "n_runs", 1))
+        )
     stdout.print(table)
     for family, n in folded.items():
         first = next(name for name in shown if name.startswith(f"{family}/"))
-        stdout.print(f" {family}/...  {n} recipes like {first}: `torchrex list {family}/`", highlight=False, soft_wrap=True)
+        stdout.print(
+            f" {family}/...  {n} recipes like {first}: `torchrex list {family}/`",
+            highlight=False,
+            soft_wrap=True,
+        )
     if made:
-        stdout.print(f" `torchrex reproduce {recipe}` makes {recipe} of these", highlight=False, soft_wrap=True)
+        stdout.print(
+            f" `torchrex reproduce {recipe}` makes {recipe} of these",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,6 @@
-"""The entry point: first of all Ctrl-C is taken care of, then the rest is loaded. Nothing is imported here that takes time."""
+"""The entry point: first of all Ctrl-C is taken care of, then the rest is loaded. Nothing is
+imported here that takes time.
+"""
 
 import signal
 
@@ -7,7 +9,9 @@ from torchrex.cli.leave import leave
 
 def main() -> None:
     """The `torchrex` command."""
-    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not where it is ignored, or another's
+    ours = (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )  # not where it is ignored, or another's
     if ours:
         signal.signal(signal.SIGINT, leave)
     try:

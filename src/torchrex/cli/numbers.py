@@ -1,4 +1,6 @@
-"""Which numbers of a run are printed when it is done: the handful that matter, and their mean over seeds."""
+"""Which numbers of a run are printed when it is done: the handful that matter, and their mean over
+seeds.
+"""
 
 from __future__ import annotations
 
@@ -66,30 +68,54 @@ def numbers_of(result: Mapping[str, Any]) -> dict[str, Number]:
     shown: dict[str, Number] = {}
     for name, words in WORDS.items():
         value, error = metrics.get(name), metrics.get(f"{name}_se")
-        if isinstance(value, int | float) and str(result.get("recipe", "")).startswith(ONLY_OF.get(name, "")):
-            shown[words] = Number(value, error if isinstance(error, int | float) else None, exact=name in EXACT)
-    for pair in result.get("swaps") or () if metrics and "steps_done" in result else ():  # of networks, where they are few
-        shown[f"swaps of rungs {pair['pair'][0]} and {pair['pair'][1]}"] = Number(pair["accepted"], of=pair["proposed"])
+        if isinstance(value, int | float) and str(result.get("recipe", "")).startswith(
+            ONLY_OF.get(name, "")
+        ):
+            shown[words] = Number(
+                value, error if isinstance(error, int | float) else None, exact=name in EXACT
+            )
+    for pair in (
+        result.get("swaps") or () if metrics and "steps_done" in result else ()
+    ):  # of networks, where they are few
+        shown[f"swaps of rungs {pair['pair'][0]} and {pair['pair'][1]}"] = Number(
+            pair["accepted"], of=pair["proposed"]
+        )
     return shown
 
 
 def there_before(folders: Iterable[RunFolder]) -> dict[Path, str]:
-    """Which runs that are about to be resumed were begun, whose seconds are those of all sittings, and which finished."""
+    """Which runs that are about to be resumed were begun, whose seconds are those of all sittings,
+    and which finished.
+    """
     states = {folder.path: FINISHED if is_finished(folder) else BEGUN for folder in folders}
-    return {path: state for path, state in states.items() if state == FINISHED or is_begun(path / "checkpoints")}
+    return {
+        path: state
+        for path, state in states.items()
+        if state == FINISHED or is_begun(path / "checkpoints")
+    }
 
 
 def show(folders: Sequence[RunFolder], config: Config, before: Mapping[Path, str]) -> None:
-    """The numbers of finished runs, and how far the others came. `before` says what was there before: see `there_before`."""
+    """The numbers of finished runs, and how far the others came. `before` says what was there
+    before: see `there_before`.
+    """
     for folder in folders:
         result = folder.result or {}
         status, seconds = result.get("status", "unfinished"), result.get("wall_seconds", 0.0)
         steps = result.get("steps_done")
-        where = f" at step {steps:,} of {config.n_steps:,}" if status in ("paused", "interrupted") and steps is not None else ""
+        where = (
+            f" at step {steps:,} of {config.n_steps:,}"
+            if status in ("paused", "interrupted") and steps is not None
+            else ""
+        )
         others = result.get("replicas_side_by_side", 1) - getattr(config, "n_rungs", 1)
         beside = f" beside {others} other replicas" if others > 0 else ""
         took = f"in {seconds:.1f} s{' in all' if before.get(folder.path) == BEGUN else ''}{beside}"
-        told = f"finished already ({took})" if before.get(folder.path) == FINISHED else f"{status}{where} {took}"
+        told = (
+            f"finished already ({took})"
+            if before.get(folder.path) == FINISHED
+            else f"{status}{where} {took}"
+        )
         _print(f"{config.recipe}, seed {result.get('seed')}: {told}")
         numbers = numbers_of(result)
         if numbers:
@@ -99,8 +125,12 @@ def show(folders: Sequence[RunFolder], config: Config, before: Mapping[Path, str
             stdout.print(table)
         if "error" in result:
             _print(result["error"])
-        pictures = sorted(path.name for path in folder.path.glob("*.png")) if folder.finished else []
-        _print(f"run folder: {folder.path}" + (f" (look at {', '.join(pictures)})" if pictures else ""))
+        pictures = (
+            sorted(path.name for path in folder.path.glob("*.png")) if folder.finished else []
+        )
+        _print(
+            f"run folder: {folder.path}" + (f" (look at {', '.join(pictures)})" if pictures else "")
+        )
 
 
 def show_mean(folders: Sequence[RunFolder], config: Config) -> None:
@@ -118,7 +148,9 @@ def show_mean(folders: Sequence[RunFolder], config: Config) -> None:
         values, errors = [number.value for number in there], [number.error for number in there]
         from_chains |= all(error is not None for error in errors)
         tested = None if any(number.of != 0 for number in there) else 0
-        mean = Number(statistics.fmean(values), error_of_mean(values, errors), of=tested, exact=there[0].exact)
+        mean = Number(
+            statistics.fmean(values), error_of_mean(values, errors), of=tested, exact=there[0].exact
+        )
         table.add_row(words, str(mean))
     how = ", from the chains of each run" if from_chains else ""
     _print(f"{config.recipe}: mean ± standard error over {len(results)} seeds{how}")

@@ -9,7 +9,11 @@ import typer
 
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of `torchrex list RECIPE`. May be repeated."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a setting of `torchrex list RECIPE`. May be repeated.",
+    ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="First seed.")]
 Seeds = Annotated[int, typer.Option(min=1, help="How many seeds to run, counted up from --seed.")]
@@ -17,7 +21,11 @@ Out = Annotated[Path, typer.Option(help="Folder for run folders.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace finished runs.")]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on with unfinished runs from their checkpoints, and leave finished ones as they are.")
+    bool,
+    typer.Option(
+        "--resume",
+        help="Go on with unfinished runs from their checkpoints, and leave finished ones as they are.",
+    ),
 ]
 Log = Annotated[
     list[str] | None,
@@ -28,4 +36,6 @@ Log = Annotated[
         "May be repeated.",
     ),
 ]
-Budget = Annotated[str, typer.Option(metavar="TIME", help="Stop in time with a checkpoint, e.g. 9m, 90s, 1.5h.")]
+Budget = Annotated[
+    str, typer.Option(metavar="TIME", help="Stop in time with a checkpoint, e.g. 9m, 90s, 1.5h.")
+]

@@ -1,4 +1,6 @@
-"""`torchrex report`: one HTML page from run folders. What reads and draws them is loaded when the arguments are understood."""
+"""`torchrex report`: one HTML page from run folders. What reads and draws them is loaded when the
+arguments are understood.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,28 @@ TIME = {Doctor.QUICK: SECONDS, Doctor.ALL: math.inf, Doctor.NONE: 0.0}
 
 def report(
     folders: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="Run folders, or folders that hold some, as --out of a run.")
+        list[Path],
+        typer.Argument(
+            metavar="DIR...", help="Run folders, or folders that hold some, as --out of a run."
+        ),
     ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write; an older page there is replaced.")] = Path(
-        "page.html"
-    ),
-    title: Annotated[str, typer.Option(help="Heading of the page; by default the names of the folders.")] = "",
+    out: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="The page to write; an older page there is replaced."),
+    ] = Path("page.html"),
+    title: Annotated[
+        str, typer.Option(help="Heading of the page; by default the names of the folders.")
+    ] = "",
     doctor: Annotated[
-        Doctor, typer.Option(help=f"Ask doctor about runs for {SECONDS:g} s, about all of them, or about none.")
+        Doctor,
+        typer.Option(
+            help=f"Ask doctor about runs for {SECONDS:g} s, about all of them, or about none."
+        ),
     ] = Doctor.QUICK,
 ) -> None:
-    """Write one page about all runs in DIR: tables beside the paper's numbers, charts, advice, and how to repeat each run."""
+    """Write one page about all runs in DIR: tables beside the paper's numbers, charts, advice, and
+    how to repeat each run.
+    """
     with loading():
         from rich.console import Console
 
@@ -55,7 +68,9 @@ def in_words(written: Written) -> str:
     parts = [_count(written.runs, "run")]
     if written.not_whole:
         which = "not whole" if written.runs == 1 else "none of them whole"
-        which = which if written.not_whole == written.runs else f"{written.not_whole} of them not whole"
+        which = (
+            which if written.not_whole == written.runs else f"{written.not_whole} of them not whole"
+        )
         parts.append(f"{which} (the page says what is missing)")
     parts += [_count(written.empty, "empty folder")] if written.empty else []
     return ", ".join(parts)

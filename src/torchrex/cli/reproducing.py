@@ -1,4 +1,6 @@
-"""Which runs a figure or table needs, and running those that are not there; what is made of them is in `made_of_runs`."""
+"""Which runs a figure or table needs, and running those that are not there; what is made of them is
+in `made_of_runs`.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ DEFAULT_SEEDS = {"digits": 5}  # 1 of the others
 
 @dataclass(frozen=True)
 class How:
-    """Where and how the missing runs are made. With `rebuild` nothing is run, and those below `out` are taken as they are."""
+    """Where and how the missing runs are made. With `rebuild` nothing is run, and those below `out`
+    are taken as they are.
+    """
 
     out: Path
     device: str = "auto"
@@ -63,8 +67,12 @@ class How:
     log: tuple[str, ...] = ()
 
 
-def reproduce_it(what: str, assignments: Sequence[str], seed: int, seeds: int | None, only: str, how: How) -> None:
-    """Run the missing recipes for every seed, then write pictures, tables and numbers beside the run folders."""
+def reproduce_it(
+    what: str, assignments: Sequence[str], seed: int, seeds: int | None, only: str, how: How
+) -> None:
+    """Run the missing recipes for every seed, then write pictures, tables and numbers beside the
+    run folders.
+    """
     if what not in RECIPES:
         near = difflib.get_close_matches(what, RECIPES, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -72,11 +80,17 @@ def reproduce_it(what: str, assignments: Sequence[str], seed: int, seeds: int | 
     if how.rebuild:
         require_nothing_to_run(what, assignments, seeds, overwrite=how.overwrite)
     known = RECIPES[what]()
-    chosen = {name: override(config, assignments) for name, config in known.items() if matches(only, name, families_of(known))}
+    chosen = {
+        name: override(config, assignments)
+        for name, config in known.items()
+        if matches(only, name, families_of(known))
+    }
     if not chosen:
         some = ", ".join([*known][:4]) + (f" and {len(known) - 4} others" if len(known) > 4 else "")
         raise RecipeError(f"no recipe of {what} has {only!r} in its name; they are {some}")
-    path = how.out / (f"{what}-{only.replace('/', '-')}" if only else what)  # a part does not replace the whole
+    path = how.out / (
+        f"{what}-{only.replace('/', '-')}" if only else what
+    )  # a part does not replace the whole
     each = list(range(seed, seed + (DEFAULT_SEEDS.get(what, 1) if seeds is None else seeds)))
     if what in OF_IMAGES:
         if not how.rebuild:
@@ -88,32 +102,48 @@ def reproduce_it(what: str, assignments: Sequence[str], seed: int, seeds: int | 
     {"figure1": report_figure1, "digits": report_digits}[what](chosen, folders, each, path, stdout)
 
 
-def require_nothing_to_run(what: str, assignments: Sequence[str], seeds: int | None, *, overwrite: bool) -> None:
+def require_nothing_to_run(
+    what: str, assignments: Sequence[str], seeds: int | None, *, overwrite: bool
+) -> None:
     """`--rebuild` beside something that is meant for runs is a misunderstanding."""
     if what not in OF_IMAGES:
-        raise ConfigError(f"--rebuild is for {', '.join(OF_IMAGES)}; without it {what} runs only what is not there yet")
-    for option, given in (("--set", bool(assignments)), ("--seeds", seeds is not None), ("--overwrite", overwrite)):
+        raise ConfigError(
+            f"--rebuild is for {', '.join(OF_IMAGES)}; without it {what} runs only what is not there yet"
+        )
+    for option, given in (
+        ("--set", bool(assignments)),
+        ("--seeds", seeds is not None),
+        ("--overwrite", overwrite),
+    ):
         if given:
-            raise ConfigError(f"--rebuild runs nothing and takes the runs as they are; leave out {option}, or --rebuild")
+            raise ConfigError(
+                f"--rebuild runs nothing and takes the runs as they are; leave out {option}, or --rebuild"
+            )
 
 
 def trained_ones(chosen: Mapping[str, Config]) -> dict[str, Config]:
-    """Without the recipes whose run is that of another one: SGHMC where the pair without swaps is run, of which it is rung 0, and
-    M-SGD of the clean family where that of icml2020 is run. GANs all have their own: rungs that share generators are not
-    independent, swaps or not.
+    """Without the recipes whose run is that of another one: SGHMC where the pair without swaps is
+    run, of which it is rung 0, and M-SGD of the clean family where that of icml2020 is run. GANs
+    all have their own: rungs that share generators are not independent, swaps or not.
     """
     return {
         name: config
         for name, config in chosen.items()
         if not (name.endswith("-sghmc") and f"{name.removesuffix('-sghmc')}-independent" in chosen)
-        and not (name.endswith("-msgd") and name.startswith("clean/") and name.replace("clean/", "icml2020/") in chosen)
+        and not (
+            name.endswith("-msgd")
+            and name.startswith("clean/")
+            and name.replace("clean/", "icml2020/") in chosen
+        )
     }
 
 
 def run_missing(
     configs: Mapping[str, Config], seeds: Sequence[int], how: How, *, announce: bool = False
 ) -> dict[str, list[RunFolder]]:
-    """All run folders by recipe, those that were not there just made. `announce` says beforehand how much there is to do."""
+    """All run folders by recipe, those that were not there just made. `announce` says beforehand
+    how much there is to do.
+    """
     require_logs(list(configs.values()), how.log, how.out)
     todo, folders = [], {}
     for name, config in configs.items():
@@ -129,12 +159,23 @@ def run_missing(
                 todo.append((config, seed))
     groups = group(todo, how.out, overwrite=how.overwrite)
     if todo and announce:
-        stdout.print(f"to run: {_some(len(todo), 'run')} in {_some(len(groups), 'group')} side by side", highlight=False)
-    before = {} if how.overwrite else there_before(RunFolder.of(how.out, config.recipe, seed) for config, seed in todo)
-    clock, again = Clock(how.budget), f"the same command{' without --overwrite' if how.overwrite else ''}"
+        stdout.print(
+            f"to run: {_some(len(todo), 'run')} in {_some(len(groups), 'group')} side by side",
+            highlight=False,
+        )
+    before = (
+        {}
+        if how.overwrite
+        else there_before(RunFolder.of(how.out, config.recipe, seed) for config, seed in todo)
+    )
+    clock, again = (
+        Clock(how.budget),
+        f"the same command{' without --overwrite' if how.overwrite else ''}",
+    )
 
     def run(each: Group) -> list[RunFolder]:
-        # Shards have their checkpoints in folders of their own, and need not stand at one step to go on.
+        # Shards have their checkpoints in folders of their own, and need not stand at one step to
+        # go on.
         begun = any(is_begun(folder.path / "checkpoints") for folder in folders_of(each, how.out))
         unfinished = not how.overwrite and (begun or len(each.jobs) > 1)
         try:
@@ -160,7 +201,10 @@ def run_missing(
             told = took if folder.finished else result.get("error", result.get("status"))
             stdout.print(f"{config.recipe}, seed {seed}: {told}", soft_wrap=True, highlight=False)
     if not todo:
-        stdout.print(f"all {len(configs) * len(seeds)} runs are there already; nothing was run again", highlight=False)
+        stdout.print(
+            f"all {len(configs) * len(seeds)} runs are there already; nothing was run again",
+            highlight=False,
+        )
     return folders
 
 

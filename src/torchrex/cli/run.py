@@ -1,4 +1,6 @@
-"""`torchrex run`: its arguments. What it does is in `running`, which is loaded when they are understood."""
+"""`torchrex run`: its arguments. What it does is in `running`, which is loaded when they are
+understood.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,12 @@ def run(
 ) -> None:
     """Run one recipe into OUT/RECIPE/seed=S/."""
     if resume and overwrite:
-        raise ConfigError("--resume goes on with a run and --overwrite begins it anew; give one of them")
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun begins again after a rank was lost
+        raise ConfigError(
+            "--resume goes on with a run and --overwrite begins it anew; give one of them"
+        )
+    if (
+        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    ):  # torchrun begins again after a rank was lost
         resume, overwrite = True, False
     seconds = seconds_of(budget)
     if recipe in THINGS:
@@ -42,4 +48,13 @@ def run(
         from torchrex.experiments.recipes import get_recipe
     config = override(get_recipe(recipe), set_ or [])
     each = range(seed, seed + seeds)
-    run_seeds(config, each, out, device=device, overwrite=overwrite, resume=resume, budget=seconds, log=log or ())
+    run_seeds(
+        config,
+        each,
+        out,
+        device=device,
+        overwrite=overwrite,
+        resume=resume,
+        budget=seconds,
+        log=log or (),
+    )

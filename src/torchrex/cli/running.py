@@ -38,14 +38,27 @@ def run_seeds(
     require_logs([config], log, out)
     config.place(device)
     jobs = [(config, seed) for seed in seeds]
-    require_room(jobs, out, overwrite=overwrite, resume=resume)  # of all of them, before the first begins
+    require_room(
+        jobs, out, overwrite=overwrite, resume=resume
+    )  # of all of them, before the first begins
     clock, groups = Clock(budget), group(jobs, out, overwrite=overwrite)
-    before = there_before(RunFolder.of(out, config.recipe, seed) for seed in seeds) if resume else {}
+    before = (
+        there_before(RunFolder.of(out, config.recipe, seed) for seed in seeds) if resume else {}
+    )
     how = f"the same command with --resume{' instead of --overwrite' if overwrite else ''}"
 
     def run(each: Group) -> list[RunFolder]:
         try:
-            return run_group(each, out, device=device, overwrite=overwrite, resume=resume, budget=clock.left(), how=how, log=log)
+            return run_group(
+                each,
+                out,
+                device=device,
+                overwrite=overwrite,
+                resume=resume,
+                budget=clock.left(),
+                how=how,
+                log=log,
+            )
         except NonFiniteEnergyError:
             if len(groups) == 1 or not isinstance(config, TrainingConfig):
                 raise
@@ -58,20 +71,31 @@ def run_seeds(
     show_mean(done, config)
     failed = [folder for folder in done if folder.failed]
     if failed:
-        raise RunFolderError(f"{len(failed)} of {len(seeds)} runs failed; the first is {failed[0].path}")
+        raise RunFolderError(
+            f"{len(failed)} of {len(seeds)} runs failed; the first is {failed[0].path}"
+        )
 
 
 def require_logs(configs: Sequence[Config], log: Sequence[str], out: Path) -> None:
     """Unknown names, missing packages and recipes without a log are told before anything runs."""
     density = next((config for config in configs if not isinstance(config, TrainingConfig)), None)
     if open_logs(log, out) and density is not None:
-        raise ConfigError(f"--log is for networks; {density.recipe} samples a density and keeps all its draws, so leave it out")
+        raise ConfigError(
+            f"--log is for networks; {density.recipe} samples a density and keeps all its draws, so leave it out"
+        )
 
 
 def run_groups(
-    groups: Sequence[Group], out: Path, *, run: Callable[[Group], list[RunFolder]], overwrite: bool, how: str
+    groups: Sequence[Group],
+    out: Path,
+    *,
+    run: Callable[[Group], list[RunFolder]],
+    overwrite: bool,
+    how: str,
 ) -> Iterator[tuple[Group, list[RunFolder]]]:
-    """Run one group after the other until the budget is used up or a signal comes; then say what was not reached."""
+    """Run one group after the other until the budget is used up or a signal comes; then say what
+    was not reached.
+    """
     for k, each in enumerate(groups):
         try:
             folders = run(each)
@@ -86,16 +110,28 @@ def run_groups(
 
 
 def say_not_reached(groups: Sequence[Group], out: Path, *, overwrite: bool) -> None:
-    """With --overwrite the runs that were to be replaced are still the old ones, and to --resume they are finished."""
-    left = {f"{c.recipe} seed {seed}": is_finished(RunFolder.of(out, c.recipe, seed)) for each in groups for c, seed in each.jobs}
-    names = [f"{name}{' (still the old run)' if old else ''}" for name, old in left.items() if overwrite or not old]
+    """With --overwrite the runs that were to be replaced are still the old ones, and to --resume
+    they are finished.
+    """
+    left = {
+        f"{c.recipe} seed {seed}": is_finished(RunFolder.of(out, c.recipe, seed))
+        for each in groups
+        for c, seed in each.jobs
+    }
+    names = [
+        f"{name}{' (still the old run)' if old else ''}"
+        for name, old in left.items()
+        if overwrite or not old
+    ]
     if not names:
         return
     n_old = sum(left.values()) if overwrite else 0
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     _print(f"not reached: {', '.join(names[:MOST_NAMED])}{more}")
     if n_old:
-        _print(f"{n_old} of them would be taken for finished: give --overwrite again for these to replace them")
+        _print(
+            f"{n_old} of them would be taken for finished: give --overwrite again for these to replace them"
+        )
 
 
 def run_group(
@@ -111,7 +147,10 @@ def run_group(
 ) -> list[RunFolder]:
     """Run the jobs of a group, with a live display. `how` says how to go on after an interruption."""
     (config, seed), n_steps = each.jobs[0], each.jobs[0][0].n_steps
-    with LiveDisplay(each.name, n_steps, console=stderr) as display, told_if_early(folders_of(each, out), how):
+    with (
+        LiveDisplay(each.name, n_steps, console=stderr) as display,
+        told_if_early(folders_of(each, out), how),
+    ):
         if len(each.jobs) == 1:
             folder = run_recipe(
                 config,
@@ -128,7 +167,14 @@ def run_group(
             return [folder]
         jobs = [(config, seed) for config, seed in each.jobs if isinstance(config, TrainingConfig)]
         return run_together(
-            jobs, out, device=device, overwrite=overwrite, resume=resume, budget=budget, observers=[display], log=log
+            jobs,
+            out,
+            device=device,
+            overwrite=overwrite,
+            resume=resume,
+            budget=budget,
+            observers=[display],
+            log=log,
         )
 
 
@@ -138,21 +184,33 @@ def folders_of(each: Group, out: Path) -> list[RunFolder]:
 
 @contextlib.contextmanager
 def told_if_early(folders: Sequence[RunFolder], how: str) -> Iterator[None]:
-    """A signal outside the steps of some runs, while they compile or are measured, for example: one line, not silence."""
+    """A signal outside the steps of some runs, while they compile or are measured, for example: one
+    line, not silence.
+    """
     with terminating() as received:
         try:
             yield
         except KeyboardInterrupt as interrupt:
             number = received[0] if received else signal.SIGINT
             if interrupt.args:  # the signal that came during the last save
-                # On a rank that does not see the disk of rank 0 none is finished; but the last save is done.
+                # On a rank that does not see the disk of rank 0 none is finished; but the last save
+                # is done.
                 done = [folder for folder in folders if is_finished(folder)] or folders
                 finished = f"{_named(done)} {'is' if len(done) == 1 else 'are'} finished"
                 raise Interrupted(f"interrupted; {finished}", interrupt.args[0]) from None
-            begun = [folder for folder in folders if (folder.path / "checkpoints").is_dir() and not is_finished(folder)]
+            begun = [
+                folder
+                for folder in folders
+                if (folder.path / "checkpoints").is_dir() and not is_finished(folder)
+            ]
             if begun:
-                raise Interrupted(f"interrupted; the checkpoints are in {_named(begun)}, and {how} goes on", number) from None
-            raise Interrupted("interrupted before the first steps were done; nothing was written", number) from None
+                raise Interrupted(
+                    f"interrupted; the checkpoints are in {_named(begun)}, and {how} goes on",
+                    number,
+                ) from None
+            raise Interrupted(
+                "interrupted before the first steps were done; nothing was written", number
+            ) from None
         if received:  # a density kept the draws of before the signal, and its result does not say which signal it was
             raise Interrupted(_what_was_done(folders, how), received[0])
 
@@ -160,9 +218,13 @@ def told_if_early(folders: Sequence[RunFolder], how: str) -> Iterator[None]:
 def goes_on(folders: Sequence[RunFolder], how: str) -> bool:
     """False if the budget is used up; raises if a signal came. `how` says how to go on then."""
     results = {folder: folder.result or {} for folder in folders}
-    interrupted = [folder for folder, result in results.items() if result.get("status") == "interrupted"]
+    interrupted = [
+        folder for folder, result in results.items() if result.get("status") == "interrupted"
+    ]
     if interrupted:
-        raise Interrupted(_what_was_done(interrupted, how), results[interrupted[0]].get("signal") or signal.SIGINT)
+        raise Interrupted(
+            _what_was_done(interrupted, how), results[interrupted[0]].get("signal") or signal.SIGINT
+        )
     paused = [folder for folder, result in results.items() if result.get("status") == "paused"]
     for folder in paused:
         result = results[folder]

@@ -1,4 +1,6 @@
-"""Which of several processes speaks: one, as torchrun's environment tells it. Nothing is loaded for that."""
+"""Which of several processes speaks: one, as torchrun's environment tells it. Nothing is loaded for
+that.
+"""
 
 import os
 

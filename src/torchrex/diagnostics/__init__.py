@@ -21,9 +21,26 @@ from torchrex.diagnostics.noise_level import (
     rungs_for_noise,
 )
 from torchrex.diagnostics.tails import Tail, hill
-from torchrex.diagnostics.temperature import equipartition_temperature, hypervirial_temperature, kinetic_temperature
-from torchrex.diagnostics.transport import assigned_w2, line_distance, same_law_distance, sliced_w2, transported
-from torchrex.diagnostics.travel import Occupancy, Travel, even_odd_rate, optimal_rate, round_trips, rung_occupancy
+from torchrex.diagnostics.temperature import (
+    equipartition_temperature,
+    hypervirial_temperature,
+    kinetic_temperature,
+)
+from torchrex.diagnostics.transport import (
+    assigned_w2,
+    line_distance,
+    same_law_distance,
+    sliced_w2,
+    transported,
+)
+from torchrex.diagnostics.travel import (
+    Occupancy,
+    Travel,
+    even_odd_rate,
+    optimal_rate,
+    round_trips,
+    rung_occupancy,
+)
 
 __all__ = [
     "Convergence",

@@ -1,4 +1,6 @@
-"""How differently replicas predict: the more, the more a swap, or an average over them, brings to rung 0."""
+"""How differently replicas predict: the more, the more a swap, or an average over them, brings to
+rung 0.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from torchrex.errors import InvalidArgumentError
 
 
 class Disagreement(NamedTuple):
-    """Between every two replicas, (replicas, replicas), and of all together; errors are those of a finite set of examples."""
+    """Between every two replicas, (replicas, replicas), and of all together; errors are those of a
+    finite set of examples.
+    """
 
     differing: Tensor  # fraction of the examples on which their most probable classes differ
     divergence: Tensor  # mean Jensen-Shannon divergence, in nats, at most log 2
@@ -30,9 +34,13 @@ def replica_disagreement(probabilities: Tensor) -> Disagreement:
     """
     p = probabilities.detach().double()
     if p.ndim != 3 or len(p) < 2 or p.shape[1] == 0:
-        raise InvalidArgumentError(f"give probabilities (replicas, n, classes) of 2 replicas or more, got {tuple(p.shape)}")
+        raise InvalidArgumentError(
+            f"give probabilities (replicas, n, classes) of 2 replicas or more, got {tuple(p.shape)}"
+        )
     if not bool((p >= 0).all()) or not bool(((p.sum(-1) - 1.0).abs() < 1e-3).all()):
-        raise InvalidArgumentError("probabilities must be >= 0 and sum to 1 over the last axis; of logits take the softmax first")
+        raise InvalidArgumentError(
+            "probabilities must be >= 0 and sum to 1 over the last axis; of logits take the softmax first"
+        )
     n_replicas, choice, own = len(p), p.argmax(-1), entropy(p)
     differing = torch.zeros(n_replicas, n_replicas, dtype=torch.float64)
     divergence = torch.zeros_like(differing)
@@ -42,8 +50,15 @@ def replica_disagreement(probabilities: Tensor) -> Disagreement:
         apart = (choice[i] != choice[j]).double().cpu()
         per_example += apart / len(pairs)
         differing[i, j] = differing[j, i] = apart.mean()
-        divergence[i, j] = divergence[j, i] = (entropy((p[i] + p[j]) / 2) - (own[i] + own[j]) / 2).mean().cpu()
-    return Disagreement(differing, divergence, over_chains(per_example), over_chains((entropy(p.mean(0)) - own.mean(0)).cpu()))
+        divergence[i, j] = divergence[j, i] = (
+            (entropy((p[i] + p[j]) / 2) - (own[i] + own[j]) / 2).mean().cpu()
+        )
+    return Disagreement(
+        differing,
+        divergence,
+        over_chains(per_example),
+        over_chains((entropy(p.mean(0)) - own.mean(0)).cpu()),
+    )
 
 
 def entropy(p: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from torchrex.targets import GaussianMixture
 
 
 def wasserstein(draws: Tensor, quantiles: Tensor, order: int) -> Tensor:
-    """Wasserstein distance of order 1 or 2 between each row of draws (chains, n) and the law with these quantiles.
+    """Wasserstein distance of order 1 or 2 between each row of draws (chains, n) and the law with
+    these quantiles.
 
         W_p = (integral |F_n^{-1}(u) - F^{-1}(u)|^p du)^(1/p)
 
@@ -26,12 +27,17 @@ def _distance(ordered: Tensor, quantiles: Tensor, order: int) -> Tensor:
 
 
 class MixtureQuantiles:
-    """Quantiles of a one-dimensional mixture at midpoints, by interpolation in a fine table of its cdf."""
+    """Quantiles of a one-dimensional mixture at midpoints, by interpolation in a fine table of its
+    cdf.
+    """
 
     def __init__(self, mixture: GaussianMixture, *, size: int = 50_000) -> None:
         reach = 7.0 * float(mixture.factor.max())
         self._quantile = torch.linspace(
-            float(mixture.means.min()) - reach, float(mixture.means.max()) + reach, size, dtype=torch.float64
+            float(mixture.means.min()) - reach,
+            float(mixture.means.max()) + reach,
+            size,
+            dtype=torch.float64,
         )
         self._level = mixture.cdf(self._quantile)
 
@@ -43,8 +49,12 @@ class MixtureQuantiles:
         return torch.lerp(self._quantile[right - 1], self._quantile[right], weight)
 
 
-def distance_curve(draws: Tensor, steps: Tensor, mixture: GaussianMixture, at: Sequence[int]) -> dict[str, Tensor]:
-    """W1 and W2 of all draws (chains, n) up to each step in `at`, per chain: tensors of shape (len(at), chains)."""
+def distance_curve(
+    draws: Tensor, steps: Tensor, mixture: GaussianMixture, at: Sequence[int]
+) -> dict[str, Tensor]:
+    """W1 and W2 of all draws (chains, n) up to each step in `at`, per chain: tensors of shape
+    (len(at), chains).
+    """
     table = MixtureQuantiles(mixture)
     curve: dict[str, list[Tensor]] = {"w1": [], "w2": []}
     for step in at:

@@ -1,8 +1,10 @@
-"""What diagnostics read of a run: one record of tensors with axes in a fixed order (recorded steps, rungs or pairs, chains).
+"""What diagnostics read of a run: one record of tensors with axes in a fixed order (recorded steps,
+rungs or pairs, chains).
 
-Draws and traces thin what they keep. Means over recorded steps (acceptance expected from the energies, noise level, occupancy)
-are right with any thinning. Counts of swaps are totals over all steps. Round trips need every step: a trace lists every swap
-and so tells them exactly however it was thinned, while thinned draws give a lower bound.
+Draws and traces thin what they keep. Means over recorded steps (acceptance expected from the
+energies, noise level, occupancy) are right with any thinning. Counts of swaps are totals over all
+steps. Round trips need every step: a trace lists every swap and so tells them exactly however it
+was thinned, while thinned draws give a lower bound.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class Swaps(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class History:
-    """How the ladder of a run behaved. Steps count from 0, and row i of every tensor belongs to step `steps[i]`."""
+    """How the ladder of a run behaved. Steps count from 0, and row i of every tensor belongs to
+    step `steps[i]`.
+    """
 
     steps: Tensor  # (k,): the recorded ones
     energy: Tensor  # (k, rungs, chains): estimates, as the swap tests of that step saw them, before the swaps
@@ -63,15 +67,25 @@ class History:
                 )
 
     @classmethod
-    def from_draws(cls, draws: Draws, ladder: Ladder, *, correction_factor: float | None = None) -> History:
-        """From the draws of `sample`. They do not record F: give it if it was a constant, and the corrections are known too."""
-        steps = draws.steps - 1  # a draw is named by the steps done, a history by the index of the last of them
+    def from_draws(
+        cls, draws: Draws, ladder: Ladder, *, correction_factor: float | None = None
+    ) -> History:
+        """From the draws of `sample`. They do not record F: give it if it was a constant, and the
+        corrections are known too.
+        """
+        steps = (
+            draws.steps - 1
+        )  # a draw is named by the steps done, a history by the index of the last of them
         temperature = temperatures_at(ladder, steps)
         correction = None
         if correction_factor is not None:
             if not correction_factor > 0:
-                raise InvalidArgumentError(f"the correction factor F must be positive, got {correction_factor}")
-            correction = _gaps(temperature)[:, :, None] * draws.noise_variance.double() / correction_factor
+                raise InvalidArgumentError(
+                    f"the correction factor F must be positive, got {correction_factor}"
+                )
+            correction = (
+                _gaps(temperature)[:, :, None] * draws.noise_variance.double() / correction_factor
+            )
         return cls(
             steps=steps,
             energy=draws.energy,
@@ -85,13 +99,19 @@ class History:
         )
 
     @classmethod
-    def from_traces(cls, traces: Sequence[Mapping[str, Tensor]], ladder: Ladder, *, n_steps: int | None = None) -> History:
-        """From `Trace.tensors()` of one run, or of several with the same recorded steps, which become the chains.
+    def from_traces(
+        cls, traces: Sequence[Mapping[str, Tensor]], ladder: Ladder, *, n_steps: int | None = None
+    ) -> History:
+        """From `Trace.tensors()` of one run, or of several with the same recorded steps, which
+        become the chains.
 
-        `n_steps` defaults to the last step recorded or swapped at; say how many there were if the trace was thinned.
+        `n_steps` defaults to the last step recorded or swapped at; say how many there were if the
+        trace was thinned.
         """
         if not traces or any("steps" not in trace for trace in traces):
-            raise InvalidArgumentError("there is nothing to read: give Trace.tensors() of a run that has made steps")
+            raise InvalidArgumentError(
+                "there is nothing to read: give Trace.tensors() of a run that has made steps"
+            )
         steps = traces[0]["steps"]
         for chain, trace in enumerate(traces):
             if not torch.equal(trace["steps"], steps):
@@ -106,7 +126,9 @@ class History:
         swaps = Swaps(
             step=torch.cat([trace["swap_steps"] for trace in traces]),
             pair=torch.cat([trace["swap_pairs"] for trace in traces]),
-            chain=torch.cat([torch.full_like(trace["swap_steps"], chain) for chain, trace in enumerate(traces)]),
+            chain=torch.cat(
+                [torch.full_like(trace["swap_steps"], chain) for chain, trace in enumerate(traces)]
+            ),
         )
         last = int(torch.cat([steps, swaps.step]).max())
         return cls(
@@ -136,8 +158,12 @@ class History:
 
     @property
     def has_every_step(self) -> bool:
-        """Is the path of every replica known from the first recorded step on, by the rows or by the list of swaps?"""
-        return len(self.steps) > 0 and (self.swaps is not None or len(self.steps) == self.n_steps - int(self.steps[0]))
+        """Is the path of every replica known from the first recorded step on, by the rows or by the
+        list of swaps?
+        """
+        return len(self.steps) > 0 and (
+            self.swaps is not None or len(self.steps) == self.n_steps - int(self.steps[0])
+        )
 
     @property
     def inverse_gap(self) -> Tensor:
@@ -146,18 +172,26 @@ class History:
 
     @property
     def energy_difference(self) -> Tensor:
-        """(k, pairs, chains): cold minus hot, as the swap test saw it; in double, for it is small against the energies."""
+        """(k, pairs, chains): cold minus hot, as the swap test saw it; in double, for it is small
+        against the energies.
+        """
         return -self.energy.double().diff(dim=1)
 
     @property
     def correction_factor(self) -> Tensor | None:
-        """(k, pairs, chains): F = gap * sigma2 / correction; infinite for the naive test, NaN where sigma2 = 0 leaves it open."""
+        """(k, pairs, chains): F = gap * sigma2 / correction; infinite for the naive test, NaN where
+        sigma2 = 0 leaves it open.
+        """
         if self.correction is None:
             return None
-        return self.inverse_gap[:, :, None] * self.noise_variance.double() / self.correction.double()
+        return (
+            self.inverse_gap[:, :, None] * self.noise_variance.double() / self.correction.double()
+        )
 
     def after(self, step: int) -> History:
-        """The rows of steps >= `step` (burn-in left out); swaps and totals stay those of the whole run."""
+        """The rows of steps >= `step` (burn-in left out); swaps and totals stay those of the whole
+        run.
+        """
         kept = self.steps >= step
         return replace(
             self,
@@ -179,7 +213,9 @@ def temperatures_at(ladder: Ladder, steps: Tensor) -> Tensor:
     anneal = ladder.anneal
     if anneal is None:
         return base.repeat(len(steps), 1)
-    return torch.tensor([anneal(step) for step in steps.tolist()], dtype=torch.float64)[:, None] * base
+    return (
+        torch.tensor([anneal(step) for step in steps.tolist()], dtype=torch.float64)[:, None] * base
+    )
 
 
 def _gaps(temperature: Tensor) -> Tensor:

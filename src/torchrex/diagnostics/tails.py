@@ -1,8 +1,9 @@
 """Whether the energy noise has Gaussian tails, as the correction assumes.
 
-With heavier tails E[exp(gap * noise)] is larger than the correction takes it to be, infinite for a power law, and the
-corrected test is biased at any F. Give energies that were drawn again and again at the same position, or their differences:
-along a run the energies of a replica differ by more than noise.
+With heavier tails E[exp(gap * noise)] is larger than the correction takes it to be, infinite for a
+power law, and the corrected test is biased at any F. Give energies that were drawn again and again
+at the same position, or their differences: along a run the energies of a replica differ by more
+than noise.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ ALARM = 3.5  # standard deviations beyond what a Gaussian sample shows
 
 @dataclass(frozen=True)
 class Tail:
-    """The tail of one sample. `index` of a Gaussian sample would be near `gaussian_index`, that of a power law below it."""
+    """The tail of one sample. `index` of a Gaussian sample would be near `gaussian_index`, that of
+    a power law below it.
+    """
 
     index: float  # Hill's estimate; smaller is heavier
     error: float  # its standard error
@@ -50,13 +53,16 @@ def hill(sample: Tensor, *, fraction: float = FRACTION) -> Tail:
 
         1 / index = mean over the m largest of log(x_(i) / x_(m+1)),    error = index / sqrt(m)
 
-    For a power law it tends to the exponent as m / n -> 0; at a fixed fraction it is biased low, 3.6 for t(5). A Gaussian has no
-    index, but at a fixed fraction it shows a definite value, 6.0 for 5 %, and the verdict compares with that. The answer does
-    not depend on location and scale. The values of the sample must be independent.
+    For a power law it tends to the exponent as m / n -> 0; at a fixed fraction it is biased low,
+    3.6 for t(5). A Gaussian has no index, but at a fixed fraction it shows a definite value, 6.0
+    for 5 %, and the verdict compares with that. The answer does not depend on location and scale.
+    The values of the sample must be independent.
     """
     x = sample.detach().double().flatten()
     if not 0 < fraction <= 0.5:
-        raise InvalidArgumentError(f"the tail is a fraction of the sample in (0, 0.5], got {fraction}")
+        raise InvalidArgumentError(
+            f"the tail is a fraction of the sample in (0, 0.5], got {fraction}"
+        )
     n_tail = round(fraction * len(x))
     if n_tail < FEWEST_IN_TAIL:
         raise InvalidArgumentError(
@@ -64,14 +70,22 @@ def hill(sample: Tensor, *, fraction: float = FRACTION) -> Tail:
             f"{len(x)}; draw more energies"
         )
     if not bool(x.isfinite().all()):
-        raise InvalidArgumentError(f"{int((~x.isfinite()).sum())} of {len(x)} energies are not finite; leave them out")
+        raise InvalidArgumentError(
+            f"{int((~x.isfinite()).sum())} of {len(x)} energies are not finite; leave them out"
+        )
     largest = (x - x.median()).abs().topk(n_tail + 1).values
     mean, variance = gaussian_tail(fraction)
     if float(largest[-1]) == 0.0:  # most values are the same: there is no noise to speak of
         return Tail(math.nan, math.nan, 1.0 / mean, -math.inf, n_tail)
     inverse = float((largest[:-1] / largest[-1]).log().mean())
     index = 1.0 / inverse if inverse > 0 else math.inf
-    return Tail(index, index / math.sqrt(n_tail), 1.0 / mean, (inverse - mean) / math.sqrt(variance / len(x)), n_tail)
+    return Tail(
+        index,
+        index / math.sqrt(n_tail),
+        1.0 / mean,
+        (inverse - mean) / math.sqrt(variance / len(x)),
+        n_tail,
+    )
 
 
 @lru_cache
@@ -85,7 +99,9 @@ def gaussian_tail(fraction: float) -> tuple[float, float]:
     """
     u, density = stats.norm.isf(fraction / 2), 2 * stats.norm.pdf(stats.norm.isf(fraction / 2))
     mean = integrate.quad(lambda x: 2 * stats.norm.sf(x) / x, u, 40.0)[0] / fraction
-    square = integrate.quad(lambda x: 4 * math.log(x / u) * stats.norm.sf(x) / x, u, 40.0)[0] / fraction
+    square = (
+        integrate.quad(lambda x: 4 * math.log(x / u) * stats.norm.sf(x) / x, u, 40.0)[0] / fraction
+    )
     slope = density / fraction * mean - 1.0 / u
     variance = (square - mean**2) / fraction + slope**2 * fraction * (1 - fraction) / density**2
     return float(mean), float(variance)

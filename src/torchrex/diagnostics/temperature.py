@@ -1,8 +1,10 @@
-"""Is a rung really at its temperature? Three thermometers, from velocities, positions and exact or minibatch gradients.
+"""Is a rung really at its temperature? Three thermometers, from velocities, positions and exact or
+minibatch gradients.
 
-All take tensors of one rung, or of several in front: (..., chains, draws, dim). A finite learning rate makes every one of them
-read high (on a quadratic of stiffness a, SGLD is at tau / (1 - lr * a / 2)), and so does the noise of minibatch gradients where
-it is not small beside the injected noise. That is what they are for.
+All take tensors of one rung, or of several in front: (..., chains, draws, dim). A finite learning
+rate makes every one of them read high (on a quadratic of stiffness a, SGLD is at tau / (1 - lr * a
+/ 2)), and so does the noise of minibatch gradients where it is not small beside the injected noise.
+That is what they are for.
 
 | thermometer   | valid for                              | with minibatch gradients                    | feels           |
 |---------------|----------------------------------------|---------------------------------------------|-----------------|
@@ -10,7 +12,8 @@ it is not small beside the injected noise. That is what they are for.
 | equipartition | any energy that grows without bound    | yes, they enter linearly                    | slow directions |
 | hypervirial   | any smooth one, Laplacian required     | no: |g|^2 is too large by their variance    | stiff ones      |
 
-Fast directions are in equilibrium soon; equipartition needs the slow ones to be, and with several modes all of those.
+Fast directions are in equilibrium soon; equipartition needs the slow ones to be, and with several
+modes all of those.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ def kinetic_temperature(velocity: Tensor, *, lr: float, sampler: Sampler) -> Est
 
         tau = <v^2> / (lr * velocity_std^2),    velocity_std^2 = 2 / (2 - friction) for SGHMC
 
-    The factor is that of the discrete recursion as lr -> 0; without it friction 0.1 would read 5 % high.
+    The factor is that of the discrete recursion as lr -> 0; without it friction 0.1 would read 5 %
+    high.
     """
     if not sampler.has_momentum:
         raise InvalidArgumentError(f"{sampler!r} has no velocities; use equipartition_temperature")
@@ -38,14 +42,18 @@ def kinetic_temperature(velocity: Tensor, *, lr: float, sampler: Sampler) -> Est
     return mean_of(velocity.double().square().mean(-1) / scale)
 
 
-def equipartition_temperature(position: Tensor, gradient: Tensor, *, centre: Tensor | None = None) -> Estimate:
-    """Temperature from the work of the forces on the positions, (...): equipartition in its general form.
+def equipartition_temperature(
+    position: Tensor, gradient: Tensor, *, centre: Tensor | None = None
+) -> Estimate:
+    """Temperature from the work of the forces on the positions, (...): equipartition in its general
+    form.
 
         tau = <(x - c) . grad U> / dim        for ANY fixed point c
 
-    It is the integral of div((x - c) exp(-U / tau)), which vanishes if the density falls faster than 1 / |x|^dim; U need not be
-    quadratic, nor have one mode. The choice of c changes the error and not the mean. By default it is the mean of all draws,
-    which makes the estimate low by a factor 1 - 1 / (number of independent draws). Gradients must be those at the positions.
+    It is the integral of div((x - c) exp(-U / tau)), which vanishes if the density falls faster
+    than 1 / |x|^dim; U need not be quadratic, nor have one mode. The choice of c changes the error
+    and not the mean. By default it is the mean of all draws, which makes the estimate low by a
+    factor 1 - 1 / (number of independent draws). Gradients must be those at the positions.
     """
     _require_axes(position, gradient)
     x = position.double()
@@ -53,13 +61,17 @@ def equipartition_temperature(position: Tensor, gradient: Tensor, *, centre: Ten
     return mean_of(((x - c) * gradient.double()).mean(-1))
 
 
-def hypervirial_temperature(gradient: Tensor, laplacian: Tensor, *, other_gradient: Tensor | None = None) -> Estimate:
-    """Temperature from exact gradients and the Laplacian (chains, draws) of the energy, (...) (Rugh 1997; Butler et al. 1998).
+def hypervirial_temperature(
+    gradient: Tensor, laplacian: Tensor, *, other_gradient: Tensor | None = None
+) -> Estimate:
+    """Temperature from exact gradients and the Laplacian (chains, draws) of the energy, (...) (Rugh
+    1997; Butler et al. 1998).
 
         tau = <|grad U|^2> / <laplacian U>
 
-    Minibatch gradients make |g|^2 too large by their variance. Give a second, independent minibatch gradient at the same
-    positions as `other_gradient`, and g . g' takes its place, which is unbiased.
+    Minibatch gradients make |g|^2 too large by their variance. Give a second, independent minibatch
+    gradient at the same positions as `other_gradient`, and g . g' takes its place, which is
+    unbiased.
     """
     other = gradient if other_gradient is None else other_gradient
     _require_axes(gradient, other)
@@ -71,7 +83,8 @@ def hypervirial_temperature(gradient: Tensor, laplacian: Tensor, *, other_gradie
     force, curvature = (gradient.double() * other.double()).sum(-1), laplacian.double()
     mean = curvature.mean((-2, -1))
     tau = force.mean((-2, -1)) / mean
-    # To first order the ratio errs by the mean of force - tau * curvature, divided by the mean curvature.
+    # To first order the ratio errs by the mean of force - tau * curvature, divided by the mean
+    # curvature.
     residual = mean_of(force - tau[..., None, None] * curvature)
     return Estimate(tau, residual.error / mean.abs())
 
@@ -79,4 +92,6 @@ def hypervirial_temperature(gradient: Tensor, laplacian: Tensor, *, other_gradie
 def _require_axes(*tensors: Tensor) -> None:
     shapes = [tuple(tensor.shape) for tensor in tensors]
     if any(len(shape) < 3 for shape in shapes) or len(set(shapes)) > 1:
-        raise InvalidArgumentError(f"give tensors of equal shape (..., chains, draws, dim), got {' and '.join(map(str, shapes))}")
+        raise InvalidArgumentError(
+            f"give tensors of equal shape (..., chains, draws, dim), got {' and '.join(map(str, shapes))}"
+        )

@@ -1,6 +1,7 @@
 """How replicas travel along the ladder: round trips, restarts, and how evenly they visit the rungs.
 
-Exchange helps rung 0 by bringing it states that forgot on the hottest rung where they had been: arrivals from there count.
+Exchange helps rung 0 by bringing it states that forgot on the hottest rung where they had been:
+arrivals from there count.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class Travel(NamedTuple):
     def __repr__(self) -> str:
         """Means over chains, of all replicas of a chain together."""
         replicas, chains = self.round_trips.shape
-        trips, restarts = (float(count.sum(0).double().mean()) for count in (self.round_trips, self.restarts))
+        trips, restarts = (
+            float(count.sum(0).double().mean()) for count in (self.round_trips, self.restarts)
+        )
         least = "" if self.exact else "at least "
         return (
             f"Travel({least}{trips:.4g} round trips and {restarts:.4g} restarts a chain, its {replicas} replicas together, mean "
@@ -39,8 +42,9 @@ class Travel(NamedTuple):
 def round_trips(history: History) -> Travel:
     """Round trips from the first recorded step on (`history.after` leaves the burn-in out).
 
-    Needs every step, or the list of swaps of a trace; otherwise the counts are lower bounds. Attempts are counted over the whole
-    run; where the history begins later they are taken to be spread evenly over the steps.
+    Needs every step, or the list of swaps of a trace; otherwise the counts are lower bounds.
+    Attempts are counted over the whole run; where the history begins later they are taken to be
+    spread evenly over the steps.
     """
     if len(history.steps) == 0:
         raise InvalidArgumentError(f"{history} has no recorded step to begin at")
@@ -54,12 +58,17 @@ def round_trips(history: History) -> Travel:
     # Even and odd pairs take turns, so that two neighbouring pairs see every attempt between them.
     part = (history.n_steps - first) / history.n_steps
     attempts = history.proposed[:2].sum(0).double() * part
-    per_step, per_attempt = over_chains(total / (history.n_steps - first)), over_chains(total / attempts)
+    per_step, per_attempt = (
+        over_chains(total / (history.n_steps - first)),
+        over_chains(total / attempts),
+    )
     return Travel(trips, restarts, per_step, per_attempt, history.has_every_step)
 
 
 def _replay(history: History, chain: int) -> Tensor:
-    """The path of every replica of one chain, (1 + swaps, replicas, 1): the first row, and every swap after it."""
+    """The path of every replica of one chain, (1 + swaps, replicas, 1): the first row, and every
+    swap after it.
+    """
     assert history.swaps is not None
     mine = (history.swaps.chain == chain) & (history.swaps.step > history.steps[0])
     standing = history.replica_at[0, :, chain].tolist()
@@ -71,12 +80,14 @@ def _replay(history: History, chain: int) -> Tensor:
 
 
 def even_odd_rate(rejection: Tensor) -> float:
-    """Round trips an attempt, all replicas together, of an even-odd pairing with these rejection rates (pairs,).
+    """Round trips an attempt, all replicas together, of an even-odd pairing with these rejection
+    rates (pairs,).
 
         rate = 1 / (2 + 2 * sum_i r_i / (1 - r_i))        (Syed et al. 2022, non-reversible case)
 
-    It takes a replica's energy to be new at every attempt; replicas that move slowly between attempts make fewer trips. Two rungs
-    have one pair, tested at every attempt and not at every other, and then the rate is 1 - r.
+    It takes a replica's energy to be new at every attempt; replicas that move slowly between
+    attempts make fewer trips. Two rungs have one pair, tested at every attempt and not at every
+    other, and then the rate is 1 - r.
     """
     r = _rejections(rejection)
     if len(r) == 1:
@@ -85,10 +96,12 @@ def even_odd_rate(rejection: Tensor) -> float:
 
 
 def optimal_rate(rejection: Tensor) -> float:
-    """The rate that ever more rungs between the same temperatures approach: 1 / (2 + 2 Lambda), Lambda = sum of the rejections.
+    """The rate that ever more rungs between the same temperatures approach: 1 / (2 + 2 Lambda),
+    Lambda = sum of the rejections.
 
-    Lambda belongs to the target and its noise and hardly changes with the ladder, as long as rejection rates are not near 1 (Syed
-    et al. 2022); of a coarse ladder the sum is too small. Where `even_odd_rate` is far below it, add rungs.
+    Lambda belongs to the target and its noise and hardly changes with the ladder, as long as
+    rejection rates are not near 1 (Syed et al. 2022); of a coarse ladder the sum is too small.
+    Where `even_odd_rate` is far below it, add rungs.
     """
     return float(1.0 / (2.0 + 2.0 * _rejections(rejection).sum()))
 
@@ -101,15 +114,21 @@ class Occupancy(NamedTuple):
 
 
 def rung_occupancy(history: History) -> Occupancy:
-    """Share of the recorded steps that each replica spent on each rung; in the long run 1 / rungs. Any thinning will do."""
+    """Share of the recorded steps that each replica spent on each rung; in the long run 1 / rungs.
+    Any thinning will do.
+    """
     n_rungs = history.n_rungs
     replicas = torch.arange(n_rungs).view(1, -1, 1, 1)
-    share = (history.replica_at.unsqueeze(1) == replicas).double().mean(0)  # (replicas, rungs, chains)
+    share = (
+        (history.replica_at.unsqueeze(1) == replicas).double().mean(0)
+    )  # (replicas, rungs, chains)
     return Occupancy(over_chains(share), 0.5 * (share - 1.0 / n_rungs).abs().sum(1))
 
 
 def _rejections(rejection: Tensor) -> Tensor:
     r = rejection.double().flatten()
     if len(r) == 0 or not bool(((r >= 0) & (r <= 1)).all()):
-        raise InvalidArgumentError(f"give the rejection rate of every pair, each in [0, 1], got {r.tolist()}")
+        raise InvalidArgumentError(
+            f"give the rejection rate of every pair, each in [0, 1], got {r.tolist()}"
+        )
     return r

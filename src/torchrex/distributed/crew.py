@@ -1,4 +1,5 @@
-"""What several processes say to each other outside a step: plain values as JSON, agreement, and errors that reach everybody.
+"""What several processes say to each other outside a step: plain values as JSON, agreement, and
+errors that reach everybody.
 
 Nothing is pickled. With one process every verb is its trivial case, so that there is one path.
 """
@@ -93,7 +94,9 @@ class Crew:
 
     @contextlib.contextmanager
     def all_or_none(self, what: str, kind: type[TorchrexError]) -> Iterator[None]:
-        """A block that every rank gets through, or all leave with one error: what some rank met, with its name."""
+        """A block that every rank gets through, or all leave with one error: what some rank met,
+        with its name.
+        """
         met: TorchrexError | OSError | None = None
         try:
             yield

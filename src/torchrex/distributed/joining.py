@@ -1,6 +1,8 @@
-"""Becoming one of several processes, as `torchrun` describes them in the environment, and leaving again.
+"""Becoming one of several processes, as `torchrun` describes them in the environment, and leaving
+again.
 
-gloo carries what lies on CPUs, NCCL what lies on GPUs. Time-outs are bounded: a rank that does not come ends the job.
+gloo carries what lies on CPUs, NCCL what lies on GPUs. Time-outs are bounded: a rank that does not
+come ends the job.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ _crew: Crew = ALONE
 
 
 def join() -> Crew:
-    """All processes of this job: those of torchrun, those of a process group that is there already, or this one alone."""
+    """All processes of this job: those of torchrun, those of a process group that is there already,
+    or this one alone.
+    """
     global _crew
     if _crew.size > 1:
         return _crew
@@ -35,12 +39,16 @@ def join() -> Crew:
             return ALONE
         on_gpus = torch.cuda.is_available()
         if on_gpus:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+            torch.cuda.set_device(
+                int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+            )
         _open_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
         atexit.register(leave)  # a script need not say that it is over
     if dist.get_world_size() == 1:
         return ALONE
-    _crew = Crew(dist.get_rank(), dist.get_world_size(), Watch(dist.get_rank(), dist.get_world_size()))
+    _crew = Crew(
+        dist.get_rank(), dist.get_world_size(), Watch(dist.get_rank(), dist.get_world_size())
+    )
     return _crew
 
 
@@ -49,7 +57,8 @@ def _open_process_group(backend: str) -> None:
     timeout = timedelta(seconds=seconds)
     try:
         store, rank, size = next(rendezvous("env://", timeout=timeout))
-        # torchrun keeps its store when it starts the ranks again: the addresses of an earlier life must not be found there.
+        # torchrun keeps its store when it starts the ranks again: the addresses of an earlier life
+        # must not be found there.
         store = PrefixStore(f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
@@ -86,5 +95,7 @@ def _timeout() -> float:
     except ValueError:
         seconds = 0.0
     if not seconds > 0:
-        raise InvalidArgumentError(f"TORCHREX_TIMEOUT must be a number of seconds > 0, got {said!r}")
+        raise InvalidArgumentError(
+            f"TORCHREX_TIMEOUT must be a number of seconds > 0, got {said!r}"
+        )
     return seconds

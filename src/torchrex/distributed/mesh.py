@@ -1,7 +1,9 @@
-"""Which process holds which replicas, and which part of every minibatch: a mesh of ranks with the axes replica x data.
+"""Which process holds which replicas, and which part of every minibatch: a mesh of ranks with the
+axes replica x data.
 
-With as many ranks as replicas or fewer, each rank holds some of them whole. With more, the ranks of one replica share every
-minibatch between them, and average their gradients. Weights stay where they are.
+With as many ranks as replicas or fewer, each rank holds some of them whole. With more, the ranks of
+one replica share every minibatch between them, and average their gradients. Weights stay where they
+are.
 """
 
 from __future__ import annotations
@@ -60,10 +62,14 @@ class ReplicaMesh:
     def send_from(self, owner: int, tensor: Any, device: torch.device) -> Tensor:
         """A tensor that one rank has, on all of them."""
         is_one = isinstance(tensor, Tensor)
-        form: list[Any] | None = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] if is_one else None
+        form: list[Any] | None = (
+            [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] if is_one else None
+        )
         said = self.crew.gather(form, "sending of an output")[owner]
         if said is None:
-            raise InvalidArgumentError("on several processes the model's output must be one tensor; return the logits alone")
+            raise InvalidArgumentError(
+                "on several processes the model's output must be one tensor; return the logits alone"
+            )
         if not is_one:
             tensor = torch.empty(said[1], dtype=getattr(torch, said[0]), device=device)
         return self.crew.broadcast(tensor.contiguous(), owner, "sending of an output")
@@ -72,14 +78,20 @@ class ReplicaMesh:
 
     def part_of(self, batch: Any) -> tuple[Any, int]:
         """This rank's examples of a minibatch, and how many the minibatch has."""
-        sizes = {len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
+        sizes = {
+            len(leaf)
+            for leaf in pytree.tree_leaves(batch)
+            if isinstance(leaf, Tensor) and leaf.ndim
+        }
         if len(sizes) != 1:
             raise TargetError(
                 f"{self.n_data_ranks} ranks share a batch by its first axis, but its tensors have sizes {sorted(sizes)}"
             )
         (n,) = sizes
         if n < self.n_data_ranks:
-            raise TargetError(f"a batch of {n} examples cannot be shared by {self.n_data_ranks} ranks; use larger batches")
+            raise TargetError(
+                f"a batch of {n} examples cannot be shared by {self.n_data_ranks} ranks; use larger batches"
+            )
         here = _slices(n, self.n_data_ranks)[self.data_rank]
 
         def cut(leaf: Any) -> Any:
@@ -97,13 +109,17 @@ class ReplicaMesh:
     # Energies
 
     def begin_gather(self, mine: Tensor, n: int) -> Callable[[], Tensor]:
-        """Send (my replicas, 1 + my share of n) numbers to all ranks; what is returned gives (replicas, 1 + n) when called.
+        """Send (my replicas, 1 + my share of n) numbers to all ranks; what is returned gives
+        (replicas, 1 + n) when called.
 
-        Column 0 is a replica's own number, for which its first rank speaks; the others are examples, in the batch's order. The
-        numbers travel in the background until they are asked for.
+        Column 0 is a replica's own number, for which its first rank speaks; the others are
+        examples, in the batch's order. The numbers travel in the background until they are asked
+        for.
         """
         shares = _slices(n, self.n_data_ranks)
-        padded = mine.new_zeros(len(self.replicas_of(0)), 1 + max(share.stop - share.start for share in shares))
+        padded = mine.new_zeros(
+            len(self.replicas_of(0)), 1 + max(share.stop - share.start for share in shares)
+        )
         padded[: mine.shape[0], : mine.shape[1]] = mine
         parts = [torch.empty_like(padded) for _ in range(self.crew.size)]
         with self.crew.meeting("gather of the energies"):
@@ -117,7 +133,10 @@ class ReplicaMesh:
         def finish() -> Tensor:
             with self.crew.meeting("gather of the energies"):
                 work.wait()
-            ranks = [[of_rank(row, column) for column in range(self.n_data_ranks)] for row in range(self.n_replica_ranks)]
+            ranks = [
+                [of_rank(row, column) for column in range(self.n_data_ranks)]
+                for row in range(self.n_replica_ranks)
+            ]
             return torch.cat([torch.cat(row, dim=1) for row in ranks])
 
         return finish
@@ -132,10 +151,11 @@ def _slices(n: int, parts: int) -> list[slice]:
 
 
 def replica_mesh(n_replicas: int, device: torch.device | str | None = None) -> ReplicaMesh:
-    """Where `n_replicas` replicas live: on all processes of `torchrun`, or on this one if it is alone.
+    """Where `n_replicas` replicas live: on all processes of `torchrun`, or on this one if it is
+    alone.
 
-    The number of ranks must be at most that of the replicas, or a multiple of it. `device` is "cuda" or "cpu", else CUDA where
-    there is one.
+    The number of ranks must be at most that of the replicas, or a multiple of it. `device` is
+    "cuda" or "cpu", else CUDA where there is one.
 
     >>> replica_mesh(4)
     ReplicaMesh(4 replicas on 1 x 1 ranks)
@@ -149,7 +169,11 @@ def replica_mesh(n_replicas: int, device: torch.device | str | None = None) -> R
         )
     if crew.size == 1:
         return ReplicaMesh(n_replicas)
-    kind = torch.device(device).type if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = (
+        torch.device(device).type
+        if device is not None
+        else ("cuda" if torch.cuda.is_available() else "cpu")
+    )
     data = max(1, crew.size // n_replicas)
     with crew.meeting("making of the mesh"):
         mesh = _device_mesh(kind, crew.size // data, data)
@@ -158,4 +182,6 @@ def replica_mesh(n_replicas: int, device: torch.device | str | None = None) -> R
 
 @functools.cache  # every one opens connections of its own
 def _device_mesh(kind: str, n_replica_ranks: int, n_data_ranks: int) -> DeviceMesh:
-    return init_device_mesh(kind, (n_replica_ranks, n_data_ranks), mesh_dim_names=("replica", "data"))
+    return init_device_mesh(
+        kind, (n_replica_ranks, n_data_ranks), mesh_dim_names=("replica", "data")
+    )

@@ -1,7 +1,9 @@
-"""Waiting for the other processes of a job, which sample by themselves and come when they are done, be it hours later.
+"""Waiting for the other processes of a job, which sample by themselves and come when they are done,
+be it hours later.
 
-A collective would give up after its time-out. Here the signs of life that every rank leaves in the job's store say whether there
-is somebody to wait for. While ranks sample nothing is exchanged; they look into the store, twice a second, whether to stop.
+A collective would give up after its time-out. Here the signs of life that every rank leaves in the
+job's store say whether there is somebody to wait for. While ranks sample nothing is exchanged; they
+look into the store, twice a second, whether to stop.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ SILENCE = 10.0  # seconds without a sign of life after which a rank is taken for
 
 
 class Rendezvous:
-    """A meeting of all ranks at the end of their own work. All of them make it after the same collectives."""
+    """A meeting of all ranks at the end of their own work. All of them make it after the same
+    collectives.
+    """
 
     def __init__(self, crew: Crew) -> None:
         self.crew, self.watch = crew, crew.watch
@@ -36,14 +40,18 @@ class Rendezvous:
         return self.watch.is_orphan or any(self._all(f"stop {self._name}"))
 
     def wait(self, what: str) -> None:
-        """Until all ranks are here; RankError if one never will be. Ctrl-C asks the others to stop, and waits on for them."""
+        """Until all ranks are here; RankError if one never will be. Ctrl-C asks the others to stop,
+        and waits on for them.
+        """
         if self.watch is None:
             return
         self.watch.say(f"came {self._name}", True)
         interrupted = False
         beats: dict[int, Any] = {}
         heard = dict.fromkeys(range(self.crew.size), time.monotonic())
-        while missing := [rank for rank, came in enumerate(self._all(f"came {self._name}")) if not came]:
+        while missing := [
+            rank for rank, came in enumerate(self._all(f"came {self._name}")) if not came
+        ]:
             try:
                 self._look_at(missing, beats, heard, what)
                 time.sleep(BETWEEN_LOOKS / 5)
@@ -55,11 +63,15 @@ class Rendezvous:
         if self.watch.is_orphan:
             raise self.watch.without_store()
 
-    def _look_at(self, missing: list[int], beats: dict[int, Any], heard: dict[int, float], what: str) -> None:
+    def _look_at(
+        self, missing: list[int], beats: dict[int, Any], heard: dict[int, float], what: str
+    ) -> None:
         assert self.watch is not None
         if self.watch.is_orphan:
             raise self.watch.without_store()
-        mine = self.watch.hear("failed", self.crew.rank)  # an error of all ranks, some time ago, is no news
+        mine = self.watch.hear(
+            "failed", self.crew.rank
+        )  # an error of all ranks, some time ago, is no news
         for rank in missing:
             beat = self.watch.hear("beat", rank)
             if beat != beats.get(rank):

@@ -1,8 +1,10 @@
-"""Who is there: every rank leaves a sign of life in the job's store, so that the others can name the one that is gone.
+"""Who is there: every rank leaves a sign of life in the job's store, so that the others can name
+the one that is gone.
 
-A failing collective says only that some connection broke. A thread writes, twice a second, how often it did so and how many
-collectives this rank has begun; after a failure the survivors look whose signs have stopped, or who is behind. If the store
-itself is gone, so is torchrun, or rank 0 that hosted it. A rank without a store meets nobody any more: it would be an orphan.
+A failing collective says only that some connection broke. A thread writes, twice a second, how
+often it did so and how many collectives this rank has begun; after a failure the survivors look
+whose signs have stopped, or who is behind. If the store itself is gone, so is torchrun, or rank 0
+that hosted it. A rank without a store meets nobody any more: it would be an orphan.
 """
 
 from __future__ import annotations
@@ -30,10 +32,14 @@ class Watch:
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
-        # A connection of its own: the one of the process group may be blocked by whoever waits there.
+        # A connection of its own: the one of the process group may be blocked by whoever waits
+        # there.
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        # torchrun keeps its store when it starts the ranks again: what was said in an earlier life is none of theirs.
-        self._store = PrefixStore(f"torchrex/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        # torchrun keeps its store when it starts the ranks again: what was said in an earlier life
+        # is none of theirs.
+        self._store = PrefixStore(
+            f"torchrex/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
+        )
         self._store.set_timeout(STORE_TIMEOUT)
         self.is_orphan = False  # without a store
         self.begun = 0  # collectives
@@ -49,7 +55,9 @@ class Watch:
         self._thread.join(timeout=5)
 
     def begin_anew(self) -> None:
-        """What was said of an earlier fault, which the caller has dealt with, does not count any more."""
+        """What was said of an earlier fault, which the caller has dealt with, does not count any
+        more.
+        """
         self._faults += 1
         self.say("failed", None)
         self.say("survives", None)
@@ -73,10 +81,18 @@ class Watch:
         survivors = [rank for rank in range(self._size) if self.hear("survives", rank) is not None]
         speaks = self._is_first_to_tell()
         names = {rank: self._named(rank) for rank in range(self._size)}
-        told = [f"{names[rank]} failed with {reason}" for rank, reason in failed.items() if reason is not None]
+        told = [
+            f"{names[rank]} failed with {reason}"
+            for rank, reason in failed.items()
+            if reason is not None
+        ]
         if told:
             return RankError("; ".join(told), speaks=speaks)
-        silent = [r for r in range(self._size) if r not in survivors and (after[r] is None or after[r] == before[r])]
+        silent = [
+            r
+            for r in range(self._size)
+            if r not in survivors and (after[r] is None or after[r] == before[r])
+        ]
         if silent:
             who = ", ".join(names[rank] for rank in silent)
             verb = "is" if len(silent) == 1 else "are"
@@ -84,18 +100,28 @@ class Watch:
         slow = [rank for rank in range(self._size) if rank not in survivors]
         if slow:
             who = ", ".join(names[rank] for rank in slow)
-            return RankError(f"{who} did not come to the {what} in time; TORCHREX_TIMEOUT=SECONDS waits longer", speaks=speaks)
+            return RankError(
+                f"{who} did not come to the {what} in time; TORCHREX_TIMEOUT=SECONDS waits longer",
+                speaks=speaks,
+            )
         return RankError(
-            f"the connection of {names[self._rank]} to the other ranks broke in the {what} ({short(error)})", speaks=speaks
+            f"the connection of {names[self._rank]} to the other ranks broke in the {what} ({short(error)})",
+            speaks=speaks,
         )
 
     def without_store(self) -> RankError:
         """What there is to say when nobody can be asked."""
         by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         who = "torchrun" if by_torchrun else "rank 0"
-        # Nor can it be agreed who speaks: the first on every host, and on that of rank 0, which may be gone, the second.
-        first = self._rank == (0 if by_torchrun else 1) or (self._rank > 0 and os.environ.get("LOCAL_RANK") == "0")
-        return RankError(f"{who} is gone, and the store of the job with it: killed, stopped, or out of reach", speaks=first)
+        # Nor can it be agreed who speaks: the first on every host, and on that of rank 0, which may
+        # be gone, the second.
+        first = self._rank == (0 if by_torchrun else 1) or (
+            self._rank > 0 and os.environ.get("LOCAL_RANK") == "0"
+        )
+        return RankError(
+            f"{who} is gone, and the store of the job with it: killed, stopped, or out of reach",
+            speaks=first,
+        )
 
     def _is_first_to_tell(self) -> bool:
         try:
@@ -105,7 +131,11 @@ class Watch:
 
     def _named(self, rank: int) -> str:
         name = self.hear("name", rank)
-        return f"rank {rank}" if not isinstance(name, dict) else f"rank {rank} (process {name['pid']} on {name['host']})"
+        return (
+            f"rank {rank}"
+            if not isinstance(name, dict)
+            else f"rank {rank} (process {name['pid']} on {name['host']})"
+        )
 
     def _beating(self) -> None:
         beats = 0

@@ -1,10 +1,12 @@
-"""Algorithm 1 of Deng et al. (2020), cut at another point of its loop: energies, SA step, swaps, move.
+"""Algorithm 1 of Deng et al. (2020), cut at another point of its loop: energies, SA step, swaps,
+move.
 
-A gradient does not depend on the temperature, so the energies that come with the gradients at the current positions serve
-the swap test too, and a step needs one evaluation. A swap exchanges who stands on which rung and moves no weights.
+A gradient does not depend on the temperature, so the energies that come with the gradients at the
+current positions serve the swap test too, and a step needs one evaluation. A swap exchanges who
+stands on which rung and moves no weights.
 
-Everything here is a pure function of tensors that are handed in, random numbers included. It does not know what kind of ensemble
-it drives, nor whether it runs eagerly or compiled.
+Everything here is a pure function of tensors that are handed in, random numbers included. It does
+not know what kind of ensemble it drives, nor whether it runs eagerly or compiled.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ from torchrex.exchange.correction import ConstantFactor, FactorRule
 from torchrex.exchange.criterion import acceptance_probability, log_swap_ratio
 from torchrex.exchange.ladder import Ladder
 from torchrex.exchange.momentum import MomentumPolicy
-from torchrex.exchange.noise import BatchVariance, KnownVariance, NoiseEstimator, PerExample, RepeatedDraws
+from torchrex.exchange.noise import (
+    BatchVariance,
+    KnownVariance,
+    NoiseEstimator,
+    PerExample,
+    RepeatedDraws,
+)
 from torchrex.exchange.pairing import EvenOdd, NoSwaps, Pairing
 from torchrex.exchange.standing import change_places, invert, take
 from torchrex.targets import Energy, Noise
@@ -63,7 +71,12 @@ class ExchangeState(NamedTuple):
 
     @staticmethod
     def start(
-        rules: Rules, n_runs: int, *, device: torch.device, dtype: torch.dtype, standing: torch.dtype = torch.int32
+        rules: Rules,
+        n_runs: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        standing: torch.dtype = torch.int32,
     ) -> ExchangeState:
         """Replica k stands on rung k. What the dtype of `standing` means, `standing.py` says."""
         n_rungs, n_pairs = rules.ladder.n_rungs, rules.ladder.n_pairs
@@ -83,7 +96,9 @@ class StepInputs(NamedTuple):
 
     temperature: Tensor  # (rungs,)
     lr: Tensor  # (rungs,)
-    move_temperature: Tensor  # (rungs,): that of the noise of the move, the same unless the ladder says otherwise
+    move_temperature: (
+        Tensor  # (rungs,): that of the noise of the move, the same unless the ladder says otherwise
+    )
     first_gap: Tensor  # (pairs,): inverse gaps at step 0
     proposed: Tensor  # (rounds, pairs, runs or 1): which pairs are tested
     uniform: Tensor  # (rounds, pairs, runs)
@@ -119,11 +134,21 @@ class Ensemble(Protocol):
     @property
     def n_data(self) -> int | None: ...
     @property
-    def finite_population(self) -> bool: ...  # are examples drawn without replacement, and is nothing else random?
+    def finite_population(
+        self,
+    ) -> bool: ...  # are examples drawn without replacement, and is nothing else random?
     def evaluate(self, noise: Noise) -> tuple[Energy, Tensor]: ...
     def energies(self, noise: Noise) -> Energy: ...
     def draw_of(self, replica: Tensor) -> Tensor: ...
-    def change_rungs(self, swapped: Tensor, noise: Noise, *, policy: str, scale_before: Tensor, scale_after: Tensor) -> Self: ...
+    def change_rungs(
+        self,
+        swapped: Tensor,
+        noise: Noise,
+        *,
+        policy: str,
+        scale_before: Tensor,
+        scale_after: Tensor,
+    ) -> Self: ...
     def move(self, gradient: Tensor, noise: Noise, *, lr: Tensor, temperature: Tensor) -> Self: ...
 
 
@@ -132,14 +157,23 @@ Exchange = Callable[..., tuple[ExchangeState, Exchanged, StepInfo]]
 
 
 def step(
-    ensemble: E, state: ExchangeState, inputs: StepInputs, rules: Rules, *, exchange: Exchange | None = None
+    ensemble: E,
+    state: ExchangeState,
+    inputs: StepInputs,
+    rules: Rules,
+    *,
+    exchange: Exchange | None = None,
 ) -> tuple[E, ExchangeState, StepInfo]:
-    """One step of Algorithm 1 for every run at once. `exchange` may be a compiled form of `exchange_rungs`."""
+    """One step of Algorithm 1 for every run at once. `exchange` may be a compiled form of
+    `exchange_rungs`.
+    """
     exchange = exchange_rungs if exchange is None else exchange
     energy, gradient = ensemble.evaluate(inputs.target_noise[0])
     # Fresh energies for a later round: a noisy energy is used in one test only.
     later = [ensemble.energies(noise) for noise in inputs.target_noise[1:]]
-    state, exchanged, info = exchange(state, energy, later, inputs, rules, ensemble.n_data, ensemble.finite_population)
+    state, exchanged, info = exchange(
+        state, energy, later, inputs, rules, ensemble.n_data, ensemble.finite_population
+    )
     if rules.ladder.n_pairs:
         ensemble = ensemble.change_rungs(
             exchanged.swapped,
@@ -148,7 +182,9 @@ def step(
             scale_before=exchanged.scale_before,
             scale_after=exchanged.scale_after,
         )
-    ensemble = ensemble.move(gradient, inputs.move_noise, lr=exchanged.lr, temperature=exchanged.temperature)
+    ensemble = ensemble.move(
+        gradient, inputs.move_noise, lr=exchanged.lr, temperature=exchanged.temperature
+    )
     return ensemble, state, info._replace(position=ensemble.draw_of(state.replica_at[0]))
 
 
@@ -161,14 +197,25 @@ def exchange_rungs(
     n_data: int | None,
     finite_population: bool,
 ) -> tuple[ExchangeState, Exchanged, StepInfo]:
-    """SA step and swaps, from the energies (replicas, runs) of every round: small tensors in, small tensors out."""
+    """SA step and swaps, from the energies (replicas, runs) of every round: small tensors in, small
+    tensors out.
+    """
     stood, rested = state.replica_at, state.resting
     accepted = torch.zeros_like(state.noise_variance, dtype=torch.bool)
     correction, noise_variance = torch.zeros_like(state.noise_variance), state.noise_variance
     for round_, (now, proposed) in enumerate(zip([energy, *later], inputs.proposed, strict=False)):
-        state, sigma2, degrees_of_freedom = noise_of_energies(state, now, rules, n_data, finite_population)
+        state, sigma2, degrees_of_freedom = noise_of_energies(
+            state, now, rules, n_data, finite_population
+        )
         state, made, needed = swap_step(
-            state, now.total, sigma2, degrees_of_freedom, proposed, inputs.uniform[round_], inputs, rules
+            state,
+            now.total,
+            sigma2,
+            degrees_of_freedom,
+            proposed,
+            inputs.uniform[round_],
+            inputs,
+            rules,
         )
         state = remember_pairs(state, now, rules, n_data)
         if round_ == 0:
@@ -177,7 +224,9 @@ def exchange_rungs(
             accepted = accepted | made
 
     if rules.swap_rest:  # counted in steps, however many rounds a step has
-        state = state._replace(resting=torch.where(accepted, float(rules.swap_rest), (rested - 1).clamp(min=0)))
+        state = state._replace(
+            resting=torch.where(accepted, float(rules.swap_rest), (rested - 1).clamp(min=0))
+        )
     lr, temperature = inputs.lr[:, None], inputs.move_temperature[:, None]
     if rules.ladder.n_pairs:
         rung_of, rung_before, scale = state.rung_of, invert(stood), (lr * temperature).sqrt()
@@ -194,7 +243,9 @@ def exchange_rungs(
         position=energy.total[:0],
         energy=take(energy.total, stood) if rules.ladder.n_pairs else energy.total,
         accepted=accepted,
-        proposed=inputs.proposed.any(0) & (rested <= 0) if rules.swap_rest else inputs.proposed.any(0),
+        proposed=inputs.proposed.any(0) & (rested <= 0)
+        if rules.swap_rest
+        else inputs.proposed.any(0),
         noise_variance=noise_variance,
         correction=correction,
         replica_at=state.replica_at,
@@ -205,7 +256,9 @@ def exchange_rungs(
 def noise_of_energies(
     state: ExchangeState, energy: Energy, rules: Rules, n_data: int | None, finite_population: bool
 ) -> tuple[ExchangeState, Tensor, float]:
-    """sigma2 (pairs, runs) for the tests of these energies, and its degrees of freedom, after the SA step of a running one."""
+    """sigma2 (pairs, runs) for the tests of these energies, and its degrees of freedom, after the
+    SA step of a running one.
+    """
     feed, noise = rules.noise.feed, rules.noise
     if not isinstance(feed, PerExample):
         return state, state.noise_variance, math.inf
@@ -223,15 +276,21 @@ def noise_of_energies(
     return state, torch.where(known, scale * variance, variance), noise.degrees_of_freedom(n)
 
 
-def remember_pairs(state: ExchangeState, energy: Energy, rules: Rules, n_data: int | None) -> ExchangeState:
-    """After the swaps: the variance of the pairs as they are now, on this minibatch, for the tests on the next one."""
+def remember_pairs(
+    state: ExchangeState, energy: Energy, rules: Rules, n_data: int | None
+) -> ExchangeState:
+    """After the swaps: the variance of the pairs as they are now, on this minibatch, for the tests
+    on the next one.
+    """
     if not isinstance(rules.noise, BatchVariance):
         return state
     assert n_data is not None
     return sa_step(state, variance_of_pairs(state, energy, rules.noise.feed, n_data), rules)
 
 
-def variance_of_pairs(state: ExchangeState, energy: Energy, feed: PerExample, n_data: int) -> Tensor:
+def variance_of_pairs(
+    state: ExchangeState, energy: Energy, feed: PerExample, n_data: int
+) -> Tensor:
     """(pairs, runs): of one example's term, for the replicas that are neighbours now."""
     assert energy.per_example is not None
     sample, n = feed.sample(energy.per_example, state.replica_at), energy.per_example.shape[-1]
@@ -241,7 +300,9 @@ def variance_of_pairs(state: ExchangeState, energy: Energy, feed: PerExample, n_
 
 
 def measure(ensemble: Ensemble, state: ExchangeState, noise: Noise, rules: Rules) -> ExchangeState:
-    """SA step of the paper: the variance of repeated energy draws at the current positions, taken now and then."""
+    """SA step of the paper: the variance of repeated energy draws at the current positions, taken
+    now and then.
+    """
     feed = rules.noise.feed
     assert isinstance(feed, RepeatedDraws)
     energies = ensemble.energies(noise).total.expand(feed.n_draws, *state.replica_at.shape)
@@ -249,11 +310,15 @@ def measure(ensemble: Ensemble, state: ExchangeState, noise: Noise, rules: Rules
 
 
 def sa_step(state: ExchangeState, sample: Tensor, rules: Rules) -> ExchangeState:
-    """Feed one sample of the variance to the estimator (Eq. 13 or 14); one that is not finite tells nothing and is left out."""
+    """Feed one sample of the variance to the estimator (Eq. 13 or 14); one that is not finite tells
+    nothing and is left out.
+    """
     finite = sample.isfinite()
     m = state.noise_updates + finite
     updated = rules.noise.update(state.noise_variance, m, sample)
-    return state._replace(noise_variance=torch.where(finite, updated, state.noise_variance), noise_updates=m)
+    return state._replace(
+        noise_variance=torch.where(finite, updated, state.noise_variance), noise_updates=m
+    )
 
 
 def swap_step(
@@ -266,10 +331,14 @@ def swap_step(
     inputs: StepInputs,
     rules: Rules,
 ) -> tuple[ExchangeState, Tensor, Tensor]:
-    """Test the proposed pairs, which are disjoint, and let the accepted ones change places; also the corrections."""
+    """Test the proposed pairs, which are disjoint, and let the accepted ones change places; also
+    the corrections.
+    """
     inverse_gap = (1.0 / inputs.temperature).neg().diff().unsqueeze(-1)
     energy_at = take(energy, state.replica_at)
-    factor = rules.factor.factor(state.correction_factor, inverse_gap, inputs.first_gap.unsqueeze(-1))
+    factor = rules.factor.factor(
+        state.correction_factor, inverse_gap, inputs.first_gap.unsqueeze(-1)
+    )
     log_ratio = log_swap_ratio(
         energy_at[:-1],
         energy_at[1:],
@@ -284,6 +353,10 @@ def swap_step(
     if rules.swap_rest:
         proposed = proposed & (state.resting <= 0)
     accepted = proposed & (uniform < probability) & finite[:-1] & finite[1:]
-    learnt = rules.factor.adapt(state.correction_factor, log_ratio.clamp(max=0.0).exp(), proposed, accepted)
-    state = state._replace(replica_at=change_places(state.replica_at, accepted), correction_factor=learnt)
+    learnt = rules.factor.adapt(
+        state.correction_factor, log_ratio.clamp(max=0.0).exp(), proposed, accepted
+    )
+    state = state._replace(
+        replica_at=change_places(state.replica_at, accepted), correction_factor=learnt
+    )
     return state, accepted, inverse_gap * sigma2 / factor

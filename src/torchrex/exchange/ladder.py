@@ -1,4 +1,6 @@
-"""The ladder: one temperature and one learning rate per rung, coldest first, annealed by schedules of the step."""
+"""The ladder: one temperature and one learning rate per rung, coldest first, annealed by schedules
+of the step.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,12 @@ from torchrex.schedules import Schedule
 class Ladder:
     """Rungs from cold to hot.
 
-    `lrs` is one learning rate for all rungs or one per rung; it may be 0. `anneal` and `decay` are functions of the step that
-    multiply every temperature and every learning rate, so that the ratios between rungs stay as they are; only steps that are
-    taken need a value. `noise`, another such function, multiplies the temperature of the moves alone and not that of the swaps:
-    with anything but 1 no rung samples its posterior. It is there for code that kept its noise while its learning rate fell, as
-    the paper's authors' did.
+    `lrs` is one learning rate for all rungs or one per rung; it may be 0. `anneal` and `decay` are
+    functions of the step that multiply every temperature and every learning rate, so that the
+    ratios between rungs stay as they are; only steps that are taken need a value. `noise`, another
+    such function, multiplies the temperature of the moves alone and not that of the swaps: with
+    anything but 1 no rung samples its posterior. It is there for code that kept its noise while its
+    learning rate fell, as the paper's authors' did.
     """
 
     temperatures: tuple[float, ...]
@@ -43,10 +46,14 @@ class Ladder:
         noise: Schedule | None = None,
     ) -> None:
         if isinstance(temperatures, int | float):
-            raise LadderError(f"temperatures must be a sequence, one per rung, got {temperatures}; one rung is ({temperatures},)")
+            raise LadderError(
+                f"temperatures must be a sequence, one per rung, got {temperatures}; one rung is ({temperatures},)"
+            )
         for name, schedule in (("anneal", anneal), ("decay", decay), ("noise", noise)):
             if schedule is not None and not callable(schedule):
-                raise LadderError(f"{name} must be a function of the step, such as schedules.geometric(0.99), got {schedule!r}")
+                raise LadderError(
+                    f"{name} must be a function of the step, such as schedules.geometric(0.99), got {schedule!r}"
+                )
         temperatures = tuple(float(t) for t in temperatures)
         if not temperatures:
             raise LadderError("a ladder needs at least one temperature, got none")
@@ -72,13 +79,27 @@ class Ladder:
         decay: Schedule | None,
         noise: Schedule | None = None,
     ) -> None:
-        rates = (float(lrs),) * len(temperatures) if isinstance(lrs, int | float) else tuple(float(lr) for lr in lrs)
+        rates = (
+            (float(lrs),) * len(temperatures)
+            if isinstance(lrs, int | float)
+            else tuple(float(lr) for lr in lrs)
+        )
         if len(rates) != len(temperatures):
-            raise LadderError(f"give one lr, or one per rung: got {len(rates)} lrs for {len(temperatures)} temperatures")
+            raise LadderError(
+                f"give one lr, or one per rung: got {len(rates)} lrs for {len(temperatures)} temperatures"
+            )
         for rung, lr in enumerate(rates):
             if not (math.isfinite(lr) and lr >= 0):
-                raise LadderError(f"lrs must be finite and >= 0, but rung {rung} has {lr:g}; got {rates}")
-        values = {"temperatures": temperatures, "lrs": rates, "anneal": anneal, "decay": decay, "noise": noise}
+                raise LadderError(
+                    f"lrs must be finite and >= 0, but rung {rung} has {lr:g}; got {rates}"
+                )
+        values = {
+            "temperatures": temperatures,
+            "lrs": rates,
+            "anneal": anneal,
+            "decay": decay,
+            "noise": noise,
+        }
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -99,7 +120,9 @@ class Ladder:
                 f"a geometric ladder needs 0 < cold < hot and 2 or more rungs, got cold={cold:g}, hot={hot:g}, n_rungs={n_rungs}"
             )
         ratio = hot / cold
-        temperatures = [cold * ratio ** (rung / (n_rungs - 1)) for rung in range(n_rungs - 1)] + [hot]
+        temperatures = [cold * ratio ** (rung / (n_rungs - 1)) for rung in range(n_rungs - 1)] + [
+            hot
+        ]
         return cls(temperatures, lrs, anneal=anneal, decay=decay)
 
     @classmethod
@@ -113,7 +136,9 @@ class Ladder:
     ) -> Ladder:
         """From inverse temperatures, which fall from cold to hot."""
         if any(beta <= 0 for beta in inverse_temperatures):
-            raise LadderError(f"inverse temperatures must be positive, got {tuple(inverse_temperatures)}")
+            raise LadderError(
+                f"inverse temperatures must be positive, got {tuple(inverse_temperatures)}"
+            )
         return cls([1.0 / beta for beta in inverse_temperatures], lrs, anneal=anneal, decay=decay)
 
     @classmethod
@@ -136,11 +161,14 @@ class Ladder:
     def has_schedules(self) -> bool:
         return any(schedule is not None for schedule in (self.anneal, self.decay, self.noise))
 
-    def table(self, start: int, n_steps: int, *, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Temperatures, learning rates and the temperatures of the moves, of `n_steps` steps from `start`: (n_steps, rungs).
+    def table(
+        self, start: int, n_steps: int, *, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Temperatures, learning rates and the temperatures of the moves, of `n_steps` steps from
+        `start`: (n_steps, rungs).
 
-        Tables are made ahead of the steps. A step for which a schedule has no usable value is NaN here, and no error until it is
-        taken: see `refuse`.
+        Tables are made ahead of the steps. A step for which a schedule has no usable value is NaN
+        here, and no error until it is taken: see `refuse`.
         """
 
         def factors_of(name: str, schedule: Schedule) -> list[float]:
@@ -156,7 +184,9 @@ class Ladder:
         def column(base: tuple[float, ...], name: str) -> Tensor:
             row, schedule = torch.tensor(base, dtype=dtype, device=device), getattr(self, name)
             if schedule is None:
-                return row.expand(n_steps, -1)  # no memory, and the compiled loop need not move its pointer
+                return row.expand(
+                    n_steps, -1
+                )  # no memory, and the compiled loop need not move its pointer
             factors = torch.tensor(factors_of(name, schedule), dtype=torch.float64)
             return factors.to(device)[:, None].mul(row.double()).to(dtype)
 
@@ -169,7 +199,9 @@ class Ladder:
         for name in ("anneal", "decay", "noise"):
             if getattr(self, name) is not None:
                 self._factor(name, step)
-        raise LadderError(f"the temperatures or learning rates of {self!r} are not finite at step {step}; look at its schedules")
+        raise LadderError(
+            f"the temperatures or learning rates of {self!r} are not finite at step {step}; look at its schedules"
+        )
 
     def _factor(self, name: str, step: int, *, otherwise: float | None = None) -> float:
         """What a schedule gives at a step; `otherwise` or an error if that cannot be used."""
@@ -180,16 +212,22 @@ class Ladder:
             if otherwise is not None:
                 return otherwise
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise LadderError(f"the schedule {name} failed at step {step} ({reason}); it must give a number there") from error
+            raise LadderError(
+                f"the schedule {name} failed at step {step} ({reason}); it must give a number there"
+            ) from error
         if math.isfinite(factor) and (factor > 0 or (name == "decay" and factor == 0)):
             return factor
         if otherwise is not None:
             return otherwise
         least = ">= 0" if name == "decay" else "> 0"
-        raise LadderError(f"the schedule {name} must be finite and {least} at every step taken, but gave {factor} at step {step}")
+        raise LadderError(
+            f"the schedule {name} must be finite and {least} at every step taken, but gave {factor} at step {step}"
+        )
 
     def in_words(self) -> str:
-        """All that distinguishes one ladder from another, schedules included by some of their values."""
+        """All that distinguishes one ladder from another, schedules included by some of their
+        values.
+        """
 
         def value(schedule: Schedule, step: int) -> Any:
             try:
@@ -199,13 +237,21 @@ class Ladder:
 
         values = [
             f"{name} {[value(schedule, step) for step in (1, 10, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)]}"
-            for name, schedule in (("annealing", self.anneal), ("decay", self.decay), ("noise", self.noise))
+            for name, schedule in (
+                ("annealing", self.anneal),
+                ("decay", self.decay),
+                ("noise", self.noise),
+            )
             if schedule is not None
         ]
         return " ".join([f"Ladder({self.temperatures}, {self.lrs})", *values])
 
     def _repr_html_(self) -> str:
-        moving = [name for name, schedule in (("annealed", self.anneal), ("decaying", self.decay)) if schedule]
+        moving = [
+            name
+            for name, schedule in (("annealed", self.anneal), ("decaying", self.decay))
+            if schedule
+        ]
         values = enumerate(zip(self.temperatures, self.lrs, strict=True))
         rows = [(str(rung), f"{temperature:g}", f"{lr:g}") for rung, (temperature, lr) in values]
         title = ", ".join([f"{self.n_rungs} rung{'s' if self.n_pairs else ''}", *moving])

@@ -12,23 +12,30 @@ POLICIES: tuple[str, ...] = ("rescale", "keep", "refresh")
 
 
 def after_swap(
-    velocity: Tensor, fresh: Tensor | None, swapped: Tensor, *, policy: str, scale_before: Tensor, scale_after: Tensor
+    velocity: Tensor,
+    fresh: Tensor | None,
+    swapped: Tensor,
+    *,
+    policy: str,
+    scale_before: Tensor,
+    scale_after: Tensor,
 ) -> Tensor:
     """Velocity of each replica on its new rung; replicas that stayed keep theirs.
 
-    The stationary variance of v on a rung is proportional to lr * temperature, and the scales are its square root (shape
-    (replicas, runs)).
+    The stationary variance of v on a rung is proportional to lr * temperature, and the scales are
+    its square root (shape (replicas, runs)).
 
-    - `rescale` multiplies by the ratio of the scales, which maps one rung's law onto the other's. Measured with unequal lrs,
-      exact gradients and swaps at every step, the law of (x, v) is right to 0.2 %.
-      A rung with a learning rate of 0 has v = 0 for its law: a replica that comes to it stops. One that leaves it keeps what it
-      has, because no factor maps 0 onto the other law.
-    - `refresh` draws from the new rung's law. That is right if swaps are rarer than 1 / friction steps. Swapping at every
-      step it gives 0.79 of the variance of x: a momentum is correlated with the position it came from, and forgetting that
-      at every step is another dynamics.
-    - `keep` leaves v alone, as the authors' code does, and is wrong by the ratio until friction has worn it off, with equal
-      lrs too: at temperatures 1 and 2, friction 0.1 and swaps at every step rung 0 has 1.43 of the variance of v and 1.04 of
-      that of x at lr 0.03, where `rescale` has 1.01 and 1.00 (benchmarks/biased_rules.py).
+    - `rescale` multiplies by the ratio of the scales, which maps one rung's law onto the other's.
+      Measured with unequal lrs, exact gradients and swaps at every step, the law of (x, v) is right
+      to 0.2 %. A rung with a learning rate of 0 has v = 0 for its law: a replica that comes to it
+      stops. One that leaves it keeps what it has, because no factor maps 0 onto the other law.
+    - `refresh` draws from the new rung's law. That is right if swaps are rarer than 1 / friction
+      steps. Swapping at every step it gives 0.79 of the variance of x: a momentum is correlated
+      with the position it came from, and forgetting that at every step is another dynamics.
+    - `keep` leaves v alone, as the authors' code does, and is wrong by the ratio until friction has
+      worn it off, with equal lrs too: at temperatures 1 and 2, friction 0.1 and swaps at every step
+      rung 0 has 1.43 of the variance of v and 1.04 of that of x at lr 0.03, where `rescale` has
+      1.01 and 1.00 (benchmarks/biased_rules.py).
 
     `fresh` is a draw of v in units of the scale, needed by `refresh` alone.
     """
@@ -41,5 +48,7 @@ def after_swap(
 
 
 def rescaling(swapped: Tensor, scale_before: Tensor, scale_after: Tensor) -> Tensor:
-    """The factor of each replica's velocity under `rescale`; 1 where there is no scale to come from."""
+    """The factor of each replica's velocity under `rescale`; 1 where there is no scale to come
+    from.
+    """
     return torch.where(swapped & (scale_before > 0), scale_after / scale_before, 1.0)

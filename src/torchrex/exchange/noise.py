@@ -1,11 +1,13 @@
-"""Estimators of the noise variance sigma2: the variance of ONE energy estimate, per pair of rungs and per run.
+"""Estimators of the noise variance sigma2: the variance of ONE energy estimate, per pair of rungs
+and per run.
 
-An estimator is an update rule (known, the present batches, running mean, smoothing) and a feed (repeated draws, or the free
-per-example variances). A running mean and a smoothed variance are kept per pair of RUNGS. With three rungs or more, a swap with a
-third rung brings another replica into the pair, whose variance is not the remembered one; rung 0 is then too hot. `BatchVariance`
-follows the replicas.
-For a pair whose energies have variances s_cold and s_hot and covariance c, every feed aims at half the variance of the
-difference, (s_cold + s_hot) / 2 - c, because that is what the swap ratio needs.
+An estimator is an update rule (known, the present batches, running mean, smoothing) and a feed
+(repeated draws, or the free per-example variances). A running mean and a smoothed variance are kept
+per pair of RUNGS. With three rungs or more, a swap with a third rung brings another replica into
+the pair, whose variance is not the remembered one; rung 0 is then too hot. `BatchVariance` follows
+the replicas. For a pair whose energies have variances s_cold and s_hot and covariance c, every feed
+aims at half the variance of the difference, (s_cold + s_hot) / 2 - c, because that is what the swap
+ratio needs.
 """
 
 from __future__ import annotations
@@ -40,11 +42,13 @@ class SourceOfNoise(Protocol):
 
 @dataclass(frozen=True)
 class RepeatedDraws:
-    """The paper's feed: every `every` steps, the sample variance of `n_draws` fresh energies at the current positions.
+    """The paper's feed: every `every` steps, the sample variance of `n_draws` fresh energies at the
+    current positions.
 
-    Unpaired it averages the variances of the two replicas, as the paper does; that is right where their noises are independent.
-    Paired it takes half the variance of their difference, which is right where they share a minibatch as well.
-    The first measurement is at step 0, or at step `every` if the estimator has an `initial` variance that holds until then.
+    Unpaired it averages the variances of the two replicas, as the paper does; that is right where
+    their noises are independent. Paired it takes half the variance of their difference, which is
+    right where they share a minibatch as well. The first measurement is at step 0, or at step
+    `every` if the estimator has an `initial` variance that holds until then.
     """
 
     n_draws: int = 10
@@ -66,7 +70,8 @@ class RepeatedDraws:
 
 @dataclass(frozen=True)
 class PerExample:
-    """The free feed: at every step, from the per-example terms l_i of the minibatch that is there anyway.
+    """The free feed: at every step, from the per-example terms l_i of the minibatch that is there
+    anyway.
 
         var(l_i)               for one replica (unpaired, the mean of both)
         var(l_i - l'_i) / 2    for the difference of two replicas on the same minibatch (paired)
@@ -77,20 +82,31 @@ class PerExample:
     paired: bool = True
 
     def sample(self, per_example: Tensor, replica_at: Tensor) -> Tensor:
-        """From per-example energies (replicas, runs, n) to variances of one example's term (pairs, runs)."""
+        """From per-example energies (replicas, runs, n) to variances of one example's term (pairs,
+        runs).
+        """
         at_rung = take(per_example, replica_at)
-        if per_example.shape[-1] < 2:  # one example has no variance; a sample that is not finite is left out
+        if (
+            per_example.shape[-1] < 2
+        ):  # one example has no variance; a sample that is not finite is left out
             return torch.full_like(at_rung[1:, :, 0], math.nan)
         if self.paired:
             return 0.5 * (at_rung[:-1] - at_rung[1:]).var(dim=-1)
         variance = at_rung.var(dim=-1)
         return 0.5 * (variance[:-1] + variance[1:])
 
-    def shrunk(self, sample: Tensor, per_example: Tensor, repeated: Tensor, replica_at: Tensor, share: float) -> Tensor:
+    def shrunk(
+        self,
+        sample: Tensor,
+        per_example: Tensor,
+        repeated: Tensor,
+        replica_at: Tensor,
+        share: float,
+    ) -> Tensor:
         """The variance less what it loses because n different examples are a share n / N of all.
 
-        Only the choice of examples loses it. What is random in the terms themselves is seen from the same examples with other
-        random numbers: half the mean square of the change.
+        Only the choice of examples loses it. What is random in the terms themselves is seen from
+        the same examples with other random numbers: half the mean square of the change.
 
             var - n / N * (var - within),    within = mean((d_i - d_i')^2) / 2,    d_i = l_i - l'_i if paired
         """
@@ -105,8 +121,9 @@ class PerExample:
     def scale(self, n: int, n_data: int, *, finite_population: bool = False) -> float:
         """Variance of the summed energy over that of one example's term, for n of N examples.
 
-        N^2 / n                  if examples are drawn with replacement, or if their terms are random by themselves
-        N^2 / n * (1 - n / N)    for n different examples of a finite population, whose terms are not random
+        N^2 / n                  if examples are drawn with replacement, or if their terms are
+        random by themselves N^2 / n * (1 - n / N)    for n different examples of a finite
+        population, whose terms are not random
         """
         return n_data**2 / n * (max(0.0, 1.0 - n / n_data) if finite_population else 1.0)
 
@@ -124,7 +141,9 @@ def _require_feed(feed: object) -> None:
 
 
 class NoiseEstimator(ABC):
-    """An update rule for sigma2: sigma2 <- sigma2 + gain(m) * (sample - sigma2) at the m-th SA step, m = 1, 2, ..."""
+    """An update rule for sigma2: sigma2 <- sigma2 + gain(m) * (sample - sigma2) at the m-th SA
+    step, m = 1, 2, ...
+    """
 
     feed: Feed | None
     initial: float
@@ -133,12 +152,16 @@ class NoiseEstimator(ABC):
     def gain(self, m: Tensor) -> Tensor | float: ...
 
     def update(self, variance: Tensor, m: Tensor, sample: Tensor) -> Tensor:
-        """The SA step (Eq. 13 and 14), written so that the estimate stays between its old value and the sample."""
+        """The SA step (Eq. 13 and 14), written so that the estimate stays between its old value and
+        the sample.
+        """
         return variance + self.gain(m) * (sample - variance)
 
     @property
     def first_measurement(self) -> int:
-        """The step of the first measurement by repeated draws: 0, unless an initial variance is to hold for a while."""
+        """The step of the first measurement by repeated draws: 0, unless an initial variance is to
+        hold for a while.
+        """
         return self.feed.every if self.initial and isinstance(self.feed, RepeatedDraws) else 0
 
     def degrees_of_freedom(self, n: int) -> float:
@@ -146,10 +169,14 @@ class NoiseEstimator(ABC):
         return math.inf
 
     def check(self, target: SourceOfNoise) -> None:
-        """Refuse a feed that this target cannot serve, or that would answer another question than the swaps ask."""
+        """Refuse a feed that this target cannot serve, or that would answer another question than
+        the swaps ask.
+        """
         if isinstance(self.feed, PerExample):
             if target.n_data is None:
-                raise NoiseError(f"{self!r} needs per-example energies, which {target!r} does not have; use RepeatedDraws")
+                raise NoiseError(
+                    f"{self!r} needs per-example energies, which {target!r} does not have; use RepeatedDraws"
+                )
             require_two_examples(self, target.batch_size)
             if self.feed.paired and not target.shares_minibatch:
                 raise NoiseError(
@@ -174,15 +201,18 @@ class KnownVariance(NoiseEstimator):
 
 @dataclass(frozen=True)
 class BatchVariance(NoiseEstimator):
-    """sigma2 of the two replicas that are compared, from this minibatch and the one before. The default for data.
+    """sigma2 of the two replicas that are compared, from this minibatch and the one before. The
+    default for data.
 
         sigma2 = own / 3 + 2 / 3 * before
 
-    It belongs to the present replicas, whatever the ladder and however often neighbours swap: `before` is taken after the swaps,
-    from the replicas that are neighbours then. Why a third: the variance of a sample is correlated with its mean if the terms are
-    skewed, by their third cumulant k3. A variance from other examples leaves k3 / 6 in log E[S], one from the same examples
-    k3 / 6 - k3 / 2. The mixture leaves nothing of the third order. Its own uncertainty, with 9/5 as many degrees of freedom, is
-    corrected for (`criterion.finite_sample_term`). What is left is in benchmarks/README.md, for Gaussian and for skewed data.
+    It belongs to the present replicas, whatever the ladder and however often neighbours swap:
+    `before` is taken after the swaps, from the replicas that are neighbours then. Why a third: the
+    variance of a sample is correlated with its mean if the terms are skewed, by their third
+    cumulant k3. A variance from other examples leaves k3 / 6 in log E[S], one from the same
+    examples k3 / 6 - k3 / 2. The mixture leaves nothing of the third order. Its own uncertainty,
+    with 9/5 as many degrees of freedom, is corrected for (`criterion.finite_sample_term`). What is
+    left is in benchmarks/README.md, for Gaussian and for skewed data.
     """
 
     feed: PerExample = field(default_factory=PerExample)
@@ -212,8 +242,9 @@ class BatchVariance(NoiseEstimator):
 class RunningMean(NoiseEstimator):
     """Eq. 13 with gain 1/m: the plain mean of all samples, for a variance that does not change.
 
-    The first sample replaces `initial` altogether, as the paper's formula does; until then `initial` is in force. Where sigma2
-    depends on the states, as it does for data, the test is biased (benchmarks/variance_of_rung0.py).
+    The first sample replaces `initial` altogether, as the paper's formula does; until then
+    `initial` is in force. Where sigma2 depends on the states, as it does for data, the test is
+    biased (benchmarks/variance_of_rung0.py).
     """
 
     feed: Feed = field(default_factory=RepeatedDraws)
@@ -229,10 +260,12 @@ class RunningMean(NoiseEstimator):
 
 @dataclass(frozen=True)
 class Smoothing(NoiseEstimator):
-    """Eq. 14: exponential smoothing with a constant factor, for a variance that drifts. The first sample replaces `initial`.
+    """Eq. 14: exponential smoothing with a constant factor, for a variance that drifts. The first
+    sample replaces `initial`.
 
-    With per-example variances it is biased from three rungs on, because it remembers those of other replicas: on a Gaussian
-    posterior with s = 1.5 rung 0 has 1.08 times its variance with four rungs (benchmarks/variance_of_rung0.py).
+    With per-example variances it is biased from three rungs on, because it remembers those of other
+    replicas: on a Gaussian posterior with s = 1.5 rung 0 has 1.08 times its variance with four
+    rungs (benchmarks/variance_of_rung0.py).
     """
 
     gamma: float = 0.3
@@ -250,7 +283,9 @@ class Smoothing(NoiseEstimator):
 
 
 def require_two_examples(noise: NoiseEstimator, batch_size: int | None) -> None:
-    """Refuse minibatches in which nothing varies: sigma2 would stay at its initial value, and 0 is the naive test."""
+    """Refuse minibatches in which nothing varies: sigma2 would stay at its initial value, and 0 is
+    the naive test.
+    """
     if isinstance(noise.feed, PerExample) and batch_size == 1:
         raise NoiseError(
             f"{noise!r} needs at least 2 examples in a minibatch, got batch_size=1; raise batch_size, or use "
@@ -267,8 +302,12 @@ def warn_of_one_example(noise: NoiseEstimator) -> None:
     )
 
 
-def warn_of_no_measurement(noise: NoiseEstimator, feed: RepeatedDraws, n_steps: int, *, shares_minibatch: bool) -> None:
-    """Repeated energies need batches besides those of the steps; a loop over `run.step` brings none."""
+def warn_of_no_measurement(
+    noise: NoiseEstimator, feed: RepeatedDraws, n_steps: int, *, shares_minibatch: bool
+) -> None:
+    """Repeated energies need batches besides those of the steps; a loop over `run.step` brings
+    none.
+    """
     logger.warning(
         "%r has measured nothing in %d steps, because run.step(batch) brings no extra batches: swaps are tested with "
         "sigma2 = %g%s. Use train(run, loader, n_steps, extra=loader), call run.measure(batches) before the first "
@@ -283,13 +322,17 @@ def warn_of_no_measurement(noise: NoiseEstimator, feed: RepeatedDraws, n_steps: 
 
 
 def PairedVariance(smoothing: float | None = None) -> NoiseEstimator:  # noqa: N802 - reads as a class beside the others
-    """The free paired variance of shared minibatches: of the current one (`BatchVariance`), or smoothed (Eq. 14, biased)."""
+    """The free paired variance of shared minibatches: of the current one (`BatchVariance`), or
+    smoothed (Eq. 14, biased).
+    """
     feed = PerExample(paired=True)
     return BatchVariance(feed) if smoothing is None else Smoothing(smoothing, feed)
 
 
 def default_estimator(target: SourceOfNoise) -> NoiseEstimator:
-    """What `sample` uses when nothing is asked for: exact energies need none, data give theirs for free, else the paper's way."""
+    """What `sample` uses when nothing is asked for: exact energies need none, data give theirs for
+    free, else the paper's way.
+    """
     if not target.has_noise:
         return KnownVariance(0.0)
     if target.n_data is not None:
@@ -298,10 +341,12 @@ def default_estimator(target: SourceOfNoise) -> NoiseEstimator:
 
 
 class NoiseShape(NamedTuple):
-    """How the noise of log S departs from a Gaussian, which the correction takes it for; (pairs,) each.
+    """How the noise of log S departs from a Gaussian, which the correction takes it for; (pairs,)
+    each.
 
-    With a sigma2 from other examples a third cumulant k3 and a fourth k4 add k3 / 6 and k4 / 24 to log E[S], and no F takes them
-    away. `BatchVariance` removes k3 / 6 from log E[S], though not from the mean of min(1, S).
+    With a sigma2 from other examples a third cumulant k3 and a fourth k4 add k3 / 6 and k4 / 24 to
+    log E[S], and no F takes them away. `BatchVariance` removes k3 / 6 from log E[S], though not
+    from the mean of min(1, S).
     """
 
     noise_std: Tensor  # s
@@ -312,11 +357,17 @@ class NoiseShape(NamedTuple):
     @property
     def error(self) -> Tensor:
         """About how much log S is off: |k3| / 6 + k4 / 24."""
-        return self.skewness * self.noise_std**3 / 6 + self.kurtosis.clamp(min=0.0) * self.noise_std**4 / 24
+        return (
+            self.skewness * self.noise_std**3 / 6
+            + self.kurtosis.clamp(min=0.0) * self.noise_std**4 / 24
+        )
 
     @staticmethod
-    def of(terms: Tensor, inverse_gap: Tensor, *, paired: bool, scale: float = 1.0, n_summed: int = 1) -> NoiseShape:
-        """From terms at each rung (rungs, runs, m): m energies, or m examples; the mean of `n_summed` times `scale` is an energy.
+    def of(
+        terms: Tensor, inverse_gap: Tensor, *, paired: bool, scale: float = 1.0, n_summed: int = 1
+    ) -> NoiseShape:
+        """From terms at each rung (rungs, runs, m): m energies, or m examples; the mean of
+        `n_summed` times `scale` is an energy.
 
         A run in which nothing varies is left out.
         """
@@ -326,14 +377,24 @@ class NoiseShape(NamedTuple):
         squares = [part.square().mean(-1) for part in away]
         second = torch.stack(squares).sum(0)
         third = torch.stack([part.pow(3).mean(-1) for part in away]).sum(0)
-        fourth = torch.stack([part.pow(4).mean(-1) - 3 * sq.square() for part, sq in zip(away, squares, strict=True)]).sum(0)
-        # Of one term first; a mean of n terms has 1 / sqrt(n) of the skewness and 1 / n of the kurtosis.
+        fourth = torch.stack(
+            [part.pow(4).mean(-1) - 3 * sq.square() for part, sq in zip(away, squares, strict=True)]
+        ).sum(0)
+        # Of one term first; a mean of n terms has 1 / sqrt(n) of the skewness and 1 / n of the
+        # kurtosis.
         skewness = (third / second**1.5).square().nanmean(1).nan_to_num()
         kurtosis = (fourth / second.square()).nanmean(1).nan_to_num()
-        by_chance = (6.0 + 9.0 * kurtosis.clamp(min=0.0)) / m  # of a symmetric sample with this kurtosis, about
-        seen = (skewness > by_chance * (1 + 12 / math.sqrt(runs))) | (kurtosis > 6 * math.sqrt(24.0 / (m * runs)))
+        by_chance = (
+            6.0 + 9.0 * kurtosis.clamp(min=0.0)
+        ) / m  # of a symmetric sample with this kurtosis, about
+        seen = (skewness > by_chance * (1 + 12 / math.sqrt(runs))) | (
+            kurtosis > 6 * math.sqrt(24.0 / (m * runs))
+        )
         return NoiseShape(
-            noise_std=(inverse_gap[:, None] * scale * (second / n_summed).sqrt()).square().mean(1).sqrt(),
+            noise_std=(inverse_gap[:, None] * scale * (second / n_summed).sqrt())
+            .square()
+            .mean(1)
+            .sqrt(),
             skewness=((skewness - by_chance).clamp(min=0.0) / n_summed).sqrt(),
             kurtosis=kurtosis / n_summed,
             is_seen=seen,
@@ -345,11 +406,17 @@ LARGEST_NOISE = 4.0  # s of a pair that may still swap; beyond, the cumulants sa
 
 
 def warn_of_shape(shape: NoiseShape | None, factor: Tensor) -> None:
-    """Warn of the pair whose noise is the least Gaussian, unless its F (pairs,) leaves more than that uncorrected."""
+    """Warn of the pair whose noise is the least Gaussian, unless its F (pairs,) leaves more than
+    that uncorrected.
+    """
     if shape is None:
         return
     uncorrected = 0.5 * shape.noise_std.square() * (1.0 - 1.0 / factor)
-    bad = shape.is_seen & (shape.error > LARGEST_ERROR + uncorrected) & (shape.noise_std < LARGEST_NOISE)
+    bad = (
+        shape.is_seen
+        & (shape.error > LARGEST_ERROR + uncorrected)
+        & (shape.noise_std < LARGEST_NOISE)
+    )
     if not bool(bad.any()):
         return
     pair = int(torch.where(bad, shape.error, -1.0).argmax())
@@ -358,7 +425,10 @@ def warn_of_shape(shape: NoiseShape | None, factor: Tensor) -> None:
         "by about %.2g, which biases rung 0 at any F. Use larger minibatches, closer temperatures, or lighter tails",
         pair,
         pair + 1,
-        *(float(values[pair]) for values in (shape.noise_std, shape.skewness, shape.kurtosis, shape.error)),
+        *(
+            float(values[pair])
+            for values in (shape.noise_std, shape.skewness, shape.kurtosis, shape.error)
+        ),
     )
 
 

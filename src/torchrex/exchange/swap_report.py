@@ -1,4 +1,5 @@
-"""How the pairs of a ladder did over a run: swaps, the noise of their tests, the F they had, and which of them are dead.
+"""How the pairs of a ladder did over a run: swaps, the noise of their tests, the F they had, and
+which of them are dead.
 
 One home for what `Draws.summary`, `sample` and `train` say of it.
 """
@@ -17,9 +18,9 @@ from torchrex.exchange.criterion import expected_acceptance
 
 logger = logging.getLogger("torchrex")
 
-# A pair that swaps at 2 % of its tests makes no swap in 150 of them one time in twenty; a few tests are enough where the noise
-# leaves next to nothing. Replicas that start alike swap for certain at first: one swap of every run proves nothing, but takes as
-# many tests again.
+# A pair that swaps at 2 % of its tests makes no swap in 150 of them one time in twenty; a few tests
+# are enough where the noise leaves next to nothing. Replicas that start alike swap for certain at
+# first: one swap of every run proves nothing, but takes as many tests again.
 ENOUGH_TESTS, SOME_TESTS, HARDLY_ANY = 150, 20, 1e-3
 LOUD = 2.0  # s above which the noise is the first thing to change
 MOST_LOOKED_AT = 2**20  # noise variances whose acceptance is computed
@@ -44,21 +45,42 @@ class PairReport(NamedTuple):
     def is_dead(self) -> bool:
         """It was tested often enough to have swapped, and has not, but for one swap of each run."""
         enough = (SOME_TESTS if self.expected < HARDLY_ANY else ENOUGH_TESTS) * (1 + self.accepted)
-        return self.accepted <= self.n_runs and self.proposed >= enough and math.isfinite(self.noise_std)
+        return (
+            self.accepted <= self.n_runs
+            and self.proposed >= enough
+            and math.isfinite(self.noise_std)
+        )
 
 
 def report_pairs(
-    accepted: Tensor, proposed: Tensor, noise_variance: Tensor, *, inverse_gap: Tensor, factor: Tensor, n_runs: int
+    accepted: Tensor,
+    proposed: Tensor,
+    noise_variance: Tensor,
+    *,
+    inverse_gap: Tensor,
+    factor: Tensor,
+    n_runs: int,
 ) -> list[PairReport]:
-    """Of any device: the noise variances of some steps, (k, pairs, runs), and the rest (pairs,): counts over all steps and runs,
-    gaps and F as they are now.
+    """Of any device: the noise variances of some steps, (k, pairs, runs), and the rest (pairs,):
+    counts over all steps and runs, gaps and F as they are now.
     """
     per_s2 = 2.0 * inverse_gap.double().cpu().square()
     rms = (per_s2 * noise_variance.mean((0, 2), dtype=torch.float64).cpu()).sqrt()
     some = noise_variance[:: -(-noise_variance.numel() // MOST_LOOKED_AT) or 1].double().cpu()
-    expected = expected_acceptance(0.0, (per_s2[:, None] * some).sqrt(), factor.double().cpu()[:, None]).mean((0, 2))
-    columns = (accepted.tolist(), proposed.tolist(), rms.tolist(), factor.tolist(), expected.tolist())
-    return [PairReport(pair, int(a), int(p), s, f, e, n_runs) for pair, (a, p, s, f, e) in enumerate(zip(*columns, strict=True))]
+    expected = expected_acceptance(
+        0.0, (per_s2[:, None] * some).sqrt(), factor.double().cpu()[:, None]
+    ).mean((0, 2))
+    columns = (
+        accepted.tolist(),
+        proposed.tolist(),
+        rms.tolist(),
+        factor.tolist(),
+        expected.tolist(),
+    )
+    return [
+        PairReport(pair, int(a), int(p), s, f, e, n_runs)
+        for pair, (a, p, s, f, e) in enumerate(zip(*columns, strict=True))
+    ]
 
 
 def percent(share: float) -> str:
@@ -71,7 +93,9 @@ def in_words(pairs: Sequence[PairReport]) -> str:
     dead = [pair for pair in pairs if pair.is_dead]
     if not dead:
         return ""
-    named = ", ".join(f"{each.pair} and {each.pair + 1} (s = {each.noise_std:.3g})" for each in dead[:4])
+    named = ", ".join(
+        f"{each.pair} and {each.pair + 1} (s = {each.noise_std:.3g})" for each in dead[:4]
+    )
     more = f" and {len(dead) - 4} more pairs" if len(dead) > 4 else ""
     worst = max(dead, key=lambda each: each.noise_std)
     if worst.noise_std > LOUD:
@@ -83,7 +107,11 @@ def in_words(pairs: Sequence[PairReport]) -> str:
     else:
         at = "their noise is small, so their energies lie too far apart"
         cure = "use closer temperatures (more rungs)"
-    swaps = f"{worst.accepted:,} swap{'s' if worst.accepted > 1 else ''}" if worst.accepted else "no swap"
+    swaps = (
+        f"{worst.accepted:,} swap{'s' if worst.accepted > 1 else ''}"
+        if worst.accepted
+        else "no swap"
+    )
     return f"{swaps} in {worst.proposed:,} tests between rungs {named}{more}: {at}; {cure}"
 
 
@@ -94,15 +122,19 @@ def warn_of_dead_pairs(pairs: Sequence[PairReport], name: str = "") -> None:
 
 
 def rung_of(replica_at: Tensor) -> Tensor:
-    """Where each replica stood, (k, replicas, chains), from who stood on each rung, (k, rungs, chains)."""
+    """Where each replica stood, (k, replicas, chains), from who stood on each rung, (k, rungs,
+    chains).
+    """
     return replica_at.long().argsort(dim=1)
 
 
 def count_trips(path: Tensor) -> tuple[Tensor, Tensor]:
-    """Restarts and round trips, each (replicas, chains), of paths over the rungs (k, replicas, chains).
+    """Restarts and round trips, each (replicas, chains), of paths over the rungs (k, replicas,
+    chains).
 
-    A restart is a visit to rung 0 by a replica that has seen the top since its last one; a round trip is a restart of one that
-    had been on rung 0 before. Only the order of visits to the two ends matters.
+    A restart is a visit to rung 0 by a replica that has seen the top since its last one; a round
+    trip is a restart of one that had been on rung 0 before. Only the order of visits to the two
+    ends matters.
     """
     top = path.shape[1] - 1
     if top < 1 or len(path) == 0:
@@ -110,7 +142,9 @@ def count_trips(path: Tensor) -> tuple[Tensor, Tensor]:
         return none, none.clone()
     at_end = (path == 0) | (path == top)
     when = torch.arange(len(path)).view(-1, 1, 1)
-    latest = torch.where(at_end, when, -1).cummax(0).values  # the last visit to an end so far, -1 before the first
+    latest = (
+        torch.where(at_end, when, -1).cummax(0).values
+    )  # the last visit to an end so far, -1 before the first
     end = torch.where(latest >= 0, path.gather(0, latest.clamp(min=0)), -1)
     restarts = ((end[1:] == 0) & (end[:-1] == top)).sum(0)
     first = end.gather(0, at_end.long().argmax(0, keepdim=True))[0]

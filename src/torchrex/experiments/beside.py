@@ -1,7 +1,8 @@
-"""A finished run that is overwritten waits beside its folder, as `seed=S.replaced`, until the new one is finished.
+"""A finished run that is overwritten waits beside its folder, as `seed=S.replaced`, until the new
+one is finished.
 
-Whatever kills a process in between, the finished run is not lost: it comes back the next time the folder is used, unless
-steps have been done in its place.
+Whatever kills a process in between, the finished run is not lost: it comes back the next time the
+folder is used, unless steps have been done in its place.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def put_back(folder: RunFolder) -> bool:
 
 
 def tidy(folder: RunFolder) -> None:
-    """After a process that was killed: what waits is removed, comes back, or waits on for a run that has begun."""
+    """After a process that was killed: what waits is removed, comes back, or waits on for a run
+    that has begun.
+    """
     if not waiting(folder).is_dir():
         return
     if is_finished(folder):  # it was killed in the last moment
@@ -51,5 +54,6 @@ def tidy(folder: RunFolder) -> None:
     begun = any(Checkpoints(folder.path / "checkpoints").steps())
     if not begun and not (folder.path / "result.json").exists() and put_back(folder):
         logger.warning(
-            "the last attempt to overwrite %s was stopped before its first step; the finished run of before is back", folder.path
+            "the last attempt to overwrite %s was stopped before its first step; the finished run of before is back",
+            folder.path,
         )

@@ -1,4 +1,6 @@
-"""Configs: frozen dataclasses of plain values, overridden by `a.b=c`, saved as JSON beside the result."""
+"""Configs: frozen dataclasses of plain values, overridden by `a.b=c`, saved as JSON beside the
+result.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def _assign(config: C, path: list[str], text: str, key: str) -> C:
     names = [f.name for f in dataclasses.fields(config) if f.metadata.get("settable", True)]  # type: ignore[arg-type]
     name, *rest = path
     if name not in names and any(f.name == name for f in dataclasses.fields(config)):  # type: ignore[arg-type]
-        raise ConfigError(f"setting {key!r} belongs to the recipe and is fixed; choose another recipe from `torchrex list`")
+        raise ConfigError(
+            f"setting {key!r} belongs to the recipe and is fixed; choose another recipe from `torchrex list`"
+        )
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
@@ -60,7 +64,9 @@ def parse(text: str, kind: Any, key: str) -> Any:
         return parse(text, next(arg for arg in args if arg is not type(None)), key)
     if origin is typing.Literal:
         if text not in args:
-            raise ConfigError(f"setting {key!r} must be one of {', '.join(map(str, args))}, got {text!r}")
+            raise ConfigError(
+                f"setting {key!r} must be one of {', '.join(map(str, args))}, got {text!r}"
+            )
         return text
     if origin is tuple:
         inner = text.strip("()[] ")
@@ -90,10 +96,12 @@ def _is_whole(text: str) -> bool:
 
 
 def descriptions(config: Any) -> dict[str, str]:
-    """What the comments beside the fields of a config, and right below them, say of its settings; those that --set cannot change
-    are `fixed`.
+    """What the comments beside the fields of a config, and right below them, say of its settings;
+    those that --set cannot change are `fixed`.
     """
-    comments = re.findall(r"^    (\w+): [^#\n]*# (.+(?:\n    # .+)*)$", inspect.getsource(type(config)), re.MULTILINE)
+    comments = re.findall(
+        r"^    (\w+): [^#\n]*# (.+(?:\n    # .+)*)$", inspect.getsource(type(config)), re.MULTILINE
+    )
     said = {name: words.replace("\n    # ", " ") for name, words in comments}
     for f in dataclasses.fields(config):
         if not f.metadata.get("settable", True):
@@ -117,4 +125,6 @@ def to_json(value: Any) -> Any:
 def dumps(value: Any) -> str:
     """JSON for people: indented, but a list of numbers on one line."""
     text = json.dumps(to_json(value), indent=2, allow_nan=False) + "\n"
-    return re.sub(r"\[\n\s+([^\[\]{}\"]*?)\n\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text)
+    return re.sub(
+        r"\[\n\s+([^\[\]{}\"]*?)\n\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text
+    )

@@ -1,7 +1,9 @@
-"""Handwritten digits (scikit-learn's 1,797 images of 8 x 8 pixels, real data that come with the package) by a small network.
+"""Handwritten digits (scikit-learn's 1,797 images of 8 x 8 pixels, real data that come with the
+package) by a small network.
 
-Momentum SGD, SGHMC, replica exchange SGHMC, and the baseline that matters: as many independent replicas on the same ladder
-without swaps, at equal compute. Settings were chosen on a part of the training images; the test images decide nothing.
+Momentum SGD, SGHMC, replica exchange SGHMC, and the baseline that matters: as many independent
+replicas on the same ladder without swaps, at equal compute. Settings were chosen on a part of the
+training images; the test images decide nothing.
 """
 
 from __future__ import annotations
@@ -15,20 +17,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchrex.checkpoint import Checkpoints
+from torchrex.density.threads import few_threads
 from torchrex.distributed import replica_mesh
 from torchrex.errors import ConfigError, MissingDependencyError
-from torchrex.exchange import Ladder, ModuleEnsemble, NoSwaps, PairedVariance, ReplicaExchange
+from torchrex.exchange import Ladder, NoSwaps, PairedVariance, ReplicaExchange
 from torchrex.exchange.run import steps_on
-from torchrex.exchange.threads import few_threads
 from torchrex.experiments.jobs import Job, Trained
 from torchrex.experiments.place import Place
+from torchrex.network import ModuleEnsemble, Outcome, train
 from torchrex.posterior import PosteriorAverage
-from torchrex.posterior.progress import Callback
 from torchrex.recording import Trace
+from torchrex.recording.progress import Callback
 from torchrex.samplers import SGHMC
 from torchrex.schedules import hold_then_decay
 from torchrex.targets import DeviceLoader, PosteriorEnergy, from_sgd
-from torchrex.training import Outcome, train
 
 N_TEST, SPLIT_SEED = 500, 0
 
@@ -57,7 +59,11 @@ class DigitsConfig:
         most = 1797 - N_TEST
         for name, fine, wanted in (
             ("epochs", self.epochs >= 1, "at least 1"),
-            ("burn_in_epochs", 0 <= self.burn_in_epochs < self.epochs, f"at least 0 and less than epochs={self.epochs}"),
+            (
+                "burn_in_epochs",
+                0 <= self.burn_in_epochs < self.epochs,
+                f"at least 0 and less than epochs={self.epochs}",
+            ),
             ("batch_size", 1 <= self.batch_size <= most, f"between 1 and {most}"),
             ("hidden", self.hidden >= 1, "at least 1"),
             ("lr_of_mean", self.lr_of_mean > 0, "positive"),
@@ -87,7 +93,9 @@ class DigitsConfig:
     def ladder(self, n_data: int) -> Ladder:
         scale = from_sgd(n_data=n_data, lr=self.lr_of_mean)
         if not self.temperatures:
-            return Ladder.descent(scale.lr, decay=hold_then_decay(self.n_steps // 2, 0.99, every=self.steps_per_epoch))
+            return Ladder.descent(
+                scale.lr, decay=hold_then_decay(self.n_steps // 2, 0.99, every=self.steps_per_epoch)
+            )
         rungs = range(self.n_rungs)
         lrs = [scale.lr * self.hot_lr ** (rung / max(1, self.n_rungs - 1)) for rung in rungs]
         return Ladder(self.temperatures, lrs)
@@ -116,7 +124,12 @@ class DigitsConfig:
         seed, checkpoints = job.seed, job.checkpoints
         on = self.place(device).device
         (x, y), test = digits()
-        scale = from_sgd(n_data=len(x), lr=self.lr_of_mean, momentum=self.momentum, weight_decay=self.weight_decay)
+        scale = from_sgd(
+            n_data=len(x),
+            lr=self.lr_of_mean,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+        )
         energy = PosteriorEnergy(F.cross_entropy, n_data=len(x), prior=scale.prior)
         run = ReplicaExchange(
             ModuleEnsemble(
@@ -136,7 +149,10 @@ class DigitsConfig:
         loader = DeviceLoader((x, y), self.batch_size, seed=seed, device=on)
         rungs = tuple(range(self.n_rungs))
         average = PosteriorAverage(
-            [test], every=self.steps_per_epoch, burn_in=self.burn_in_epochs * self.steps_per_epoch, rungs=rungs
+            [test],
+            every=self.steps_per_epoch,
+            burn_in=self.burn_in_epochs * self.steps_per_epoch,
+            rungs=rungs,
         )
         trace = Trace()
         with few_threads(0):
@@ -162,14 +178,18 @@ class DigitsConfig:
 
     @property
     def answer(self) -> int | None:
-        """Which rung gives the answer: the coldest, or all of them pooled where they do not exchange."""
+        """Which rung gives the answer: the coldest, or all of them pooled where they do not
+        exchange.
+        """
         return 0 if self.swaps else None
 
     def metrics(self, average: PosteriorAverage) -> dict[str, Any]:
         """The average's numbers, those of the last network alone, and those of both rungs pooled."""
         metrics: dict[str, Any] = {"n_draws": average.n_draws}
         metrics |= average.metrics(self.answer)
-        metrics |= {f"single_{name}": value for name, value in average.metrics(0, of="last").items()}
+        metrics |= {
+            f"single_{name}": value for name, value in average.metrics(0, of="last").items()
+        }
         if self.n_rungs > 1:
             metrics |= {f"pooled_{name}": value for name, value in average.metrics(None).items()}
         metrics["mutual_information"] = float(average.mutual_information(self.answer).mean())
@@ -177,7 +197,9 @@ class DigitsConfig:
 
 
 def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Training and test images as rows of 64 numbers, standardised by the training images, with their labels."""
+    """Training and test images as rows of 64 numbers, standardised by the training images, with
+    their labels.
+    """
     (x, y), (x_test, y_test) = _split_digits()
     mean, std = x.mean(), x.std()
     return ((x - mean) / std, y), ((x_test - mean) / std, y_test)
@@ -185,7 +207,9 @@ def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 def digit_images() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The same as bytes (n, 8, 8, 1): 0 to 16 shades of grey spread over 0 to 255."""
-    train_, test = (((x.view(-1, 8, 8, 1) * 255 / 16).round().to(torch.uint8), y) for x, y in _split_digits())
+    train_, test = (
+        ((x.view(-1, 8, 8, 1) * 255 / 16).round().to(torch.uint8), y) for x, y in _split_digits()
+    )
     return train_, test
 
 
@@ -193,7 +217,9 @@ def _split_digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise MissingDependencyError("the digits come with scikit-learn; pip install 'torchrex[digits]'") from None
+        raise MissingDependencyError(
+            "the digits come with scikit-learn; pip install 'torchrex[digits]'"
+        ) from None
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images, dtype=torch.float32), torch.tensor(labels)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(SPLIT_SEED))
@@ -202,7 +228,9 @@ def _split_digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 
 def digits_recipes() -> dict[str, DigitsConfig]:
-    """The four methods. The rungs are so close that the unbiased test, F = 1, finds swaps to make through the whole run."""
+    """The four methods. The rungs are so close that the unbiased test, F = 1, finds swaps to make
+    through the whole run.
+    """
     cold, hot = 0.1, 0.1025
     configs = (
         DigitsConfig("digits/msgd", ()),

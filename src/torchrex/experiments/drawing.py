@@ -1,8 +1,9 @@
-"""A run on a density into its folder: the config at the start, checkpoints on the way, draws as soon as they are there, then what
-is measured on them.
+"""A run on a density into its folder: the config at the start, checkpoints on the way, draws as
+soon as they are there, then what is measured on them.
 
-The checkpoints go when the run is finished: all they hold is in `draws.safetensors` then, and nothing goes on from them. A
-finished run that is overwritten waits beside the new one; if that fails it comes back, and the failed attempt goes beside it.
+The checkpoints go when the run is finished: all they hold is in `draws.safetensors` then, and
+nothing goes on from them. A finished run that is overwritten waits beside the new one; if that
+fails it comes back, and the failed attempt goes beside it.
 """
 
 from __future__ import annotations
@@ -14,23 +15,32 @@ from pathlib import Path
 from typing import Any, cast
 
 from torchrex.checkpoint import Checkpoints
+from torchrex.density.shards import shard_folders
 from torchrex.distributed import join
 from torchrex.errors import NonFiniteEnergyError, RunFolderError, TorchrexError
 from torchrex.experiments import beside
 from torchrex.experiments.config import dumps
 from torchrex.experiments.recipes import DrawingConfig
-from torchrex.experiments.run_folder import RunFolder, header, is_finished, named, remove_if_empty, save_tensors
+from torchrex.experiments.run_folder import (
+    RunFolder,
+    header,
+    is_finished,
+    named,
+    remove_if_empty,
+    save_tensors,
+)
 from torchrex.experiments.slot import Slot
 from torchrex.posterior import Draws
-from torchrex.posterior.progress import Callback
-from torchrex.posterior.shards import shard_folders
 from torchrex.recording import count_swaps
+from torchrex.recording.progress import Callback
 
 FEWEST_DRAWS = 2  # of an unfinished run that are worth measuring
 
 
 def slot_of(folder: RunFolder, config: DrawingConfig, seed: int) -> Slot:
-    """Its room and its beginning are those of a run that trains; nothing there looks at more than what all configs have."""
+    """Its room and its beginning are those of a run that trains; nothing there looks at more than
+    what all configs have.
+    """
     return Slot(cast(Any, config), seed, folder)
 
 
@@ -45,7 +55,9 @@ def draw_into(
     budget: float | None,
     progress: Callback | None,
 ) -> RunFolder:
-    """Draw, measure and write; the folder that it went to. Of several processes the first keeps the folder."""
+    """Draw, measure and write; the folder that it went to. Of several processes the first keeps the
+    folder.
+    """
     crew, checkpoints = join(), folder.path / "checkpoints"
     earlier = 0.0
     with crew.all_or_none("making of the run folder", RunFolderError):
@@ -72,7 +84,9 @@ def draw_into(
         if crew.is_first:
             _undo(folder)
         if isinstance(failure, OSError) and not isinstance(failure, TorchrexError):
-            raise RunFolderError(f"cannot write {folder.path} ({failure}); choose another --out") from None
+            raise RunFolderError(
+                f"cannot write {folder.path} ({failure}); choose another --out"
+            ) from None
         raise
     seconds = earlier + time.perf_counter() - began
     with crew.all_or_none("writing of the results", RunFolderError):
@@ -83,7 +97,9 @@ def draw_into(
             except OSError as failure:
                 if isinstance(failure, TorchrexError):
                     raise
-                raise RunFolderError(f"cannot write {folder.path} ({failure}); choose another --out") from None
+                raise RunFolderError(
+                    f"cannot write {folder.path} ({failure}); choose another --out"
+                ) from None
     if error is not None:
         raise error
     return folder
@@ -91,12 +107,20 @@ def draw_into(
 
 def is_begun(checkpoints: Path) -> bool:
     """Has a step been saved there, in one piece or in shards?"""
-    return any(any(Checkpoints(path).steps()) for path in (checkpoints, *shard_folders(checkpoints)))
+    return any(
+        any(Checkpoints(path).steps()) for path in (checkpoints, *shard_folders(checkpoints))
+    )
 
 
 def tidy(folder: RunFolder) -> None:
-    """After a process that was killed, what waits beside the folder; not while a run in shards has begun there."""
-    if is_finished(folder) or not shard_folders(folder.path / "checkpoints") or not is_begun(folder.path / "checkpoints"):
+    """After a process that was killed, what waits beside the folder; not while a run in shards has
+    begun there.
+    """
+    if (
+        is_finished(folder)
+        or not shard_folders(folder.path / "checkpoints")
+        or not is_begun(folder.path / "checkpoints")
+    ):
         beside.tidy(folder)
 
 
@@ -137,7 +161,9 @@ def _write(
     result["processes"] = join().size
     if draws.status in ("paused", "interrupted"):
         result["steps_done"] = draws.n_steps
-    folder.write_text("result.json", dumps(result if error is None else {**result, "error": str(error)}))
+    folder.write_text(
+        "result.json", dumps(result if error is None else {**result, "error": str(error)})
+    )
 
 
 def _put_in_order(folder: RunFolder, status: str) -> None:

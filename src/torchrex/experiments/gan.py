@@ -1,7 +1,8 @@
-"""Semi-supervised Bayesian GANs (section 5.3 of the paper): a config for every cell of table 3 and every point of figure 3.
+"""Semi-supervised Bayesian GANs (section 5.3 of the paper): a config for every cell of table 3 and
+every point of figure 3.
 
-Times are steps, 15,000 in all. The first `warm_start` of them descend by Adam, without noise and without swaps; then SGHMC
-samples, and the average begins.
+Times are steps, 15,000 in all. The first `warm_start` of them descend by Adam, without noise and
+without swaps; then SGHMC samples, and the average begins.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from torch import nn
 
 from torchrex.distributed import ReplicaMesh, replica_mesh
 from torchrex.errors import ConfigError
-from torchrex.exchange import Ladder, ModuleEnsemble, ModuleExchange, NoSwaps, PairedVariance, ReplicaExchange
+from torchrex.exchange import Ladder, NoSwaps, PairedVariance, ReplicaExchange
 from torchrex.exchange.run import steps_on
 from torchrex.experiments.jobs import Job, Trained
 from torchrex.experiments.place import Place, Precision
-from torchrex.posterior.progress import Callback
+from torchrex.network import ModuleEnsemble, ModuleExchange, Outcome
+from torchrex.recording.progress import Callback
 from torchrex.samplers import SGHMC, AdamStart, Sampler
 from torchrex.targets import GaussianPrior, PosteriorEnergy, from_sgd
-from torchrex.training import Outcome
 from torchrex.vision.bayesian_gan import BayesianGAN, gan_losses, supervised_losses
 
 GanMethod = Literal["resghmc", "sghmc", "noswaps", "supervised"]
@@ -62,7 +63,9 @@ class GanConfig:
     batch_size: int = 64  # labelled images, and as many unlabelled ones
     n_generators: int = 20  # the paper's 10 Monte Carlo samples with 2 draws each
     latents: int = 16  # images that each generator makes in a step
-    generators: Literal["shared", "own"] = "shared"  # shared: by all rungs; own: each rung has its own
+    generators: Literal["shared", "own"] = (
+        "shared"  # shared: by all rungs; own: each rung has its own
+    )
     width: int = 64  # channels of the first layer
     lr_of_mean: float = 4.5e-4  # of the cold rung
     hot_lr: float = 1.5  # of the hot rung, in units of the cold one's
@@ -76,7 +79,9 @@ class GanConfig:
     correction_factor: float = 2.0e5  # F
     smoothing: float = 0.05  # of the variance
     average_every: int = 250  # steps; the first draw comes so many after the warm start
-    validation: int = 0  # so many training images are held out and evaluated in place of the test images
+    validation: int = (
+        0  # so many training images are held out and evaluated in place of the test images
+    )
     test_subset: int | None = None  # evaluate on so many only
     precision: Precision = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
     deterministic: bool = True  # the same bits in every process on a GPU
@@ -89,12 +94,32 @@ class GanConfig:
         nearest = min(max(1, round(self.n_labelled / classes)), (most - 1) // classes) * classes
         images, held_out = self.n_generators * self.latents, self.validation or kind.n_test
         for name, fine, wanted in (
-            ("validation", 0 <= self.validation < kind.n_train, f"at least 0 and less than {kind.n_train}"),
-            ("n_labelled", 1 <= self.n_labelled < most, f"at least {classes} and less than the {most} training images"),
-            ("n_labelled", self.n_labelled % classes == 0, f"a multiple of the {classes} classes (the nearest is {nearest})"),
+            (
+                "validation",
+                0 <= self.validation < kind.n_train,
+                f"at least 0 and less than {kind.n_train}",
+            ),
+            (
+                "n_labelled",
+                1 <= self.n_labelled < most,
+                f"at least {classes} and less than the {most} training images",
+            ),
+            (
+                "n_labelled",
+                self.n_labelled % classes == 0,
+                f"a multiple of the {classes} classes (the nearest is {nearest})",
+            ),
             ("steps", self.steps >= 1, "at least 1"),
-            ("warm_start", 0 <= self.warm_start < self.steps, f"at least 0 and less than steps={self.steps}"),
-            ("batch_size", 2 <= self.batch_size <= most - self.n_labelled, f"from 2 to the {most - self.n_labelled} unlabelled"),
+            (
+                "warm_start",
+                0 <= self.warm_start < self.steps,
+                f"at least 0 and less than steps={self.steps}",
+            ),
+            (
+                "batch_size",
+                2 <= self.batch_size <= most - self.n_labelled,
+                f"from 2 to the {most - self.n_labelled} unlabelled",
+            ),
             ("n_generators", self.n_generators >= 1, "at least 1"),
             ("latents", self.latents >= 2, "at least 2, for the BatchNorm of a generator"),
             (
@@ -114,8 +139,16 @@ class GanConfig:
             ("hot_temperature", self.hot_temperature > 1, "above 1"),
             ("correction_factor", self.correction_factor > 0, "positive"),
             ("smoothing", 0 < self.smoothing <= 1, "in (0, 1]"),
-            ("average_every", 1 <= self.average_every <= self.steps - self.warm_start, "between 1 and steps - warm_start"),
-            ("test_subset", self.test_subset is None or 1 <= self.test_subset <= held_out, f"between 1 and {held_out}, or none"),
+            (
+                "average_every",
+                1 <= self.average_every <= self.steps - self.warm_start,
+                "between 1 and steps - warm_start",
+            ),
+            (
+                "test_subset",
+                self.test_subset is None or 1 <= self.test_subset <= held_out,
+                f"between 1 and {held_out}, or none",
+            ),
             ("checkpoint_every", self.checkpoint_every >= 1, "at least 1"),
         ):
             if not fine:
@@ -150,12 +183,25 @@ class GanConfig:
 
     @property
     def n_data(self) -> int:
-        """What the energy is a sum over: the unlabelled images, each with a labelled one and some generated ones beside it."""
+        """What the energy is a sum over: the unlabelled images, each with a labelled one and some
+        generated ones beside it.
+        """
         return self.kind.n_train - self.validation - self.n_labelled
 
     def company(self, seed: int) -> str:
-        """What jobs must have in common to train side by side: the data, by seed, and everything that shapes a batch."""
-        shared = ("data", "n_labelled", "steps", "batch_size", "n_generators", "latents", "validation", "test_subset")
+        """What jobs must have in common to train side by side: the data, by seed, and everything
+        that shapes a batch.
+        """
+        shared = (
+            "data",
+            "n_labelled",
+            "steps",
+            "batch_size",
+            "n_generators",
+            "latents",
+            "validation",
+            "test_subset",
+        )
         rest = ("precision", "deterministic", "checkpoint_every")
         return " ".join(str(getattr(self, name)) for name in (*shared, *rest)) + f" seed {seed}"
 
@@ -175,7 +221,9 @@ class GanConfig:
 
     def sampler(self) -> Sampler:
         sampler = SGHMC(from_sgd(n_data=1, lr=1.0, momentum=self.momentum).friction)
-        return AdamStart(sampler, self.warm_start, n_data=self.n_data) if self.warm_start else sampler
+        return (
+            AdamStart(sampler, self.warm_start, n_data=self.n_data) if self.warm_start else sampler
+        )
 
     def energy(self) -> PosteriorEnergy:
         prior = GaussianPrior(self.prior_precision) if self.prior_precision else None
@@ -193,7 +241,9 @@ class GanConfig:
         )
 
     def run(self, seed: int, device: torch.device, energy: PosteriorEnergy) -> ModuleExchange:
-        """The run of one seed. `energy` is `self.energy()`, or the equal one of the job beside it, which compiles once then."""
+        """The run of one seed. `energy` is `self.energy()`, or the equal one of the job beside it,
+        which compiles once then.
+        """
         run = ReplicaExchange(
             ModuleEnsemble(
                 self.model,
@@ -224,7 +274,9 @@ class GanConfig:
         return ("generators.",) if self.generators == "shared" and self.n_rungs > 1 else ()
 
     def mesh(self, device: torch.device) -> ReplicaMesh:
-        """Rungs with generators of their own may be on several processes; a batch cannot, for its latents are no examples."""
+        """Rungs with generators of their own may be on several processes; a batch cannot, for its
+        latents are no examples.
+        """
         mesh = replica_mesh(self.n_rungs, device)
         if mesh.is_spread and self.shared:
             raise ConfigError(
@@ -238,10 +290,19 @@ class GanConfig:
         return mesh
 
     def place(self, device: str) -> Place:
-        return Place.of(steps_on("cpu" if device == "auto" and self.data == "digits" else device), self.precision)
+        return Place.of(
+            steps_on("cpu" if device == "auto" and self.data == "digits" else device),
+            self.precision,
+        )
 
     def execute(
-        self, jobs: Sequence[Job], *, device: str, resume: bool, budget: float | None, progress: Callback | None
+        self,
+        jobs: Sequence[Job],
+        *,
+        device: str,
+        resume: bool,
+        budget: float | None,
+        progress: Callback | None,
     ) -> tuple[Outcome, list[Trained]]:
         """Train the jobs, this config's own and others of its company, side by side."""
         from torchrex.experiments.gan_runs import train_gans

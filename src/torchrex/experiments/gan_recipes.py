@@ -1,13 +1,16 @@
-"""Recipes for table 3 and figure 3: semi-supervised Bayesian GANs in two families, with the paper's settings and numbers.
+"""Recipes for table 3 and figure 3: semi-supervised Bayesian GANs in two families, with the paper's
+settings and numbers.
 
-`gan/...` has the settings of the paper's appendix. SGHMC adds little with them: the learning rate falls to a twentieth before it
-begins, and a twentieth of 4.5e-4, which is a rate for Adam, moves its average by a point or two in 10,000 steps.
-`gan-tuned/...` has a steady learning rate of 2e-4 and ten times that for SGHMC, both chosen on 5,000 validation images of
-CIFAR-10 with 4,000 labels (results/gan/tuning.json) and taken for all data sets, and a draw every 100
-steps; all else is as in `gan/...`.
+`gan/...` has the settings of the paper's appendix. SGHMC adds little with them: the learning rate
+falls to a twentieth before it begins, and a twentieth of 4.5e-4, which is a rate for Adam, moves
+its average by a point or two in 10,000 steps. `gan-tuned/...` has a steady learning rate of 2e-4
+and ten times that for SGHMC, both chosen on 5,000 validation images of CIFAR-10 with 4,000 labels
+(results/gan/tuning.json) and taken for all data sets, and a draw every 100 steps; all else is as in
+`gan/...`.
 
-A name is `FAMILY/DATA-LABELS`, which means reSGHMC; `-sghmc` is the cold rung alone, `-noswaps` the same ladder without swaps (a
-baseline of equal compute), `-supervised` the same discriminator on the labelled images and nothing else.
+A name is `FAMILY/DATA-LABELS`, which means reSGHMC; `-sghmc` is the cold rung alone, `-noswaps` the
+same ladder without swaps (a baseline of equal compute), `-supervised` the same discriminator on the
+labelled images and nothing else.
 """
 
 from __future__ import annotations
@@ -83,7 +86,11 @@ def gan_recipe_name(data: str, n_labelled: int, method: str, family: str = "gan"
 
 def gan_cell(data: str, n_labelled: int, method: GanMethod, family: str = "gan") -> GanConfig:
     """The config of one method with that many labels."""
-    row = next(row for row in APPENDIX_B if row.data == data and row.n_labelled[0] <= n_labelled <= row.n_labelled[1])
+    row = next(
+        row
+        for row in APPENDIX_B
+        if row.data == data and row.n_labelled[0] <= n_labelled <= row.n_labelled[1]
+    )
     config = GanConfig(
         gan_recipe_name(data, n_labelled, method, family),
         data,  # type: ignore[arg-type]
@@ -95,11 +102,17 @@ def gan_cell(data: str, n_labelled: int, method: GanMethod, family: str = "gan")
         hot_temperature=row.temperature[1] / row.temperature[0],
         correction_factor=row.correction_factor,
     )
-    return config if family == "gan" else replace(config, lr_of_mean=2e-4, lr_floor=1.0, sampling_lr=10.0, average_every=100)
+    return (
+        config
+        if family == "gan"
+        else replace(config, lr_of_mean=2e-4, lr_floor=1.0, sampling_lr=10.0, average_every=100)
+    )
 
 
 def digits_cells() -> list[GanConfig]:
-    """A small version on scikit-learn's digits, which trains on a CPU in a minute or so. Settings by validation images."""
+    """A small version on scikit-learn's digits, which trains on a CPU in a minute or so. Settings
+    by validation images.
+    """
     return [
         GanConfig(
             gan_recipe_name("digits", 100, method),
@@ -127,14 +140,24 @@ def digits_cells() -> list[GanConfig]:
 
 def table3_recipes() -> dict[str, GanConfig]:
     """Twelve cells, two families, four methods each."""
-    cells = [gan_cell(*at, method, family) for family in GAN_FAMILIES for at in PAPER_TABLE3 for method in GAN_METHODS]
+    cells = [
+        gan_cell(*at, method, family)
+        for family in GAN_FAMILIES
+        for at in PAPER_TABLE3
+        for method in GAN_METHODS
+    ]
     return {config.recipe: config for config in cells}
 
 
 def figure3_recipes() -> dict[str, GanConfig]:
     """The same with 2500, 3500 and 4500 labels as well."""
     every = [(data, n) for data in GAN_DATA for n in N_LABELLED]
-    cells = [gan_cell(*at, method, family) for family in GAN_FAMILIES for at in every for method in GAN_METHODS]
+    cells = [
+        gan_cell(*at, method, family)
+        for family in GAN_FAMILIES
+        for at in every
+        for method in GAN_METHODS
+    ]
     return {config.recipe: config for config in cells}
 
 

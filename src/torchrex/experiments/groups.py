@@ -1,4 +1,6 @@
-"""Which runs train side by side: those of one company that stand at the same step, as many as the device carries."""
+"""Which runs train side by side: those of one company that stand at the same step, as many as the
+device carries.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,11 @@ class Group:
 
 
 def group(jobs: Sequence[tuple[Config, int]], out: Path, *, overwrite: bool) -> list[Group]:
-    """All jobs in groups, each job in the first that takes it. Configs that train alone are groups of one.
+    """All jobs in groups, each job in the first that takes it. Configs that train alone are groups
+    of one.
 
-    Runs that failed are likely to do so again: they come last, each by itself, so that they neither take the others back to
-    their last checkpoint nor stand in their way.
+    Runs that failed are likely to do so again: they come last, each by itself, so that they neither
+    take the others back to their last checkpoint nor stand in their way.
     """
     groups: list[Group] = []
     apart: list[Group] = []
@@ -54,7 +57,11 @@ def group(jobs: Sequence[tuple[Config, int]], out: Path, *, overwrite: bool) -> 
         unfinished = not overwrite and checkpoints.is_dir() and not folder.finished
         steps = frozenset(Checkpoints(checkpoints).steps() if unfinished else ())
         failed = unfinished and folder.failed
-        chosen = None if failed else next((each for each in groups if each.takes(config, seed, steps)), None)
+        chosen = (
+            None
+            if failed
+            else next((each for each in groups if each.takes(config, seed, steps)), None)
+        )
         if chosen is None:
             chosen = Group()
             (apart if failed else groups).append(chosen)

@@ -1,12 +1,15 @@
 """Recipes for tables 1 and 2 and figure 2, in two families, with the paper's numbers beside them.
 
-`icml2020/...` is like for like with the authors' code, where it differs from the paper too: the noise keeps the initial learning
-rate, the prior is in the gradient but not in the swap energy, every swap lowers F, momenta are not rescaled at a swap, the
-variance comes from ten energies once an epoch, and a wide network swaps no more for 20 epochs after a swap. Their threshold has
-the sum of the two variances where the paper has one, so that their F0 of 3e5 is 1.5e5 here.
-`clean/...` does it right, with the free paired variance at every step; that being about a third of the other, so is its F.
+`icml2020/...` is like for like with the authors' code, where it differs from the paper too: the
+noise keeps the initial learning rate, the prior is in the gradient but not in the swap energy,
+every swap lowers F, momenta are not rescaled at a swap, the variance comes from ten energies once
+an epoch, and a wide network swaps no more for 20 epochs after a swap. Their threshold has the sum
+of the two variances where the paper has one, so that their F0 of 3e5 is 1.5e5 here. `clean/...`
+does it right, with the free paired variance at every step; that being about a third of the other,
+so is its F.
 
-Without a method at its end a name means reSGHMC; `-independent` is the same ladder without swaps, the baseline of equal compute.
+Without a method at its end a name means reSGHMC; `-independent` is the same ladder without swaps,
+the baseline of equal compute.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ TABLE_NETS = ("resnet20", "resnet32", "resnet56", "wrn-16-8", "wrn-28-10")
 DATA = ("cifar10", "cifar100")
 FACTORS = (1e5, 2e5, 3e5, 4e5, 5e5, 1e6)  # F0 of figure 2 (c, d), as the authors count it
 AUTHORS_F0 = 3e5
-# What shared minibatches leave of the variance, late in training (0.37 at the end); with that of F a swap needs the same gap.
+# What shared minibatches leave of the variance, late in training (0.37 at the end); with that of F
+# a swap needs the same gap.
 PAIRED = 1 / 3
 
 # (mean, 2 standard deviations over 5 seeds) in %: M-SGD, SGHMC, reSGHMC
@@ -44,10 +48,25 @@ PAPER_TABLE2: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {
 
 def recipe_name(family: str, data: str, net: str, method: str, variant: str = "") -> str:
     """Such as icml2020/cifar10-resnet20 or clean/cifar100-wrn-16-8-independent."""
-    return "-".join([f"{family}/{data}", net, *([variant] if variant else []), *([method] if method != "resghmc" else [])])
+    return "-".join(
+        [
+            f"{family}/{data}",
+            net,
+            *([variant] if variant else []),
+            *([method] if method != "resghmc" else []),
+        ]
+    )
 
 
-def cell(family: str, data: str, net: str, method: Method, *, batch_size: int = 256, factor: float = AUTHORS_F0) -> ImageConfig:
+def cell(
+    family: str,
+    data: str,
+    net: str,
+    method: Method,
+    *,
+    batch_size: int = 256,
+    factor: float = AUTHORS_F0,
+) -> ImageConfig:
     """The config of one method in one cell."""
     variant = "" if batch_size == 256 else f"batch{batch_size}"
     if factor != AUTHORS_F0:
@@ -99,7 +118,11 @@ def table2_recipes() -> dict[str, ImageConfig]:
 
 def figure2_recipes() -> dict[str, ImageConfig]:
     """ResNet-20 with different F0. The runs of (a, b) are those of table 1."""
-    cells = [cell("icml2020", data, "resnet20", "resghmc", factor=factor) for data in DATA for factor in FACTORS]
+    cells = [
+        cell("icml2020", data, "resnet20", "resghmc", factor=factor)
+        for data in DATA
+        for factor in FACTORS
+    ]
     return {config.recipe: config for config in cells}
 
 

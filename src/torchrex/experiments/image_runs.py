@@ -14,11 +14,11 @@ from torchrex.experiments.curves import MOST_SWAPS, binned, rounded
 from torchrex.experiments.images import N_TRAINING, ImageConfig
 from torchrex.experiments.jobs import Job, Trained
 from torchrex.experiments.members import member_of
+from torchrex.network import Member, Outcome, train_together
 from torchrex.posterior import PosteriorAverage
-from torchrex.posterior.progress import Callback
+from torchrex.recording.progress import Callback
 from torchrex.rng import derive_seed
 from torchrex.targets import DeviceLoader
-from torchrex.training import Member, Outcome, train_together
 from torchrex.vision.augment import Augment, Normalise, evaluation_batches
 from torchrex.vision.data import data_folder, load_images, stratified_split, stratified_subset
 
@@ -30,7 +30,12 @@ MANY_IMAGES = 10**6  # more than a CPU trains on while one waits
 
 
 def train_images(
-    jobs: Sequence[Job], *, device: str, resume: bool, budget: float | None, progress: Callback | None
+    jobs: Sequence[Job],
+    *,
+    device: str,
+    resume: bool,
+    budget: float | None,
+    progress: Callback | None,
 ) -> tuple[Outcome, list[Trained]]:
     """Train jobs of one company side by side; what came of each, in the same order."""
     config: ImageConfig = jobs[0].config
@@ -47,9 +52,23 @@ def train_images(
     members = []
     for job in jobs:
         energy = job.config.energy()
-        energy = energies.setdefault((job.config.weight_decay, job.config.prior_in_swaps), energy)  # its repr is rounded
-        run, traced = job.config.run(job.seed, on, energy), max(1, config.steps_per_epoch // TRACES_PER_EPOCH)
-        members.append(member_of(job, run, test, every=config.steps_per_epoch, burn_in=job.config.burn_in, traced=traced))
+        energy = energies.setdefault(
+            (job.config.weight_decay, job.config.prior_in_swaps), energy
+        )  # its repr is rounded
+        run, traced = (
+            job.config.run(job.seed, on, energy),
+            max(1, config.steps_per_epoch // TRACES_PER_EPOCH),
+        )
+        members.append(
+            member_of(
+                job,
+                run,
+                test,
+                every=config.steps_per_epoch,
+                burn_in=job.config.burn_in,
+                traced=traced,
+            )
+        )
     try:
         outcome = train_together(
             members,
@@ -73,11 +92,16 @@ def train_images(
             outcome.steps,
             config.steps_per_epoch,
         )
-    return outcome, [_trained(job.config, member, outcome) for job, member in zip(jobs, members, strict=True)]
+    return outcome, [
+        _trained(job.config, member, outcome) for job, member in zip(jobs, members, strict=True)
+    ]
 
 
-def data_of(config: ImageConfig, device: torch.device) -> tuple[DeviceLoader, DeviceLoader, list[tuple[Tensor, Tensor]]]:
-    """Training batches, batches for repeated energies (the same images in another order), and what is evaluated.
+def data_of(
+    config: ImageConfig, device: torch.device
+) -> tuple[DeviceLoader, DeviceLoader, list[tuple[Tensor, Tensor]]]:
+    """Training batches, batches for repeated energies (the same images in another order), and what
+    is evaluated.
 
     The order and the augmentation depend on `data_seed` alone, not on who takes part.
     """
@@ -100,7 +124,9 @@ def data_of(config: ImageConfig, device: torch.device) -> tuple[DeviceLoader, De
         held_out = (held_out[0][few], held_out[1][few])
     x, y = x.to(device), y.to(device)
     loader, extra = (
-        DeviceLoader((x, y), config.batch_size, seed=derive_seed(config.data_seed, name), augment=Augment())
+        DeviceLoader(
+            (x, y), config.batch_size, seed=derive_seed(config.data_seed, name), augment=Augment()
+        )
         for name in ("training", "repeated energies")
     )
     return loader, extra, evaluation_batches(*held_out, Normalise(), EVALUATION_BATCH, device)
@@ -111,14 +137,17 @@ def _trained(config: ImageConfig, member: Member, outcome: Outcome) -> Trained:
     if member.failure is not None or outcome.status != "finished":
         return Trained(member.trace, failure=member.failure)
     (average,) = member.averages
-    metrics = metrics_of(config, average) | {"seconds_per_epoch": outcome.total_seconds / config.epochs}
+    metrics = metrics_of(config, average) | {
+        "seconds_per_epoch": outcome.total_seconds / config.epochs
+    }
     curves = curves_of(config, member.trace.tensors(), average)
     return Trained(member.trace, metrics, curves, {"probabilities": average.probabilities(0)})
 
 
 def metrics_of(config: ImageConfig, average: PosteriorAverage) -> dict[str, Any]:
-    """Of rung 0, and with the prefix `pooled_` of both rungs: the average of probabilities, `logits_` the paper's sum of logits,
-    `single_` the newest network alone, `best_` the best over epochs on the evaluated images, as the authors reported it.
+    """Of rung 0, and with the prefix `pooled_` of both rungs: the average of probabilities,
+    `logits_` the paper's sum of logits, `single_` the newest network alone, `best_` the best over
+    epochs on the evaluated images, as the authors reported it.
     """
     metrics: dict[str, Any] = {"n_draws": average.n_draws}
     for prefix, rung in (("", 0), ("pooled_", None)) if config.n_rungs > 1 else (("", 0),):
@@ -130,18 +159,31 @@ def metrics_of(config: ImageConfig, average: PosteriorAverage) -> dict[str, Any]
     return metrics
 
 
-def curves_of(config: ImageConfig, trace: dict[str, Tensor], average: PosteriorAverage) -> dict[str, Any]:
-    """Per epoch: mean energies per rung, noise variance and correction; the first swaps; the accuracies after each draw."""
+def curves_of(
+    config: ImageConfig, trace: dict[str, Tensor], average: PosteriorAverage
+) -> dict[str, Any]:
+    """Per epoch: mean energies per rung, noise variance and correction; the first swaps; the
+    accuracies after each draw.
+    """
     epoch = trace["steps"] // config.steps_per_epoch
     curves: dict[str, Any] = {
         "epoch": list(range(config.epochs)),
-        "energy": [rounded(binned(values, epoch, config.epochs)) for values in trace["energy"].unbind(1)],
+        "energy": [
+            rounded(binned(values, epoch, config.epochs)) for values in trace["energy"].unbind(1)
+        ],
     }
     for name in ("noise_variance", "correction"):
-        curves[name] = [rounded(binned(values, epoch, config.epochs)) for values in trace[name].unbind(1)]
-    curves["swap_epochs"] = rounded(trace["swap_steps"].double()[:MOST_SWAPS] / config.steps_per_epoch)
+        curves[name] = [
+            rounded(binned(values, epoch, config.epochs)) for values in trace[name].unbind(1)
+        ]
+    curves["swap_epochs"] = rounded(
+        trace["swap_steps"].double()[:MOST_SWAPS] / config.steps_per_epoch
+    )
     for prefix, rung in (("", 0), ("pooled_", None)) if config.n_rungs > 1 else (("", 0),):
         history = average.history(rung)
         curves["draw_epoch"] = (history["step"] // config.steps_per_epoch).tolist()
-        curves |= {f"{prefix}{of}_accuracy": rounded(history[of]) for of in ("probabilities", "logits", "last")}
+        curves |= {
+            f"{prefix}{of}_accuracy": rounded(history[of])
+            for of in ("probabilities", "logits", "last")
+        }
     return curves

@@ -1,8 +1,10 @@
-"""CIFAR-10 and CIFAR-100 by residual networks (section 5.2 of the paper): a config for every cell of tables 1 and 2 and figure 2.
+"""CIFAR-10 and CIFAR-100 by residual networks (section 5.2 of the paper): a config for every cell
+of tables 1 and 2 and figure 2.
 
-Times are those of the paper: 500 epochs of 195 steps, which is one pass over 50,000 images at batch size 256. With other `epochs`
-every schedule is stretched or compressed alike, so that one number makes a shorter run of the same shape. At another batch size
-an epoch still has as many steps: the paper ran "the same iterations".
+Times are those of the paper: 500 epochs of 195 steps, which is one pass over 50,000 images at batch
+size 256. With other `epochs` every schedule is stretched or compressed alike, so that one number
+makes a shorter run of the same shape. At another batch size an epoch still has as many steps: the
+paper ran "the same iterations".
 """
 
 from __future__ import annotations
@@ -20,8 +22,6 @@ from torchrex.distributed import replica_mesh
 from torchrex.errors import ConfigError, InvalidArgumentError
 from torchrex.exchange import (
     Ladder,
-    ModuleEnsemble,
-    ModuleExchange,
     NoiseEstimator,
     NoSwaps,
     PairedVariance,
@@ -34,11 +34,11 @@ from torchrex.exchange.momentum import MomentumPolicy
 from torchrex.exchange.run import steps_on
 from torchrex.experiments.jobs import Job, Trained
 from torchrex.experiments.place import Place, Precision
-from torchrex.posterior.progress import Callback
+from torchrex.network import ModuleEnsemble, ModuleExchange, Outcome
+from torchrex.recording.progress import Callback
 from torchrex.samplers import SGHMC
 from torchrex.schedules import Schedule
 from torchrex.targets import PosteriorEnergy, from_sgd
-from torchrex.training import Outcome
 from torchrex.vision.nets import NETS, build_net
 
 Method = Literal["msgd", "sghmc", "resghmc", "independent"]
@@ -54,7 +54,9 @@ N_TRAINING, N_CLASSES = 50_000, {"cifar10": 10, "cifar100": 100}
 
 @dataclass(frozen=True)
 class ImageConfig:
-    """One method on one data set with one network; learning rate and weight decay are those of a mean loss."""
+    """One method on one data set with one network; learning rate and weight decay are those of a
+    mean loss.
+    """
 
     recipe: str = field(metadata={"settable": False})
     data: Literal["cifar10", "cifar100"]  # cifar10 or cifar100
@@ -69,18 +71,23 @@ class ImageConfig:
     hot_temperature: float = 5.0  # of the hot rung, in units of the cold one's
     hot_lr: float = 1.5  # of the hot rung, in units of the cold one's
     correction_factor: float = 1.5e5  # F at the start; it grows as the ladder cools. Half of the authors' F0, as their test has
-    # the sum of two variances (the paper's 3e5 is 150000 here); in clean/ a third of that, as its variance is about a third
+    # the sum of two variances (the paper's 3e5 is 150000 here); in clean/ a third of that, as its
+    # variance is about a third
     factor_per_swap: float = 1.0  # F is multiplied by it at every swap
     swaps_after: float = 10.0  # epochs of the paper
     rest_after_swap: float = 0.0  # epochs of the paper
     average_after: float = 199.0  # epochs of the paper
     noise_follows_lr: bool = True  # or keeps the initial lr, as in the authors' code
     prior_in_swaps: bool = True  # or only in the gradient
-    momentum_at_swap: MomentumPolicy = "rescale"  # rescale: to the law of the new rung; keep: not rescaled, as in the authors'
+    momentum_at_swap: MomentumPolicy = (
+        "rescale"  # rescale: to the law of the new rung; keep: not rescaled, as in the authors'
+    )
     # code; refresh: drawn anew
     variance: Variance = "paired"  # paired: per-example differences at every step; repeated: 10 energies once an epoch
     smoothing: float = 0.3  # of the variance
-    validation: int = 0  # so many training images are held out and evaluated in place of the test images
+    validation: int = (
+        0  # so many training images are held out and evaluated in place of the test images
+    )
     subset: int | None = None  # train on so many images only
     test_subset: int | None = None  # evaluate on so many only
     data_seed: int = 0  # of the order and the augmentation, which all seeds share
@@ -98,10 +105,26 @@ class ImageConfig:
         most = N_TRAINING - self.validation
         for name, fine, wanted in (
             ("epochs", self.epochs >= 1, "at least 1"),
-            ("validation", 0 <= self.validation < N_TRAINING, f"at least 0 and less than {N_TRAINING}"),
-            ("subset", self.subset is None or 1 <= self.subset <= most, f"between 1 and {most}, or none"),
-            ("test_subset", self.test_subset is None or 1 <= self.test_subset <= 10_000, "between 1 and 10000, or none"),
-            ("batch_size", 1 <= self.batch_size <= self.n_data, f"between 1 and the {self.n_data} training images"),
+            (
+                "validation",
+                0 <= self.validation < N_TRAINING,
+                f"at least 0 and less than {N_TRAINING}",
+            ),
+            (
+                "subset",
+                self.subset is None or 1 <= self.subset <= most,
+                f"between 1 and {most}, or none",
+            ),
+            (
+                "test_subset",
+                self.test_subset is None or 1 <= self.test_subset <= 10_000,
+                "between 1 and 10000, or none",
+            ),
+            (
+                "batch_size",
+                1 <= self.batch_size <= self.n_data,
+                f"between 1 and the {self.n_data} training images",
+            ),
             ("lr_of_mean", self.lr_of_mean > 0, "positive"),
             ("hot_lr", self.hot_lr > 0, "positive"),
             ("temperature", self.temperature > 0, "positive"),
@@ -113,7 +136,11 @@ class ImageConfig:
             ("smoothing", 0 < self.smoothing <= 1, "in (0, 1]"),
             ("swaps_after", 0 <= self.swaps_after < math.inf, "at least 0 and finite"),
             ("rest_after_swap", 0 <= self.rest_after_swap < math.inf, "at least 0 and finite"),
-            ("average_after", 0 <= self.average_after < PAPER_EPOCHS, f"at least 0 and less than {PAPER_EPOCHS}"),
+            (
+                "average_after",
+                0 <= self.average_after < PAPER_EPOCHS,
+                f"at least 0 and less than {PAPER_EPOCHS}",
+            ),
             ("checkpoint_every", self.checkpoint_every >= 1, "at least 1"),
         ):
             if not fine:
@@ -152,9 +179,23 @@ class ImageConfig:
         return int(self.average_after * self.epochs / PAPER_EPOCHS) * self.steps_per_epoch
 
     def company(self, seed: int) -> str:
-        """What jobs must have in common to train side by side: data, network, and everything that shapes a batch."""
-        shared = ("data", "net", "epochs", "batch_size", "validation", "subset", "test_subset", "data_seed", "precision")
-        return " ".join(str(getattr(self, name)) for name in (*shared, "deterministic", "checkpoint_every"))
+        """What jobs must have in common to train side by side: data, network, and everything that
+        shapes a batch.
+        """
+        shared = (
+            "data",
+            "net",
+            "epochs",
+            "batch_size",
+            "validation",
+            "subset",
+            "test_subset",
+            "data_seed",
+            "precision",
+        )
+        return " ".join(
+            str(getattr(self, name)) for name in (*shared, "deterministic", "checkpoint_every")
+        )
 
     @property
     def most_replicas(self) -> int:
@@ -163,7 +204,9 @@ class ImageConfig:
     # Parts of a run
 
     def in_paper_epochs(self, step: int) -> float:
-        """The time of a step: that of the epoch it belongs to, stretched to 500, where it stands still."""
+        """The time of a step: that of the epoch it belongs to, stretched to 500, where it stands
+        still.
+        """
         return min(PAPER_EPOCHS, (step // self.steps_per_epoch) * PAPER_EPOCHS / self.epochs)
 
     def steps_of(self, paper_epochs: float) -> int:
@@ -172,7 +215,10 @@ class ImageConfig:
     @property
     def swap_start(self) -> int:
         """The first step with a swap test: not before there is a variance to correct it by."""
-        return max(self.steps_of(self.swaps_after), self.steps_per_epoch if self.variance == "repeated" else 1)
+        return max(
+            self.steps_of(self.swaps_after),
+            self.steps_per_epoch if self.variance == "repeated" else 1,
+        )
 
     def ladder(self) -> Ladder:
         def decay(step: int) -> float:
@@ -188,11 +234,19 @@ class ImageConfig:
         if self.method == "msgd":
             return Ladder.descent(lr, decay=decay)
         noise: Schedule | None = None if self.noise_follows_lr else kept
-        return Ladder(self.temperatures, (lr, self.hot_lr * lr)[: self.n_rungs], anneal=annealing, decay=decay, noise=noise)
+        return Ladder(
+            self.temperatures,
+            (lr, self.hot_lr * lr)[: self.n_rungs],
+            anneal=annealing,
+            decay=decay,
+            noise=noise,
+        )
 
     def energy(self) -> PosteriorEnergy:
         prior = from_sgd(n_data=self.n_data, lr=1.0, weight_decay=self.weight_decay).prior
-        return PosteriorEnergy(F.cross_entropy, n_data=self.n_data, prior=prior, prior_in_swaps=self.prior_in_swaps)
+        return PosteriorEnergy(
+            F.cross_entropy, n_data=self.n_data, prior=prior, prior_in_swaps=self.prior_in_swaps
+        )
 
     def noise(self) -> NoiseEstimator | None:
         if self.n_rungs == 1:
@@ -205,7 +259,9 @@ class ImageConfig:
         return build_net(self.net, N_CLASSES[self.data])
 
     def run(self, seed: int, device: torch.device, energy: PosteriorEnergy) -> ModuleExchange:
-        """The run of one seed. `energy` is `self.energy()`, or the equal one of the job beside it, which compiles once then."""
+        """The run of one seed. `energy` is `self.energy()`, or the equal one of the job beside it,
+        which compiles once then.
+        """
         run = ReplicaExchange(
             ModuleEnsemble(
                 self.model,
@@ -218,7 +274,9 @@ class ImageConfig:
             ),
             self.ladder(),
             noise=self.noise(),
-            correction_factor=ProportionalToGap(self.correction_factor, per_swap=self.factor_per_swap),
+            correction_factor=ProportionalToGap(
+                self.correction_factor, per_swap=self.factor_per_swap
+            ),
             pairing=NoSwaps() if self.method == "independent" else None,
             swap_start=self.swap_start,
             swap_rest=self.steps_of(self.rest_after_swap),
@@ -233,7 +291,13 @@ class ImageConfig:
         return Place.of(steps_on(device), self.precision)
 
     def execute(
-        self, jobs: Sequence[Job], *, device: str, resume: bool, budget: float | None, progress: Callback | None
+        self,
+        jobs: Sequence[Job],
+        *,
+        device: str,
+        resume: bool,
+        budget: float | None,
+        progress: Callback | None,
     ) -> tuple[Outcome, list[Trained]]:
         """Train the jobs, this config's own and others of its company, side by side."""
         from torchrex.experiments.image_runs import train_images

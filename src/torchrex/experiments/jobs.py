@@ -28,7 +28,11 @@ class Trained:
 
     trace: Trace
     metrics: dict[str, Any] = field(default_factory=dict)  # flat: name -> number
-    curves: dict[str, Any] = field(default_factory=dict)  # name -> numbers over the course of the run, few enough for JSON
+    curves: dict[str, Any] = field(
+        default_factory=dict
+    )  # name -> numbers over the course of the run, few enough for JSON
     tensors: dict[str, Tensor] = field(default_factory=dict)  # for the run folder
-    pictures: dict[str, Tensor] = field(default_factory=dict)  # bytes (height, width, channels), as PNG files for the run folder
+    pictures: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # bytes (height, width, channels), as PNG files for the run folder
     failure: NonFiniteEnergyError | None = None

@@ -1,4 +1,6 @@
-"""Gaussian mixtures with noisy energies (section 5.1 of the paper, figure 1): config, recipes, and how one is run."""
+"""Gaussian mixtures with noisy energies (section 5.1 of the paper, figure 1): config, recipes, and
+how one is run.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from torchrex.density import sample
+from torchrex.density.sampling import Progress
+from torchrex.density.threads import few_threads
 from torchrex.exchange import RepeatedDraws, RunningMean
 from torchrex.exchange.run import steps_on
-from torchrex.exchange.threads import few_threads
 from torchrex.experiments.place import Place
-from torchrex.posterior import Draws, sample
-from torchrex.posterior.sampling import Progress
+from torchrex.posterior import Draws
 from torchrex.targets import Gaussian, GaussianMixture, NoiseModel, Noisy, StudentT
 
 
@@ -28,7 +31,9 @@ class EnergyNoise:
     degrees: float = 5.0
 
     def model(self) -> NoiseModel:
-        return Gaussian(self.scale) if self.law == "gaussian" else StudentT(self.degrees, self.scale)
+        return (
+            Gaussian(self.scale) if self.law == "gaussian" else StudentT(self.degrees, self.scale)
+        )
 
 
 @dataclass(frozen=True)
@@ -50,9 +55,13 @@ class MixtureConfig:
     n_runs: int = 64
     thin: int = 10
     start: float = 0.0
-    shards: int = field(default=1, metadata={"added_later": True})  # groups of runs, as many as processes or more
+    shards: int = field(
+        default=1, metadata={"added_later": True}
+    )  # groups of runs, as many as processes or more
     checkpoint_every: int = field(default=25_000, metadata={"added_later": True})  # steps
-    paper: dict[str, float] = field(default_factory=dict, metadata={"settable": False})  # the paper's own numbers
+    paper: dict[str, float] = field(
+        default_factory=dict, metadata={"settable": False}
+    )  # the paper's own numbers
 
     def mixture(self) -> GaussianMixture:
         return GaussianMixture(self.weights, self.means, self.stds)
@@ -75,7 +84,9 @@ class MixtureConfig:
             temperatures=self.temperatures,
             lr=self.lr,
             correction_factor=self.correction_factor,
-            noise=RunningMean(RepeatedDraws(self.measure_draws, self.measure_every), initial=self.initial_variance),
+            noise=RunningMean(
+                RepeatedDraws(self.measure_draws, self.measure_every), initial=self.initial_variance
+            ),
             n_steps=self.n_steps,
             n_runs=self.n_runs,
             thin=self.thin,
@@ -92,12 +103,19 @@ class MixtureConfig:
         )
 
     def measure(self, draws: Draws) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Metrics (means over runs with their standard errors) and traces for the figure, from finished or interrupted draws."""
+        """Metrics (means over runs with their standard errors) and traces for the figure, from
+        finished or interrupted draws.
+        """
         with few_threads(0):
             return self._measure(draws, self.mixture())
 
-    def _measure(self, draws: Draws, mixture: GaussianMixture) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        from torchrex.diagnostics import distance_curve, mean_and_error  # scipy takes a second to load
+    def _measure(
+        self, draws: Draws, mixture: GaussianMixture
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        from torchrex.diagnostics import (
+            distance_curve,
+            mean_and_error,
+        )  # scipy takes a second to load
 
         metrics: dict[str, Any] = {"n_steps": draws.n_steps, "n_runs": draws.n_chains}
 
@@ -120,11 +138,18 @@ class MixtureConfig:
         edges = torch.linspace(low, high, 201)
         counts = torch.stack([torch.histogram(row.float(), edges).hist for row in values])
         density = counts / (values.shape[1] * (edges[1] - edges[0]))
-        return metrics, {"curve_steps": torch.tensor(at), **curve, "edges": edges, "density": density}
+        return metrics, {
+            "curve_steps": torch.tensor(at),
+            **curve,
+            "edges": edges,
+            "density": density,
+        }
 
 
 def log_spaced(first: int, last: int, n: int = 25) -> list[int]:
-    """About `n` whole numbers from `first` to `last`, evenly spaced in the logarithm; `last` alone if it comes first."""
+    """About `n` whole numbers from `first` to `last`, evenly spaced in the logarithm; `last` alone
+    if it comes first.
+    """
     if last <= first:
         return [last]
     return sorted({round(first * (last / first) ** (k / (n - 1))) for k in range(n)})
@@ -135,15 +160,21 @@ CASES = {
     "case2": MixtureConfig("", means=(-4.0, 3.0), noise=EnergyNoise("student", 1.0, 5.0)),
     "case3": MixtureConfig("", means=(-6.0, 4.0), noise=EnergyNoise("student", 7.0, 10.0)),
 }
-# The paper's acceptance rates. It states that F = 1 makes no swaps in case 3, and gives none for the first two cases.
+# The paper's acceptance rates. It states that F = 1 makes no swaps in case 3, and gives none for
+# the first two cases.
 CASE3_ACCEPTANCE = {1.0: 0.0, 2.0: 0.004, 4.0: 0.071, math.inf: 0.46}
 
 
 def figure1_recipes() -> dict[str, MixtureConfig]:
-    """Every curve of figure 1: SGLD, naive and corrected reSGLD on each case, and all F on the third."""
+    """Every curve of figure 1: SGLD, naive and corrected reSGLD on each case, and all F on the
+    third.
+    """
     recipes = {}
     for case, config in CASES.items():
-        methods = {"sgld": replace(config, temperatures=(1.0,)), "naive": replace(config, correction_factor=math.inf)}
+        methods = {
+            "sgld": replace(config, temperatures=(1.0,)),
+            "naive": replace(config, correction_factor=math.inf),
+        }
         if case == "case3":
             for factor in (1.0, 2.0, 4.0):
                 methods[f"resgld-F{factor:g}"] = replace(config, correction_factor=factor)
@@ -153,5 +184,7 @@ def figure1_recipes() -> dict[str, MixtureConfig]:
             paper = {}
             if case == "case3" and method != "sgld":
                 paper = {"acceptance_rate": CASE3_ACCEPTANCE[chosen.correction_factor]}
-            recipes[f"figure1/{case}-{method}"] = replace(chosen, recipe=f"figure1/{case}-{method}", paper=paper)
+            recipes[f"figure1/{case}-{method}"] = replace(
+                chosen, recipe=f"figure1/{case}-{method}", paper=paper
+            )
     return recipes

@@ -1,4 +1,6 @@
-"""Where a run is computed and in which precision: what "auto" became, resolved before anything is written."""
+"""Where a run is computed and in which precision: what "auto" became, resolved before anything is
+written.
+"""
 
 from __future__ import annotations
 

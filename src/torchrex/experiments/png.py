@@ -13,7 +13,9 @@ def png(image: Tensor) -> bytes:
     height, width, channels = image.shape
     pixels = image.contiguous().numpy().tobytes()
     length = width * channels
-    rows = b"".join(b"\0" + pixels[row * length : (row + 1) * length] for row in range(height))  # 0: no filter
+    rows = b"".join(
+        b"\0" + pixels[row * length : (row + 1) * length] for row in range(height)
+    )  # 0: no filter
     colour = {1: 0, 3: 2}[channels]
     head = struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + b"".join(

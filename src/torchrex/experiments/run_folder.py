@@ -1,4 +1,6 @@
-"""A run on disk: `OUT/<recipe>/seed=<s>/` with config.json, result.json and tensors, and what every result.json has."""
+"""A run on disk: `OUT/<recipe>/seed=<s>/` with config.json, result.json and tensors, and what every
+result.json has.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from torchrex.experiments.place import Place
 from torchrex.experiments.recipes import Config
 from torchrex.posterior.draws_file import checksums, with_another_sha256
 
-RECIPE = re.compile(r"[A-Za-z0-9][\w.+-]*(/[A-Za-z0-9][\w.+-]*)*", re.ASCII)  # it names folders: no way up, none from the root
+RECIPE = re.compile(
+    r"[A-Za-z0-9][\w.+-]*(/[A-Za-z0-9][\w.+-]*)*", re.ASCII
+)  # it names folders: no way up, none from the root
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,12 @@ class RunFolder:
 
     @staticmethod
     def of(out: Path, recipe: str, seed: int) -> RunFolder:
-        if not isinstance(recipe, str) or not RECIPE.fullmatch(recipe) or isinstance(seed, bool) or not isinstance(seed, int):
+        if (
+            not isinstance(recipe, str)
+            or not RECIPE.fullmatch(recipe)
+            or isinstance(seed, bool)
+            or not isinstance(seed, int)
+        ):
             raise RunFolderError(
                 f"recipe {one_line(repr(recipe), 80)} with seed {one_line(repr(seed), 80)} names no run folder; a recipe has "
                 f"letters, digits, . _ + - and single slashes, a seed is a whole number"
@@ -48,7 +57,9 @@ class RunFolder:
         found = self._read("result.json")
         if found is not None and not isinstance(found.get("status"), str | None):
             path = self.path / "result.json"
-            raise RunFolderError(f"cannot read {path} (its status is no text); remove it or run again with --overwrite")
+            raise RunFolderError(
+                f"cannot read {path} (its status is no text); remove it or run again with --overwrite"
+            )
         return found
 
     @property
@@ -69,7 +80,9 @@ class RunFolder:
         try:
             return read_tensors(path)
         except UNREADABLE as error:
-            raise RunFolderError(f"cannot read {path} ({one_line(error)}); run it again with --overwrite") from None
+            raise RunFolderError(
+                f"cannot read {path} ({one_line(error)}); run it again with --overwrite"
+            ) from None
 
     def _read(self, name: str) -> dict[str, Any] | None:
         path = self.path / name
@@ -82,14 +95,20 @@ class RunFolder:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
-            raise RunFolderError(f"cannot read {path} ({one_line(error)}); remove it or run again with --overwrite") from None
+            raise RunFolderError(
+                f"cannot read {path} ({one_line(error)}); remove it or run again with --overwrite"
+            ) from None
 
     def make(self) -> None:
-        """Make the folder, or find it. One with links in it is refused: what is written there would go to another place."""
+        """Make the folder, or find it. One with links in it is refused: what is written there would
+        go to another place.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as failure:
-            raise RunFolderError(f"cannot make {self.path} ({failure.strerror}); choose another --out") from None
+            raise RunFolderError(
+                f"cannot make {self.path} ({failure.strerror}); choose another --out"
+            ) from None
         links = [path for path in (self.path, *self.path.iterdir()) if path.is_symlink()]
         if links:
             raise RunFolderError(
@@ -149,7 +168,15 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     replace_file(path, save(plain, checksums(plain)))
 
 
-UNREADABLE = (OSError, SafetensorError, ValueError, LookupError, TypeError, RuntimeError, RecursionError)
+UNREADABLE = (
+    OSError,
+    SafetensorError,
+    ValueError,
+    LookupError,
+    TypeError,
+    RuntimeError,
+    RecursionError,
+)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -170,9 +197,19 @@ def same_config(folder: RunFolder, config: Config) -> bool:
 
 
 def added_later(config: Any) -> dict[str, Any]:
-    """Settings that older runs do not know, with the value that leaves everything as it was: marked so in the config."""
-    return {field.name: to_json(field.default) for field in fields(config) if field.metadata.get("added_later")}
+    """Settings that older runs do not know, with the value that leaves everything as it was: marked
+    so in the config.
+    """
+    return {
+        field.name: to_json(field.default)
+        for field in fields(config)
+        if field.metadata.get("added_later")
+    }
 
 
 def versions() -> dict[str, str]:
-    return {"torchrex": torchrex.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "torchrex": torchrex.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }

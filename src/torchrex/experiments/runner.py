@@ -16,9 +16,9 @@ from torchrex.experiments.place import Place
 from torchrex.experiments.recipes import Config, DrawingConfig, TrainingConfig
 from torchrex.experiments.run_folder import RunFolder, named, same_config
 from torchrex.experiments.slot import Slot
-from torchrex.posterior.progress import Callback
+from torchrex.network import Outcome
 from torchrex.recording import Observer, open_logs
-from torchrex.training import Outcome
+from torchrex.recording.progress import Callback
 
 logger = logging.getLogger("torchrex")
 
@@ -38,9 +38,10 @@ def run_recipe(
 ) -> RunFolder:
     """Run one config with one seed into its folder.
 
-    A folder that holds a run already is left alone unless `overwrite` or `resume` says otherwise. Resuming goes on from the
-    checkpoints of an unfinished run, and does nothing about a finished one. `observers` watch, and logs of the names in `log`
-    ("jsonl", "tensorboard") are written into the folder; both are for networks.
+    A folder that holds a run already is left alone unless `overwrite` or `resume` says otherwise.
+    Resuming goes on from the checkpoints of an unfinished run, and does nothing about a finished
+    one. `observers` watch, and logs of the names in `log` ("jsonl", "tensorboard") are written into
+    the folder; both are for networks.
     """
     if isinstance(config, TrainingConfig):
         (folder,) = run_together(
@@ -60,17 +61,33 @@ def run_recipe(
     config.place(device)  # before anything is written
     crew, done = join(), False
     if open_logs(log, folder.path) and crew.is_first:
-        logger.warning("%s samples a density and keeps all its draws: --log is for networks, and writes nothing", config.recipe)
+        logger.warning(
+            "%s samples a density and keeps all its draws: --log is for networks, and writes nothing",
+            config.recipe,
+        )
     with crew.all_or_none("look at the run folder", RunFolderError):
         if crew.is_first:
             done = _is_there(folder, config, seed, overwrite=overwrite, resume=resume)
     if crew.first(done):
         return folder
-    return draw_into(folder, config, seed, device=device, overwrite=overwrite, resume=resume, budget=budget, progress=progress)
+    return draw_into(
+        folder,
+        config,
+        seed,
+        device=device,
+        overwrite=overwrite,
+        resume=resume,
+        budget=budget,
+        progress=progress,
+    )
 
 
-def _is_there(folder: RunFolder, config: DrawingConfig, seed: int, *, overwrite: bool, resume: bool) -> bool:
-    """Is the run of a density finished? Refuses to go on with a run that was not asked for, or that is another one."""
+def _is_there(
+    folder: RunFolder, config: DrawingConfig, seed: int, *, overwrite: bool, resume: bool
+) -> bool:
+    """Is the run of a density finished? Refuses to go on with a run that was not asked for, or that
+    is another one.
+    """
     tidy(folder)
     if _is_done(folder, config, overwrite=overwrite, resume=resume):
         return True
@@ -90,17 +107,27 @@ def run_together(
     observers: Sequence[Observer] = (),
     log: Sequence[str] = (),
 ) -> list[RunFolder]:
-    """Train configs of one company, each with its seed, side by side; no result depends on the others."""
+    """Train configs of one company, each with its seed, side by side; no result depends on the
+    others.
+    """
     place = jobs[0][0].place(device)  # that of all of a company; before anything is written
-    crew = join()  # of several processes the first keeps the folders, and what it meets there all of them meet
+    crew = (
+        join()
+    )  # of several processes the first keeps the folders, and what it meets there all of them meet
     folders = [RunFolder.of(out, config.recipe, seed) for config, seed in jobs]
-    slots = [Slot(config, seed, folder) for (config, seed), folder in zip(jobs, folders, strict=True)]
+    slots = [
+        Slot(config, seed, folder) for (config, seed), folder in zip(jobs, folders, strict=True)
+    ]
     chosen: list[int] = []
     with crew.all_or_none("look at the run folders", RunFolderError):
         if crew.is_first:
             for folder in folders:
                 beside.tidy(folder)
-            chosen = [k for k, s in enumerate(slots) if not _is_done(s.folder, s.config, overwrite=overwrite, resume=resume)]
+            chosen = [
+                k
+                for k, s in enumerate(slots)
+                if not _is_done(s.folder, s.config, overwrite=overwrite, resume=resume)
+            ]
             for k in chosen:
                 slots[k].require_room(overwrite=overwrite, resume=resume)
     slots = [slots[k] for k in crew.first(chosen)]
@@ -118,7 +145,10 @@ def run_together(
             for slot in slots if crew.is_first else ():
                 slot.begin(overwrite=overwrite)
         outcome, trained = slots[0].config.execute(
-            [Job(slot.config, slot.seed, slot.checkpoints, each) for slot, each in zip(slots, watching, strict=True)],
+            [
+                Job(slot.config, slot.seed, slot.checkpoints, each)
+                for slot, each in zip(slots, watching, strict=True)
+            ],
             device=device,
             resume=resume,
             budget=budget,
@@ -141,12 +171,16 @@ def run_together(
             _write_all(slots, outcome, trained, place)
     if trained[-1].failure is not None and all(one.failure is not None for one in trained):
         raise trained[-1].failure
-    if outcome.status == "finished" and outcome.signal:  # it came during the last save: the next one is not begun
+    if (
+        outcome.status == "finished" and outcome.signal
+    ):  # it came during the last save: the next one is not begun
         raise KeyboardInterrupt(outcome.signal)
     return folders
 
 
-def _write_all(slots: Sequence[Slot], outcome: Outcome, trained: Sequence[Trained], place: Place) -> None:
+def _write_all(
+    slots: Sequence[Slot], outcome: Outcome, trained: Sequence[Trained], place: Place
+) -> None:
     try:
         for slot, one in zip(slots, trained, strict=True):
             if one.failure is not None:
@@ -164,7 +198,9 @@ def _cannot_write(slot: Slot, failure: OSError) -> RunFolderError:
     return RunFolderError(f"cannot write {slot.folder.path} ({failure}); choose another --out")
 
 
-def require_room(jobs: Sequence[tuple[Config, int]], out: Path, *, overwrite: bool, resume: bool) -> None:
+def require_room(
+    jobs: Sequence[tuple[Config, int]], out: Path, *, overwrite: bool, resume: bool
+) -> None:
     """Refuse what would be refused later, when others of these jobs have run for hours."""
     crew = join()
     with crew.all_or_none("look at the run folders", RunFolderError):
@@ -174,7 +210,9 @@ def require_room(jobs: Sequence[tuple[Config, int]], out: Path, *, overwrite: bo
                 _is_there(folder, config, seed, overwrite=overwrite, resume=resume)
                 continue
             beside.tidy(folder)
-            if not _is_done(folder, config, overwrite=overwrite, resume=resume) and isinstance(config, TrainingConfig):
+            if not _is_done(folder, config, overwrite=overwrite, resume=resume) and isinstance(
+                config, TrainingConfig
+            ):
                 Slot(config, seed, folder).require_room(overwrite=overwrite, resume=resume)
 
 
@@ -186,7 +224,9 @@ def _is_done(folder: RunFolder, config: Config, *, overwrite: bool, resume: bool
     status, same = there.get("status"), same_config(folder, config)
     if resume and status == "finished" and same:
         return True
-    goes_on = isinstance(config, TrainingConfig) or (status != "finished" and (folder.path / "checkpoints").is_dir())
+    goes_on = isinstance(config, TrainingConfig) or (
+        status != "finished" and (folder.path / "checkpoints").is_dir()
+    )
     if resume and goes_on:
         return False  # and the slot looks at its settings
     ends = {"finished": "that is finished", None: "whose result.json does not say how it ended"}
@@ -198,6 +238,10 @@ def _is_done(folder: RunFolder, config: Config, *, overwrite: bool, resume: bool
     elif status == "finished":
         advice = "add --resume to keep it and run only what is missing, --overwrite to replace it"
     else:
-        advice = f"add {'--resume to go on with it, ' if goes_on else ''}--overwrite to begin it anew"
+        advice = (
+            f"add {'--resume to go on with it, ' if goes_on else ''}--overwrite to begin it anew"
+        )
     joined = " " if resume else "; "
-    raise RunFolderError(f"{folder.path} already holds a run {holds}{joined}{advice}, or choose another --out or --seed")
+    raise RunFolderError(
+        f"{folder.path} already holds a run {holds}{joined}{advice}, or choose another --out or --seed"
+    )

@@ -1,4 +1,6 @@
-"""The place of a run that trains: is there room, what waits beside it, what is undone if nothing came of it, what is written."""
+"""The place of a run that trains: is there room, what waits beside it, what is undone if nothing
+came of it, what is written.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,22 @@ from torchrex.experiments.jobs import Trained
 from torchrex.experiments.place import Place
 from torchrex.experiments.png import png
 from torchrex.experiments.recipes import TrainingConfig
-from torchrex.experiments.run_folder import RunFolder, header, is_finished, remove_if_empty, same_config, save_tensors
+from torchrex.experiments.run_folder import (
+    RunFolder,
+    header,
+    is_finished,
+    remove_if_empty,
+    same_config,
+    save_tensors,
+)
+from torchrex.network import Outcome
 from torchrex.recording import remove_logs
-from torchrex.training import Outcome
 
 
 class Slot:
-    """The folder of one run with checkpoints. A finished run that is overwritten waits beside it until the new one is."""
+    """The folder of one run with checkpoints. A finished run that is overwritten waits beside it
+    until the new one is.
+    """
 
     def __init__(self, config: TrainingConfig, seed: int, folder: RunFolder) -> None:
         self.config, self.seed, self.folder = config, seed, folder
@@ -49,7 +60,9 @@ class Slot:
             path.mkdir()
         elif overwrite:
             shutil.rmtree(self.checkpoints, ignore_errors=True)
-            (path / "result.json").unlink(missing_ok=True)  # it speaks of the checkpoints that are gone
+            (path / "result.json").unlink(
+                missing_ok=True
+            )  # it speaks of the checkpoints that are gone
             remove_logs(path)
         self.folder.write_text("config.json", dumps(self.config))
 
@@ -70,9 +83,18 @@ class Slot:
     def write(self, outcome: Outcome, trained: Trained, n_replicas: int, place: Place) -> None:
         finished = outcome.status == "finished"
         if finished:
-            save_tensors({**trained.trace.tensors(), **trained.tensors}, self.folder.path / "trace.safetensors")
+            save_tensors(
+                {**trained.trace.tensors(), **trained.tensors},
+                self.folder.path / "trace.safetensors",
+            )
         result = header(
-            self.config, self.seed, outcome.status, trained.metrics, trained.trace.swaps(), outcome.total_seconds, place
+            self.config,
+            self.seed,
+            outcome.status,
+            trained.metrics,
+            trained.trace.swaps(),
+            outcome.total_seconds,
+            place,
         )
         result["steps_done"] = trained.trace.n_steps
         result["replicas_side_by_side"] = n_replicas  # whose time the seconds are

@@ -1,4 +1,6 @@
-"""Bayesian logistic regression on tall data: minibatch replica exchange against the full-data Laplace approximation."""
+"""Bayesian logistic regression on tall data: minibatch replica exchange against the full-data
+Laplace approximation.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrex.density import sample
+from torchrex.density.sampling import Progress
 from torchrex.exchange import PairedVariance
 from torchrex.exchange.run import steps_on
 from torchrex.experiments.place import Place
-from torchrex.posterior import Draws, sample
-from torchrex.posterior.sampling import Progress
+from torchrex.posterior import Draws
 from torchrex.targets import TallPosterior, laplace, logistic_regression, simulate_logistic
 
 
@@ -22,9 +25,9 @@ from torchrex.targets import TallPosterior, laplace, logistic_regression, simula
 class LogisticConfig:
     """Simulated data, so that it runs anywhere; the learning rate is that of a mean loss.
 
-    The gap between the temperatures is small because the noise demands it: with minibatches of n out of N the paired noise of
-    the energy difference is about sqrt(2 dim N / n), and an unbiased test (F = 1) accepts only at inverse gaps of the order of
-    its inverse.
+    The gap between the temperatures is small because the noise demands it: with minibatches of n
+    out of N the paired noise of the energy difference is about sqrt(2 dim N / n), and an unbiased
+    test (F = 1) accepts only at inverse gaps of the order of its inverse.
     """
 
     recipe: str = field(metadata={"settable": False})
@@ -33,19 +36,25 @@ class LogisticConfig:
     batch_size: int = 256
     prior_precision: float = 1.0
     temperatures: tuple[float, ...] = (1.0, 1.02)
-    lr_of_mean: float = 0.004  # learning rate on the mean loss; on the summed energy it is this over n_data
+    lr_of_mean: float = (
+        0.004  # learning rate on the mean loss; on the summed energy it is this over n_data
+    )
     correction_factor: float = 1.0
     smoothing: float = 0.05
     n_steps: int = 40_000
     n_runs: int = 32
     thin: int = 20
     data_seed: int = 0
-    shards: int = field(default=1, metadata={"added_later": True})  # groups of runs, as many as processes or more
+    shards: int = field(
+        default=1, metadata={"added_later": True}
+    )  # groups of runs, as many as processes or more
     checkpoint_every: int = field(default=5_000, metadata={"added_later": True})  # steps
 
     def target(self) -> TallPosterior:
         features, labels, _ = simulate_logistic(self.n_data, self.dim, seed=self.data_seed)
-        return logistic_regression(features, labels, prior_precision=self.prior_precision, batch_size=self.batch_size)
+        return logistic_regression(
+            features, labels, prior_precision=self.prior_precision, batch_size=self.batch_size
+        )
 
     def place(self, device: str) -> Place:
         return Place(steps_on("cpu" if device == "auto" else device))
@@ -97,7 +106,10 @@ class LogisticConfig:
         ratio = draws.std() / sd
         metrics["largest_mean_error_in_sd"] = float(error.abs().max())
         metrics["largest_mean_error_se"] = float((draws.standard_error() / sd).max())
-        metrics["smallest_sd_ratio"], metrics["largest_sd_ratio"] = float(ratio.min()), float(ratio.max())
+        metrics["smallest_sd_ratio"], metrics["largest_sd_ratio"] = (
+            float(ratio.min()),
+            float(ratio.max()),
+        )
         if len(draws.accepted):
             rate, rate_error = mean_and_error(draws.accepted[0] / draws.proposed[0])
             metrics |= {"acceptance_rate": rate, "acceptance_rate_se": rate_error}

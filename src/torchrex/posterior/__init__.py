@@ -4,7 +4,6 @@ from torchrex.posterior.arviz_export import to_arviz, trace_to_datatree
 from torchrex.posterior.average import PosteriorAverage
 from torchrex.posterior.draws import Draws
 from torchrex.posterior.metrics import Prediction, classification_metrics, predictive_entropy
-from torchrex.posterior.sampling import collect, sample
 from torchrex.posterior.store import DrawStore
 
 __all__ = [
@@ -13,9 +12,7 @@ __all__ = [
     "PosteriorAverage",
     "Prediction",
     "classification_metrics",
-    "collect",
     "predictive_entropy",
-    "sample",
     "to_arviz",
     "trace_to_datatree",
 ]

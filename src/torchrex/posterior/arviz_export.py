@@ -1,4 +1,5 @@
-"""How a run looks to ArviZ: an xarray DataTree with its schema's groups, and one of our own for the ladder.
+"""How a run looks to ArviZ: an xarray DataTree with its schema's groups, and one of our own for the
+ladder.
 
     posterior          x (chain, draw, coordinate)                                          draws of rung 0; densities only
                        or, of one coordinate alone, its name or x (chain, draw)
@@ -6,9 +7,10 @@
     replica_exchange   energy, replica_at (chain, draw, rung), noise_variance, [correction, swaps] (chain, draw, pair),
                        accepted, proposed (chain, pair)                                     how the ladder behaved
 
-A chain is an independent run, pair k is rungs k and k + 1, and every group has the coordinate `step`: how many steps were done.
-The energy is a minibatch estimate and therefore neither `lp` nor `energy` of the schema, which ArviZ takes for exact. All of
-`sample_stats` has the axes chain and draw, so that `az.summary(..., group="sample_stats")` works: totals are not in it.
+A chain is an independent run, pair k is rungs k and k + 1, and every group has the coordinate
+`step`: how many steps were done. The energy is a minibatch estimate and therefore neither `lp` nor
+`energy` of the schema, which ArviZ takes for exact. All of `sample_stats` has the axes chain and
+draw, so that `az.summary(..., group="sample_stats")` works: totals are not in it.
 """
 
 from __future__ import annotations
@@ -51,33 +53,54 @@ def import_extra(name: str) -> Any:
     """ArviZ or xarray, or one line that says how to get it."""
     try:
         with warnings.catch_warnings():
-            # Once a day ArviZ 0.23 announces version 1. `to_arviz` serves both, so there is nothing to do about it.
-            warnings.filterwarnings("ignore", message=r"\s*ArviZ is undergoing", category=FutureWarning)
+            # Once a day ArviZ 0.23 announces version 1. `to_arviz` serves both, so there is nothing
+            # to do about it.
+            warnings.filterwarnings(
+                "ignore", message=r"\s*ArviZ is undergoing", category=FutureWarning
+            )
             return importlib.import_module(name)
     except ImportError:
-        raise MissingDependencyError(f"this needs {name}, which is not installed: pip install 'torchrex[diagnostics]'") from None
+        raise MissingDependencyError(
+            f"this needs {name}, which is not installed: pip install 'torchrex[diagnostics]'"
+        ) from None
 
 
 def to_arviz(tree: DataTree) -> Any:
-    """The tree as the functions of the installed ArviZ take it: itself from version 1 on, an InferenceData before."""
+    """The tree as the functions of the installed ArviZ take it: itself from version 1 on, an
+    InferenceData before.
+    """
     arviz = import_extra("arviz")
-    return tree if int(arviz.__version__.split(".")[0]) >= 1 else arviz.InferenceData.from_datatree(tree)
+    return (
+        tree
+        if int(arviz.__version__.split(".")[0]) >= 1
+        else arviz.InferenceData.from_datatree(tree)
+    )
 
 
 def draws_to_datatree(draws: Draws, names: Sequence[str] | None = None) -> DataTree:
     """The draws of a density; `names` are those of its coordinates, numbers if not given."""
     labels = coordinate_labels(names, draws.values.shape[2])
     if names and any(label in AXES or "/" in str(label) for label in labels):
-        raise InvalidArgumentError(f"names must hold no slash and be none of {', '.join(AXES)}, which are axes, got {names!r}")
+        raise InvalidArgumentError(
+            f"names must hold no slash and be none of {', '.join(AXES)}, which are axes, got {names!r}"
+        )
     per_draw = {  # (chain, draw, rung or pair)
-        name: getattr(draws, name).permute(2, 0, 1) for name in ("energy", "replica_at", "noise_variance")
+        name: getattr(draws, name).permute(2, 0, 1)
+        for name in ("energy", "replica_at", "noise_variance")
     }
     totals = {"accepted": draws.accepted.T, "proposed": draws.proposed.T}
     about = {"n_steps": draws.n_steps, "status": draws.status, "settings": _as_json(draws.settings)}
     if len(labels) == 1:
         # A scalar: the table of ArviZ says x, and not x[x].
         (title,) = coordinate_titles(names, 1)
-        return _tree({title: (("chain", "draw"), draws.values[:, :, 0])}, {}, per_draw, totals, draws.steps, about)
+        return _tree(
+            {title: (("chain", "draw"), draws.values[:, :, 0])},
+            {},
+            per_draw,
+            totals,
+            draws.steps,
+            about,
+        )
     posterior = {"x": (("chain", "draw", "coordinate"), draws.values)}
     # Names as objects: zarr 3 has no settled format for numpy's text of fixed length, and warns.
     coordinate = np.array(labels, dtype=object if names else int)
@@ -90,36 +113,53 @@ def trace_to_datatree(
     burn_in: int = 0,
     settings: Mapping[str, Any] | None = None,
 ) -> DataTree:
-    """What `Trace.tensors()` or the trace.safetensors of a network's run holds; several runs become the chains.
+    """What `Trace.tensors()` or the trace.safetensors of a network's run holds; several runs become
+    the chains.
 
-    There are no posterior values: name the group, as in `az.summary(to_arviz(tree), group="sample_stats")`. Kept steps up to
-    `burn_in` are left out; `settings` is whatever describes the runs and goes into the attributes.
+    There are no posterior values: name the group, as in `az.summary(to_arviz(tree),
+    group="sample_stats")`. Kept steps up to `burn_in` are left out; `settings` is whatever
+    describes the runs and goes into the attributes.
     """
     traces = [traces] if isinstance(traces, Mapping) else list(traces)
     if isinstance(burn_in, bool) or not isinstance(burn_in, int) or burn_in < 0:
         raise InvalidArgumentError(f"burn_in must be a whole number >= 0, got {burn_in!r}")
     if not traces:
-        raise InvalidArgumentError("there is no trace to export; give the tensors of at least one run")
+        raise InvalidArgumentError(
+            "there is no trace to export; give the tensors of at least one run"
+        )
     for chain, trace in enumerate(traces):
         missing = [name for name in TRACE_TENSORS if name not in trace]
         if missing:
             raise InvalidArgumentError(
                 f"trace {chain} has no {', '.join(missing)}; give what Trace.tensors() returns after at least one step"
             )
-        if not torch.equal(trace["steps"], traces[0]["steps"]) or trace["energy"].shape != traces[0]["energy"].shape:
+        if (
+            not torch.equal(trace["steps"], traces[0]["steps"])
+            or trace["energy"].shape != traces[0]["energy"].shape
+        ):
             raise InvalidArgumentError(
                 f"chains must keep the same steps on as many rungs, but trace 0 has {_extent(traces[0])} and trace {chain} "
                 f"{_extent(trace)}; export them one by one"
             )
-    steps = traces[0]["steps"] + 1  # a trace numbers steps from 0, draws and `step` count how many were done
+    steps = (
+        traces[0]["steps"] + 1
+    )  # a trace numbers steps from 0, draws and `step` count how many were done
     kept = steps > burn_in
     if not kept.any():
-        raise InvalidArgumentError(f"burn_in={burn_in} leaves no step of {_extent(traces[0])}; lower it")
-    names = [name for name in ("energy", "replica_at", "noise_variance", "correction") if all(name in t for t in traces)]
+        raise InvalidArgumentError(
+            f"burn_in={burn_in} leaves no step of {_extent(traces[0])}; lower it"
+        )
+    names = [
+        name
+        for name in ("energy", "replica_at", "noise_variance", "correction")
+        if all(name in t for t in traces)
+    ]
     per_draw = {name: torch.stack([trace[name] for trace in traces])[:, kept] for name in names}
     if all("swap_steps" in trace for trace in traces):
         per_draw["swaps"] = torch.stack([_swaps_between(trace) for trace in traces])[:, kept]
-    totals = {name: torch.stack([trace[name] for trace in traces]) for name in ("accepted", "proposed")}
+    totals = {
+        name: torch.stack([trace[name] for trace in traces]) for name in ("accepted", "proposed")
+    }
     return _tree(None, {}, per_draw, totals, steps[kept], {"settings": _as_json(settings or {})})
 
 
@@ -128,13 +168,21 @@ def coordinate_labels(names: Sequence[str] | None, dim: int) -> list[str] | list
     if names is None:
         return list(range(dim))
     labels = [names] if isinstance(names, str) else list(names)
-    if not all(isinstance(name, str) for name in labels) or len(labels) != dim or len(set(labels)) != dim:
-        raise InvalidArgumentError(f"names must be {dim} different strings, one for each coordinate, got {names!r}")
+    if (
+        not all(isinstance(name, str) for name in labels)
+        or len(labels) != dim
+        or len(set(labels)) != dim
+    ):
+        raise InvalidArgumentError(
+            f"names must be {dim} different strings, one for each coordinate, got {names!r}"
+        )
     return labels
 
 
 def coordinate_titles(names: Sequence[str] | None, dim: int) -> list[str]:
-    """The coordinates as tables and pictures call them: x[a], x[b]; one alone is called by its name, or x."""
+    """The coordinates as tables and pictures call them: x[a], x[b]; one alone is called by its
+    name, or x.
+    """
     labels = coordinate_labels(names, dim)
     if dim == 1:
         return ["x" if names is None else str(labels[0])]
@@ -153,20 +201,32 @@ def _tree(
     n_chains, n_draws, n_rungs = per_draw["energy"].shape
     n_pairs = totals["accepted"].shape[1]
     about = {**_library(), **about}
-    axes = {"chain": list(range(n_chains)), "draw": list(range(n_draws)), "step": ("draw", _numpy(steps))}
+    axes = {
+        "chain": list(range(n_chains)),
+        "draw": list(range(n_draws)),
+        "step": ("draw", _numpy(steps)),
+    }
     pairs = {"pair": list(range(n_pairs))} if n_pairs else {}
 
-    def dataset(variables: dict[str, tuple[tuple[str, ...], Tensor]], coords: dict[str, Any]) -> Any:
+    def dataset(
+        variables: dict[str, tuple[tuple[str, ...], Tensor]], coords: dict[str, Any]
+    ) -> Any:
         # One rung has no pairs, and ArviZ stumbles over an empty axis.
         data = {
-            name: (dims, _numpy(values), {"description": MEANINGS[name]} if name in MEANINGS else {})
+            name: (
+                dims,
+                _numpy(values),
+                {"description": MEANINGS[name]} if name in MEANINGS else {},
+            )
             for name, (dims, values) in variables.items()
             if "pair" not in dims or n_pairs
         }
         return xarray.Dataset(data, {**axes, **coords}, about)
 
     replica = per_draw["replica_at"][:, :, 0]
-    swapped = torch.zeros_like(replica, dtype=torch.int8)  # not bool: az.summary of version 1 takes differences
+    swapped = torch.zeros_like(
+        replica, dtype=torch.int8
+    )  # not bool: az.summary of version 1 takes differences
     swapped[:, 1:] = replica[:, 1:] != replica[:, :-1]
     by_pair = ("chain", "draw", "pair")
     groups = {} if posterior is None else {"posterior": dataset(posterior, posterior_coords)}
@@ -204,7 +264,9 @@ def _library() -> dict[str, str]:
 
 
 def _as_json(settings: Mapping[str, Any]) -> str:
-    """Attributes of netCDF are numbers and text; nothing else of the settings needs to be computed with."""
+    """Attributes of netCDF are numbers and text; nothing else of the settings needs to be computed
+    with.
+    """
     return json.dumps(dict(settings), default=str)
 
 
@@ -215,7 +277,9 @@ def _numpy(values: Tensor) -> Any:
 
 
 def _swaps_between(trace: Mapping[str, Tensor]) -> Tensor:
-    """How many swaps of each pair were made after the kept step before, up to each kept step: (draws, pairs)."""
+    """How many swaps of each pair were made after the kept step before, up to each kept step:
+    (draws, pairs).
+    """
     steps, n_pairs = trace["steps"], trace["noise_variance"].shape[1]
     kept = torch.searchsorted(steps, trace["swap_steps"])  # the first kept step not before the swap
     inside = kept < len(steps)  # swaps after the last kept step belong to none

@@ -1,8 +1,10 @@
-"""The posterior average of a classifier, taken while the run goes: sums over draws, never the draws themselves.
+"""The posterior average of a classifier, taken while the run goes: sums over draws, never the draws
+themselves.
 
-A draw is the output of the replica that stands on a rung, over all of `data`. Kept are, for every recorded rung, the sums of
-softmax(logits), of the logits and of the entropies, and the newest logits: memory does not grow with the number of draws.
-Every pass over `data` must show the same examples in the same order; a shuffled loader is noticed by its labels.
+A draw is the output of the replica that stands on a rung, over all of `data`. Kept are, for every
+recorded rung, the sums of softmax(logits), of the logits and of the entropies, and the newest
+logits: memory does not grow with the number of draws. Every pass over `data` must show the same
+examples in the same order; a shuffled loader is noticed by its labels.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from torch import Tensor, nn
 from torchrex import notebook
 from torchrex.distributed import is_first
 from torchrex.errors import CheckpointError, InvalidArgumentError
-from torchrex.exchange.batches import require_no_dataset
 from torchrex.posterior.metrics import classification_metrics, predictive_entropy
 from torchrex.posterior.predictions import Examples, predict_all
+from torchrex.targets import require_no_dataset
 
 if TYPE_CHECKING:
     from torchrex.posterior.store import DrawStore
@@ -39,11 +41,13 @@ class PredictingRun(Protocol):
 
 
 class PosteriorAverage:
-    """Streaming average of predictions: one draw every `every` steps after `burn_in`, of the replicas on `rungs`.
+    """Streaming average of predictions: one draw every `every` steps after `burn_in`, of the
+    replicas on `rungs`.
 
-    `data` is any re-iterable of batches as they are given in training. With a `store` the weights of every draw go there as well.
-    Only rung 0 samples the posterior; hotter rungs are recorded to be compared with it, or pooled with `rung=None`. With
-    `history` the accuracies after every draw are kept as well.
+    `data` is any re-iterable of batches as they are given in training. With a `store` the weights
+    of every draw go there as well. Only rung 0 samples the posterior; hotter rungs are recorded to
+    be compared with it, or pooled with `rung=None`. With `history` the accuracies after every draw
+    are kept as well.
     """
 
     def __init__(
@@ -59,24 +63,34 @@ class PosteriorAverage:
     ) -> None:
         for name, value, least in (("every", every, 1), ("burn_in", burn_in, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InvalidArgumentError(f"{name} must be a whole number >= {least}, got {value!r}")
-        whole = all(isinstance(rung, int) and not isinstance(rung, bool) and rung >= 0 for rung in rungs)
+                raise InvalidArgumentError(
+                    f"{name} must be a whole number >= {least}, got {value!r}"
+                )
+        whole = all(
+            isinstance(rung, int) and not isinstance(rung, bool) and rung >= 0 for rung in rungs
+        )
         if not whole or not 0 < len(set(rungs)) == len(rungs):
-            raise InvalidArgumentError(f"rungs must be different whole numbers >= 0, coldest is 0, got {rungs!r}")
+            raise InvalidArgumentError(
+                f"rungs must be different whole numbers >= 0, coldest is 0, got {rungs!r}"
+            )
         require_no_dataset(data, shuffle=False)
         if iter(data) is data:
             raise InvalidArgumentError(
                 f"data can be read only once ({type(data).__name__}); give a list of batches or a DataLoader with shuffle=False"
             )
         if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
-            raise InvalidArgumentError("data must give batches, got one tuple of tensors: give a DataLoader or a list [(x, y)]")
+            raise InvalidArgumentError(
+                "data must give batches, got one tuple of tensors: give a DataLoader or a list [(x, y)]"
+            )
         self.data, self.every, self.burn_in, self.rungs = data, every, burn_in, tuple(rungs)
         self.store, self.target_key = store, target_key
         self._history: list[Tensor] | None = [] if history else None
         self._n_draws = 0
         self._last_step = -1
         self._examples: Examples | None = None
-        self._sums: dict[str, Tensor] = {}  # `probabilities`, `logits`: (rungs, n, classes); `entropy`: (rungs, n)
+        self._sums: dict[
+            str, Tensor
+        ] = {}  # `probabilities`, `logits`: (rungs, n, classes); `entropy`: (rungs, n)
         self._last: Tensor | None = None  # (rungs, n, classes): logits of the newest draw
 
     @property
@@ -86,7 +100,8 @@ class PosteriorAverage:
 
     @torch.no_grad()
     def update(self, run: PredictingRun) -> bool:
-        """Take a draw if it is due: `n_steps > burn_in` and `n_steps - burn_in` a multiple of `every`. True if it did.
+        """Take a draw if it is due: `n_steps > burn_in` and `n_steps - burn_in` a multiple of
+        `every`. True if it did.
 
         If anything is wrong with the draw, the average stays as it was.
         """
@@ -99,7 +114,9 @@ class PosteriorAverage:
         if step == self._last_step or step <= self.burn_in or (step - self.burn_in) % self.every:
             return False
         if max(self.rungs) >= run.n_rungs:
-            raise InvalidArgumentError(f"rungs={self.rungs} asks for rung {max(self.rungs)}, but the run has {run.n_rungs} rungs")
+            raise InvalidArgumentError(
+                f"rungs={self.rungs} asks for rung {max(self.rungs)}, but the run has {run.n_rungs} rungs"
+            )
         logits, probabilities, examples = predict_all(
             self.data,
             lambda batch, k: run.predict(batch, rung=self.rungs[k]),
@@ -112,15 +129,23 @@ class PosteriorAverage:
                 f"logits (rungs, n, classes) changed shape from {tuple(self._last.shape)} to {tuple(logits.shape)}"
             )
         if self._history is not None and not examples.labelled:  # before anything is added
-            raise InvalidArgumentError("history needs targets, but the batches of data hold inputs alone; give batches (x, y)")
+            raise InvalidArgumentError(
+                "history needs targets, but the batches of data hold inputs alone; give batches (x, y)"
+            )
         if self.store is not None:
             for rung in self.rungs:
                 module = run.live_module_at(rung)  # which every process must ask for
                 if is_first():
                     self.store.add(module, step=step, rung=rung)
-        terms = {"probabilities": probabilities, "logits": logits.double(), "entropy": predictive_entropy(probabilities)}
+        terms = {
+            "probabilities": probabilities,
+            "logits": logits.double(),
+            "entropy": predictive_entropy(probabilities),
+        }
         for name, term in terms.items():
-            self._sums[name] = term if name not in self._sums else self._sums[name].to(term.device).add_(term)
+            self._sums[name] = (
+                term if name not in self._sums else self._sums[name].to(term.device).add_(term)
+            )
         self._last, self._last_step = logits, step
         self._examples = examples if self._examples is None else self._examples
         self._n_draws += 1
@@ -129,31 +154,43 @@ class PosteriorAverage:
         return True
 
     def _accuracies(self) -> Tensor:
-        """(kinds, rungs + 1), the last column pooled: of the mean probabilities, of the summed logits, of the newest draw alone.
+        """(kinds, rungs + 1), the last column pooled: of the mean probabilities, of the summed
+        logits, of the newest draw alone.
 
         It stays on the device: nothing waits.
         """
         assert self._last is not None
         kinds = self._sums["probabilities"], self._sums["logits"], self._last.double().softmax(-1)
-        votes = torch.stack([torch.cat([sums, sums.sum(0, keepdim=True)]).argmax(-1) for sums in kinds])
+        votes = torch.stack(
+            [torch.cat([sums, sums.sum(0, keepdim=True)]).argmax(-1) for sums in kinds]
+        )
         return (votes == self.labels.to(votes.device)).double().mean(-1)
 
     def history(self, rung: int | None = 0) -> dict[str, Tensor]:
-        """After each draw: its `step`, and accuracies of the mean `probabilities`, the summed `logits`, the `last` draw alone."""
+        """After each draw: its `step`, and accuracies of the mean `probabilities`, the summed
+        `logits`, the `last` draw alone.
+        """
         if self._history is None:
             raise InvalidArgumentError("no history was kept; make the average with history=True")
         self._rows(rung)
         column = len(self.rungs) if rung is None else self.rungs.index(rung)
         values = torch.stack([row.cpu() for row in self._history])[..., column]
         steps = self.burn_in + self.every * torch.arange(1, self._n_draws + 1)
-        return {"step": steps, **dict(zip(("probabilities", "logits", "last"), values.unbind(1), strict=True))}
+        return {
+            "step": steps,
+            **dict(zip(("probabilities", "logits", "last"), values.unbind(1), strict=True)),
+        }
 
     def probabilities(self, rung: int | None = 0) -> Tensor:
-        """Mean over draws of softmax(logits), (n, classes), float64; `rung=None` pools all recorded rungs."""
+        """Mean over draws of softmax(logits), (n, classes), float64; `rung=None` pools all recorded
+        rungs.
+        """
         return self._sum("probabilities", rung) / self._count(rung)
 
     def logit_sum(self, rung: int | None = 0) -> Tensor:
-        """Sum over draws of the raw logits, (n, classes), as Deng et al. (2020) averaged; metrics take softmax of their mean."""
+        """Sum over draws of the raw logits, (n, classes), as Deng et al. (2020) averaged; metrics
+        take softmax of their mean.
+        """
         return self._sum("logits", rung)
 
     def predictive_entropy(self, rung: int | None = 0) -> Tensor:
@@ -161,13 +198,20 @@ class PosteriorAverage:
         return predictive_entropy(self.probabilities(rung))
 
     def mutual_information(self, rung: int | None = 0) -> Tensor:
-        """Entropy of the mean minus mean of the entropies, (n,): what the draws disagree about; >= 0 up to rounding."""
+        """Entropy of the mean minus mean of the entropies, (n,): what the draws disagree about; >=
+        0 up to rounding.
+        """
         return self.predictive_entropy(rung) - self._sum("entropy", rung) / self._count(rung)
 
     def metrics(
-        self, rung: int | None = 0, *, of: Literal["probabilities", "logits", "last"] = "probabilities"
+        self,
+        rung: int | None = 0,
+        *,
+        of: Literal["probabilities", "logits", "last"] = "probabilities",
     ) -> dict[str, float]:
-        """`accuracy`, `nll`, `brier`, `ece` of the mean probabilities, of softmax(mean logits), or of the newest draw alone."""
+        """`accuracy`, `nll`, `brier`, `ece` of the mean probabilities, of softmax(mean logits), or
+        of the newest draw alone.
+        """
         if of == "probabilities":
             probabilities = self.probabilities(rung)
         elif of == "logits":
@@ -177,7 +221,9 @@ class PosteriorAverage:
             assert self._last is not None
             probabilities = self._last[rows].double().softmax(-1).mean(0)
         else:
-            raise InvalidArgumentError(f"of must be 'probabilities', 'logits' or 'last', got {of!r}")
+            raise InvalidArgumentError(
+                f"of must be 'probabilities', 'logits' or 'last', got {of!r}"
+            )
         return classification_metrics(probabilities, self.labels)
 
     @property
@@ -186,7 +232,9 @@ class PosteriorAverage:
         self._rows(None)
         assert self._examples is not None
         if not self._examples.labelled:
-            raise InvalidArgumentError("the batches of data hold inputs alone, without targets; give batches (x, y)")
+            raise InvalidArgumentError(
+                "the batches of data hold inputs alone, without targets; give batches (x, y)"
+            )
         return self._examples.marks
 
     def _settings(self) -> dict[str, Any]:
@@ -194,7 +242,9 @@ class PosteriorAverage:
         return {"every": self.every, "burn_in": self.burn_in, "rungs": list(self.rungs), **kept}
 
     def state_dict(self) -> dict[str, Any]:
-        """All that an exact continuation needs, the store's state included: nested dicts of tensors and plain values."""
+        """All that an exact continuation needs, the store's state included: nested dicts of tensors
+        and plain values.
+        """
         tensors = {f"sum.{name}": value.clone() for name, value in self._sums.items()}
         if self._last is not None and self._examples is not None:
             tensors |= {"last": self._last.clone(), "marks": self._examples.marks.clone()}
@@ -210,20 +260,33 @@ class PosteriorAverage:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to a `state_dict`, and the store with it; refused if it was taken with other settings."""
+        """Go back to a `state_dict`, and the store with it; refused if it was taken with other
+        settings.
+        """
         settings = self._settings()
         try:
             given = {**state["settings"], "rungs": list(state["settings"]["rungs"])}
-            n_draws, last_step, labelled = int(state["n_draws"]), int(state["last_step"]), bool(state["labelled"])
+            n_draws, last_step, labelled = (
+                int(state["n_draws"]),
+                int(state["last_step"]),
+                bool(state["labelled"]),
+            )
             tensors = {name: tensor.clone() for name, tensor in state["tensors"].items()}
             last, marks = (tensors.pop("last"), tensors.pop("marks")) if n_draws else (None, None)
             history = tensors.pop("history", None)
-            sums = {name: tensors[f"sum.{name}"] for name in (("probabilities", "logits", "entropy") if n_draws else ())}
+            sums = {
+                name: tensors[f"sum.{name}"]
+                for name in (("probabilities", "logits", "entropy") if n_draws else ())
+            }
             store = state["store"]
         except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"not the state of a PosteriorAverage ({error!r}); give what state_dict returned") from None
+            raise CheckpointError(
+                f"not the state of a PosteriorAverage ({error!r}); give what state_dict returned"
+            ) from None
         if given != settings:
-            raise CheckpointError(f"the state was taken with {given}, this average has {settings}; use the same settings")
+            raise CheckpointError(
+                f"the state was taken with {given}, this average has {settings}; use the same settings"
+            )
         if (store is None) != (self.store is None):
             raise CheckpointError(
                 "the state holds draws of a store, but this average has none; pass store=DrawStore(...)"
@@ -245,7 +308,9 @@ class PosteriorAverage:
                 f"(burn_in={self.burn_in}, every={self.every})"
             )
         if rung is not None and rung not in self.rungs:
-            raise InvalidArgumentError(f"rung {rung!r} is not recorded; ask for one of {self.rungs}, or None to pool them")
+            raise InvalidArgumentError(
+                f"rung {rung!r} is not recorded; ask for one of {self.rungs}, or None to pool them"
+            )
         return list(range(len(self.rungs))) if rung is None else [self.rungs.index(rung)]
 
     def _sum(self, name: str, rung: int | None) -> Tensor:
@@ -257,13 +322,18 @@ class PosteriorAverage:
 
     def _repr_html_(self) -> str:
         when = "at every step" if self.every == 1 else f"one every {self.every:,} steps"
-        told = f"{self._n_draws:,} draws, {when}{f' after {self.burn_in:,}' if self.burn_in else ''}"
+        told = (
+            f"{self._n_draws:,} draws, {when}{f' after {self.burn_in:,}' if self.burn_in else ''}"
+        )
         if self._examples is None or not self._examples.labelled:
             return notebook.panel("PosteriorAverage", told)
         rungs = [*self.rungs, None] if len(self.rungs) > 1 else list(self.rungs)
         metrics = [self.metrics(rung) for rung in rungs]
         names = ["all pooled" if rung is None else str(rung) for rung in rungs]
-        rows = [(name, *(f"{value:.4g}" for value in found.values())) for name, found in zip(names, metrics, strict=True)]
+        rows = [
+            (name, *(f"{value:.4g}" for value in found.values()))
+            for name, found in zip(names, metrics, strict=True)
+        ]
         return notebook.panel("PosteriorAverage", told, notebook.table(("rung", *metrics[0]), rows))
 
     def __repr__(self) -> str:

@@ -1,4 +1,6 @@
-"""One pass of models over data: what a batch is, what the outputs must be, and whether every pass shows the same examples."""
+"""One pass of models over data: what a batch is, what the outputs must be, and whether every pass
+shows the same examples.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,24 @@ class Examples:
 
 
 def split_batch(batch: Any, target_key: str) -> tuple[Any, Tensor | None]:
-    """Inputs and target of a batch: `(x, ..., y)`, a dict with `target_key`, or inputs alone as a tensor or `(x,)`."""
+    """Inputs and target of a batch: `(x, ..., y)`, a dict with `target_key`, or inputs alone as a
+    tensor or `(x,)`.
+    """
     if isinstance(batch, Tensor):
         return (batch,), None
     if isinstance(batch, Mapping):
         if target_key not in batch:
-            raise InvalidArgumentError(f"a batch has no {target_key!r}, only {sorted(batch)}; name it with target_key=...")
-        return {name: value for name, value in batch.items() if name != target_key}, batch[target_key]
+            raise InvalidArgumentError(
+                f"a batch has no {target_key!r}, only {sorted(batch)}; name it with target_key=..."
+            )
+        return {name: value for name, value in batch.items() if name != target_key}, batch[
+            target_key
+        ]
     if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) > 0:
         return (tuple(batch[:-1]), batch[-1]) if len(batch) > 1 else (tuple(batch), None)
-    raise InvalidArgumentError(f"a batch must be a tuple (x, ..., y), a dict or a tensor, got {type(batch).__name__}")
+    raise InvalidArgumentError(
+        f"a batch must be a tuple (x, ..., y), a dict or a tensor, got {type(batch).__name__}"
+    )
 
 
 def _marks_of(batch: Any, n: int, target_key: str) -> tuple[Tensor, bool]:
@@ -38,9 +48,20 @@ def _marks_of(batch: Any, n: int, target_key: str) -> tuple[Tensor, bool]:
     inputs, target = split_batch(batch, target_key)
     if target is None:
         return inputs[0].detach().reshape(n, -1).double().mean(1), False
-    if not isinstance(target, Tensor) or target.shape != (n,) or target.is_floating_point() or target.is_complex():
-        got = f"{target.dtype} of shape {tuple(target.shape)}" if isinstance(target, Tensor) else type(target).__name__
-        raise InvalidArgumentError(f"the target of a batch of {n} must be {n} class numbers, got {got}")
+    if (
+        not isinstance(target, Tensor)
+        or target.shape != (n,)
+        or target.is_floating_point()
+        or target.is_complex()
+    ):
+        got = (
+            f"{target.dtype} of shape {tuple(target.shape)}"
+            if isinstance(target, Tensor)
+            else type(target).__name__
+        )
+        raise InvalidArgumentError(
+            f"the target of a batch of {n} must be {n} class numbers, got {got}"
+        )
     return target.detach().long(), True
 
 
@@ -52,9 +73,11 @@ def predict_all(
     first: Examples | None,
     target_key: str,
 ) -> tuple[Tensor, Tensor, Examples]:
-    """Logits (models, n, classes) and float64 probabilities of one pass over `data`, checked against the `first` pass.
+    """Logits (models, n, classes) and float64 probabilities of one pass over `data`, checked
+    against the `first` pass.
 
-    `predict(batch, k)` gives the logits of model k, called `names[k]` in error messages. One host synchronisation, at the end.
+    `predict(batch, k)` gives the logits of model k, called `names[k]` in error messages. One host
+    synchronisation, at the end.
     """
     logits: list[list[Tensor]] = [[] for _ in names]
     marks: list[Tensor] = []
@@ -62,28 +85,48 @@ def predict_all(
     for batch in data:
         for model, name in enumerate(names):
             output = predict(batch, model)
-            if not isinstance(output, Tensor) or output.ndim != 2 or output.shape[1] < 2 or not output.is_floating_point():
-                got = f"{output.dtype} of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            if (
+                not isinstance(output, Tensor)
+                or output.ndim != 2
+                or output.shape[1] < 2
+                or not output.is_floating_point()
+            ):
+                got = (
+                    f"{output.dtype} of shape {tuple(output.shape)}"
+                    if isinstance(output, Tensor)
+                    else type(output).__name__
+                )
                 raise InvalidArgumentError(
                     f"outputs must be logits (n, classes) of at least two classes, but {name} gave {got}; "
                     "a posterior average is made for classifiers"
                 )
-            # A captured model may write its next output into the same memory, hence the copy before the next call.
+            # A captured model may write its next output into the same memory, hence the copy before
+            # the next call.
             logits[model].append(output.detach().clone())
         mark, labelled = _marks_of(batch, len(logits[0][-1]), target_key)
         marks.append(mark)
     if not marks:
-        raise InvalidArgumentError("data gave no batches; give a DataLoader or a list of batches that is not empty")
+        raise InvalidArgumentError(
+            "data gave no batches; give a DataLoader or a list of batches that is not empty"
+        )
     values = torch.stack([torch.cat(of_model) for of_model in logits])
     seen = Examples(torch.cat(marks).to(values.device), labelled)
     probabilities = values.double().softmax(-1)
-    if first is not None and (len(seen.marks) != len(first.marks) or seen.labelled != first.labelled):
+    if first is not None and (
+        len(seen.marks) != len(first.marks) or seen.labelled != first.labelled
+    ):
         raise InvalidArgumentError(
             f"data changed between two draws: {len(first.marks)} examples at first, now {len(seen.marks)}; "
             "every pass must show the same examples in the same order (shuffle=False, drop_last=False)"
         )
-    moved = torch.zeros_like(seen.marks, dtype=torch.bool) if first is None else seen.marks != first.marks.to(values.device)
-    *broken, n_moved = torch.cat([probabilities.isnan().any(-1).sum(-1), moved.sum()[None]]).tolist()
+    moved = (
+        torch.zeros_like(seen.marks, dtype=torch.bool)
+        if first is None
+        else seen.marks != first.marks.to(values.device)
+    )
+    *broken, n_moved = torch.cat(
+        [probabilities.isnan().any(-1).sum(-1), moved.sum()[None]]
+    ).tolist()
     if n_moved:
         raise InvalidArgumentError(
             f"{'labels' if labelled else 'inputs'} of {n_moved} of {len(moved)} examples differ from the first pass over data: "

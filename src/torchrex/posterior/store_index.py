@@ -1,6 +1,8 @@
-"""The index of a store of draws: which draws stay, and which moments it can go back to. Nothing here touches a file.
+"""The index of a store of draws: which draws stay, and which moments it can go back to. Nothing
+here touches a file.
 
-Draw number k (from 0, in order of arrival) takes a slot, or none, and whoever sat there leaves; the rule knows (seed, k) alone:
+Draw number k (from 0, in order of arrival) takes a slot, or none, and whoever sat there leaves; the
+rule knows (seed, k) alone:
 
     newest      slot = k mod capacity
     reservoir   slot = k while k < capacity, then uniform on 0..k, where only slots < capacity count (algorithm R, Vitter 1985):
@@ -25,7 +27,9 @@ Keep = Literal["newest", "reservoir"]
 
 
 def slot_of(number: int, *, keep: str, capacity: int, seed: int) -> int | None:
-    """The slot that draw `number` takes, or None if it is not kept; a pure function, so no random state has to be saved."""
+    """The slot that draw `number` takes, or None if it is not kept; a pure function, so no random
+    state has to be saved.
+    """
     if keep == "newest":
         return number % capacity
     slot = number if number < capacity else derive_seed(seed, f"reservoir:{number}") % (number + 1)
@@ -33,7 +37,9 @@ def slot_of(number: int, *, keep: str, capacity: int, seed: int) -> int | None:
 
 
 def file_of(number: int) -> str:
-    """A draw's file. A name in an index must be exactly this one, so no index can point outside its folder."""
+    """A draw's file. A name in an index must be exactly this one, so no index can point outside its
+    folder.
+    """
     return f"draw-{number:09d}.safetensors"
 
 
@@ -73,7 +79,9 @@ class Index:
     seed: int
     now: Moment = Moment()
     marks: tuple[Moment, ...] = (Moment(),)  # oldest first; the empty store can always be restored
-    draws: tuple[StoredDraw, ...] = ()  # by number; those that left and are kept for a mark included
+    draws: tuple[
+        StoredDraw, ...
+    ] = ()  # by number; those that left and are kept for a mark included
 
     def settings(self) -> dict[str, Any]:
         return {"keep": self.keep, "capacity": self.capacity, "seed": self.seed}
@@ -86,7 +94,11 @@ class Index:
 
     def needed(self) -> Index:
         """Without the draws that have left and that no mark needs."""
-        needed = (d for d in self.draws if d.left is None or any(d.was_there(mark.seen) for mark in self.marks))
+        needed = (
+            d
+            for d in self.draws
+            if d.left is None or any(d.was_there(mark.seen) for mark in self.marks)
+        )
         return replace(self, draws=tuple(needed))
 
     def to_json(self) -> str:
@@ -99,7 +111,9 @@ class Index:
         if not isinstance(raw, dict):
             raise ValueError("it is no JSON object")
         if (found := (raw.pop("schema", None), raw.pop("version", None))) != (SCHEMA, VERSION):
-            raise ValueError(f"schema {found[0]!r} version {found[1]!r} instead of {SCHEMA!r} version {VERSION}")
+            raise ValueError(
+                f"schema {found[0]!r} version {found[1]!r} instead of {SCHEMA!r} version {VERSION}"
+            )
         if stray := sorted(set(raw) - {field.name for field in fields(Index)}):
             raise ValueError(f"it has {stray[0]!r}, which is not known here")
         index = Index(
@@ -116,22 +130,37 @@ class Index:
         """Itself, if it is one that a store can have written; ValueError otherwise."""
         check_settings(self)
         for draw in self.draws:
-            _whole(draw.step, draw.rung, draw.size, draw.number, *([] if draw.left is None else [draw.left]))
+            _whole(
+                draw.step,
+                draw.rung,
+                draw.size,
+                draw.number,
+                *([] if draw.left is None else [draw.left]),
+            )
             if draw.file != file_of(draw.number):
                 raise ValueError(f"draw {draw.number} has the file name {draw.file!r}")
             if not re.fullmatch(r"[0-9a-f]{64}", draw.sha256):
                 raise ValueError(f"{draw.file} has no sha256")
         slots = [self.slot(draw.number) for draw in self.there()]
         if len(slots) != min(self.now.seen, self.capacity) or set(slots) != set(range(len(slots))):
-            raise ValueError(f"{len(slots)} draws do not fill the slots of a store that has seen {self.now.seen}")
+            raise ValueError(
+                f"{len(slots)} draws do not fill the slots of a store that has seen {self.now.seen}"
+            )
         numbers = [draw.number for draw in self.draws]
         if numbers != sorted(set(numbers)) or (numbers and numbers[-1] >= self.now.seen):
-            raise ValueError(f"draws do not stand in order of arrival, or not before the {self.now.seen} that were seen")
-        if any(draw.left is not None and not draw.number < draw.left < self.now.seen for draw in self.draws):
+            raise ValueError(
+                f"draws do not stand in order of arrival, or not before the {self.now.seen} that were seen"
+            )
+        if any(
+            draw.left is not None and not draw.number < draw.left < self.now.seen
+            for draw in self.draws
+        ):
             raise ValueError("a draw left before it arrived, or for one that has not arrived")
         seen = [mark.seen for mark in self.marks]
         if seen != sorted(set(seen)) or seen[:1] != [0] or seen[-1] > self.now.seen:
-            raise ValueError(f"marks at {seen} are not those of a store that has seen {self.now.seen}")
+            raise ValueError(
+                f"marks at {seen} are not those of a store that has seen {self.now.seen}"
+            )
         return self
 
 
@@ -151,14 +180,23 @@ def _whole(*values: Any) -> None:
 
 def _moment(raw: Mapping[str, Any]) -> Moment:
     moment = Moment(**{**raw, "rungs": tuple(raw["rungs"])})
-    _whole(moment.seen, moment.step + 1, *moment.rungs, *([] if moment.next_step is None else [moment.next_step]))
+    _whole(
+        moment.seen,
+        moment.step + 1,
+        *moment.rungs,
+        *([] if moment.next_step is None else [moment.next_step]),
+    )
     return moment
 
 
 def check_settings(index: Index) -> None:
     if index.keep not in ("newest", "reservoir"):
         raise InvalidArgumentError(f"keep must be 'newest' or 'reservoir', got {index.keep!r}")
-    if isinstance(index.capacity, bool) or not isinstance(index.capacity, int) or index.capacity < 1:
+    if (
+        isinstance(index.capacity, bool)
+        or not isinstance(index.capacity, int)
+        or index.capacity < 1
+    ):
         raise InvalidArgumentError(f"capacity must be a whole number >= 1, got {index.capacity!r}")
     if isinstance(index.seed, bool) or not isinstance(index.seed, int) or index.seed < 0:
         raise InvalidArgumentError(f"seed must be a whole number >= 0, got {index.seed!r}")

@@ -1,4 +1,6 @@
-"""Predictions from stored draws: one module takes the weights of one draw after the other, so memory holds one of them."""
+"""Predictions from stored draws: one module takes the weights of one draw after the other, so
+memory holds one of them.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,11 @@ def predict_with(
         load_into(module, read_draw(folder, draw), draw.file)
         name = f"the draw of rung {draw.rung} at step {draw.step}"
         _, (probabilities,), seen = predict_all(
-            data, lambda batch, _: call(module, batch), names=[name], first=examples, target_key=target_key
+            data,
+            lambda batch, _: call(module, batch),
+            names=[name],
+            first=examples,
+            target_key=target_key,
         )
         examples = examples or seen
         mean = probabilities if mean is None else mean + probabilities
@@ -52,7 +58,14 @@ def predict_with(
 
 def _call(module: nn.Module, batch: Any, target_key: str) -> Tensor:
     inputs, _ = split_batch(batch, target_key)
-    here = next((tensor.device for tensors in (module.parameters(), module.buffers()) for tensor in tensors), torch.device("cpu"))
+    here = next(
+        (
+            tensor.device
+            for tensors in (module.parameters(), module.buffers())
+            for tensor in tensors
+        ),
+        torch.device("cpu"),
+    )
 
     def moved(value: Any) -> Any:
         return value.to(here) if isinstance(value, Tensor) else value

@@ -1,4 +1,6 @@
-"""Recorders and observers: what a person may want to know of a run, kept, shown or written while it goes."""
+"""Recorders and observers: what a person may want to know of a run, kept, shown or written while it
+goes.
+"""
 
 from torchrex.recording.jsonlines import JsonLines, read_log
 from torchrex.recording.live import LiveDisplay

@@ -1,8 +1,9 @@
 """A log for machines: one JSON object a line, in the order of the steps.
 
-A line has its `kind` (start, steps, draw, end) and a `step`: so many steps were done. A line of kind steps sums up those after
-the line before it: `first` to `step`, counted from 1. Every checkpoint ends a line, so a resumed run cuts the log at its
-checkpoint and goes on without a gap and without saying anything twice.
+A line has its `kind` (start, steps, draw, end) and a `step`: so many steps were done. A line of
+kind steps sums up those after the line before it: `first` to `step`, counted from 1. Every
+checkpoint ends a line, so a resumed run cuts the log at its checkpoint and goes on without a gap
+and without saying anything twice.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ from torch import Tensor
 from torchrex.checkpoint.files import parse_json, require_file
 from torchrex.errors import InvalidArgumentError, RunFolderError
 from torchrex.exchange import StepInfo
-from torchrex.recording.observer import Average, Observer, Watched, Window, Windows, metrics_of, values_at
+from torchrex.recording.observer import (
+    Average,
+    Observer,
+    Watched,
+    Window,
+    Windows,
+    metrics_of,
+    values_at,
+)
 
 logger = logging.getLogger("torchrex")
 
@@ -31,7 +40,9 @@ LONGEST = 2**24  # bytes of a line; ours have some thousand
 
 
 class JsonLines(Observer):
-    """Writes the log of one run; a line at least every `every` steps. A run that begins at step 0 begins its file anew."""
+    """Writes the log of one run; a line at least every `every` steps. A run that begins at step 0
+    begins its file anew.
+    """
 
     def __init__(self, path: Path | str, *, every: int = 100) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -43,7 +54,9 @@ class JsonLines(Observer):
 
     def on_start(self, watched: Watched) -> None:
         if self._watched is not None:
-            raise InvalidArgumentError(f"{self.path} is the log of {self._watched.name} already; give each run its own JsonLines")
+            raise InvalidArgumentError(
+                f"{self.path} is the log of {self._watched.name} already; give each run its own JsonLines"
+            )
         step, ladder = watched.run.n_steps, watched.ladder
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +65,9 @@ class JsonLines(Observer):
             self._file.truncate(cut)
             self._file.seek(cut)
         except OSError as error:
-            raise RunFolderError(f"cannot write {self.path} ({error.strerror}); choose another file for the log") from None
+            raise RunFolderError(
+                f"cannot write {self.path} ({error.strerror}); choose another file for the log"
+            ) from None
         self._watched, self._windows, self._began = watched, Windows(self.every), time.monotonic()
         self._write(
             kind="start",
@@ -127,16 +142,22 @@ class JsonLines(Observer):
 
 
 def read_log(path: Path | str) -> list[dict[str, Any]]:
-    """All lines of a log, up to the first broken one. A last line that is not whole yet is no damage; others are warned of."""
+    """All lines of a log, up to the first broken one. A last line that is not whole yet is no
+    damage; others are warned of.
+    """
     path = Path(path)
     try:
         return [line for line, _ in _lines(path, warn=True)]
     except OSError as error:
-        raise RunFolderError(f"cannot read {path} ({error.strerror}); give the {FILE} of a run folder") from None
+        raise RunFolderError(
+            f"cannot read {path} ({error.strerror}); give the {FILE} of a run folder"
+        ) from None
 
 
 def _end_of(path: Path, step: int) -> int:
-    """Where the lines up to a step end: beyond are those of steps that will be done again, or a broken one."""
+    """Where the lines up to a step end: beyond are those of steps that will be done again, or a
+    broken one.
+    """
     end = 0
     if path.exists():
         for line, after in _lines(path, warn=False):
@@ -160,7 +181,9 @@ def _lines(path: Path, *, warn: bool) -> Iterator[tuple[dict[str, Any], int]]:
                 line = None
             if not isinstance(line, dict) or not raw.endswith(b"\n"):
                 if warn and file.read(1):
-                    logger.warning("%s is damaged in line %d; what follows is left out", path, number)
+                    logger.warning(
+                        "%s is damaged in line %d; what follows is left out", path, number
+                    )
                 return
             yield line, file.tell()
 

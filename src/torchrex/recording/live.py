@@ -1,8 +1,8 @@
 """The live display: what a run does, on a terminal, while it does it; silence everywhere else.
 
-It is drawn between two stretches of steps, by the thread that runs them, and gives itself a fixed small share of the time: the
-slower a picture is to draw, the longer the next one waits. A thread that draws ten times a second would cost more than 1 % of a
-small network.
+It is drawn between two stretches of steps, by the thread that runs them, and gives itself a fixed
+small share of the time: the slower a picture is to draw, the longer the next one waits. A thread
+that draws ten times a second would cost more than 1 % of a small network.
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ MEMORY = 200  # steps over which a shown energy is smoothed
 
 
 class LiveDisplay(Observer):
-    """Rungs, energies, swaps, sigma2 and the time left; one line for each of several runs; one bar where there is no room.
+    """Rungs, energies, swaps, sigma2 and the time left; one line for each of several runs; one bar
+    where there is no room.
 
-    As an observer it is there while runs go; as a context manager from the beginning to the end of the block, with a bar while
-    nothing goes yet. `progress(done, total)` moves the bar of work that has no observers.
+    As an observer it is there while runs go; as a context manager from the beginning to the end of
+    the block, with a bar while nothing goes yet. `progress(done, total)` moves the bar of work that
+    has no observers.
     """
 
-    def __init__(self, title: str = "training", n_steps: int = 0, *, console: Console | None = None) -> None:
+    def __init__(
+        self, title: str = "training", n_steps: int = 0, *, console: Console | None = None
+    ) -> None:
         self.title, self.n_steps, self.n_done = title, n_steps, 0
         self.console = Console(stderr=True) if console is None else console
         self.shows = self.console.is_terminal and not self.console.is_dumb_terminal
@@ -44,8 +48,13 @@ class LiveDisplay(Observer):
         self._lines: dict[Watched, Line] = {}
         self._windows: dict[Watched, Windows] = {}
         self._drawn, self._cost = 0.0, 0.0
-        self._shown: tuple[RenderableType, ConsoleDimensions] = ("", self.console.size)  # the picture, and for what terminal
-        self._first: tuple[float, int] | None = None  # when the first steps were done, and how many: compilation is no pace
+        self._shown: tuple[RenderableType, ConsoleDimensions] = (
+            "",
+            self.console.size,
+        )  # the picture, and for what terminal
+        self._first: tuple[float, int] | None = (
+            None  # when the first steps were done, and how many: compilation is no pace
+        )
 
     # For work without observers
 
@@ -54,7 +63,12 @@ class LiveDisplay(Observer):
         self._open()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._held = False
         self._close()
 
@@ -77,9 +91,13 @@ class LiveDisplay(Observer):
     def on_steps(self, watched: Watched, infos: StepInfo) -> None:
         if not self.shows:
             return
-        for _ in self._windows[watched].add(infos, watched.run.n_steps):  # kept until a picture is due
+        for _ in self._windows[watched].add(
+            infos, watched.run.n_steps
+        ):  # kept until a picture is due
             raise AssertionError("an endless window is never full")
-        if watched is next(reversed(self._windows)):  # runs side by side are told one after the other: draw them at one step
+        if watched is next(
+            reversed(self._windows)
+        ):  # runs side by side are told one after the other: draw them at one step
             self._move(watched.run.n_steps, watched.n_steps)
             self._draw_if_due()
 
@@ -132,7 +150,9 @@ class LiveDisplay(Observer):
         if self._live is None:
             return
         waited = time.monotonic() - self._drawn
-        if waited >= max(AT_LEAST, self._cost / SHARE) or (waited >= AT_LEAST and self.console.size != self._shown[1]):
+        if waited >= max(AT_LEAST, self._cost / SHARE) or (
+            waited >= AT_LEAST and self.console.size != self._shown[1]
+        ):
             self._draw()
 
     def _draw(self) -> None:
@@ -146,10 +166,18 @@ class LiveDisplay(Observer):
             if line.average is not None and line.average.n_draws != line.n_draws:
                 line.n_draws = line.average.n_draws
                 line.accuracy = metrics_of(line.average, line.average.rungs[0]).get("accuracy")
-        picture = draw(self.title, self.n_done, self.n_steps, self.seconds_left(), list(self._lines.values()), *self.console.size)
+        picture = draw(
+            self.title,
+            self.n_done,
+            self.n_steps,
+            self.seconds_left(),
+            list(self._lines.values()),
+            *self.console.size,
+        )
         self._show(self._live, picture)
         took = time.perf_counter() - began
-        # The first picture loads what it needs and says nothing about the next; one slow moment is forgotten soon.
+        # The first picture loads what it needs and says nothing about the next; one slow moment is
+        # forgotten soon.
         self._cost = min(took, 2 * self._cost) if self._cost else min(took, 0.002)
         self._drawn = time.monotonic()
 
@@ -157,9 +185,15 @@ class LiveDisplay(Observer):
         """Put a picture in place of the one before."""
         before, size = self._shown[1], self.console.size
         if size.width < before.width and reflows(os.environ):
-            # rich goes up as many lines as it wrote; those that the terminal broke since then have become more.
-            extra = extra_rows(self.console, self._shown[0], drawn_for=before.width, width=size.width)
-            up = [(ControlType.ERASE_IN_LINE, 2), *[(ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2)] * extra]
+            # rich goes up as many lines as it wrote; those that the terminal broke since then have
+            # become more.
+            extra = extra_rows(
+                self.console, self._shown[0], drawn_for=before.width, width=size.width
+            )
+            up = [
+                (ControlType.ERASE_IN_LINE, 2),
+                *[(ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2)] * extra,
+            ]
             self.console.control(Control(ControlType.CARRIAGE_RETURN, *up))
         self._shown = (picture, size)
         live.update(picture, refresh=True)

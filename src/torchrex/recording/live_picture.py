@@ -1,4 +1,6 @@
-"""How the live display looks: a bar above a table of rungs, a table of runs, or the bar alone, whichever there is room for."""
+"""How the live display looks: a bar above a table of rungs, a table of runs, or the bar alone,
+whichever there is room for.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,13 @@ class Line:
         self.energy: list[float] | None = None  # smoothed, by rung
         self.replica_at = list(range(n + 1))
         before = watched.swaps_before or ((0, 0),) * n
-        self.accepted, self.proposed = [made for made, _ in before], [tested for _, tested in before]
-        self.since = watched.run.n_steps if watched.swaps_before is None else 0  # the step from which on swaps are counted
+        self.accepted, self.proposed = (
+            [made for made, _ in before],
+            [tested for _, tested in before],
+        )
+        self.since = (
+            watched.run.n_steps if watched.swaps_before is None else 0
+        )  # the step from which on swaps are counted
         self.noise_variance, self.correction = [float("nan")] * n, [float("nan")] * n
         self.average: Average | None = None
         self.n_draws = 0  # of the average, when it was looked at last
@@ -38,13 +45,26 @@ class Line:
         before = fresh if self.energy is None else self.energy
         self.energy = [old + weight * (new - old) for old, new in zip(before, fresh, strict=True)]
         self.replica_at = window.replica_at[-1].tolist()
-        self.accepted = [a + b for a, b in zip(self.accepted, window.accepted.sum(0).tolist(), strict=True)]
-        self.proposed = [a + b for a, b in zip(self.proposed, window.proposed.sum(0).tolist(), strict=True)]
-        self.noise_variance, self.correction = window.noise_variance[-1].tolist(), window.correction[-1].tolist()
+        self.accepted = [
+            a + b for a, b in zip(self.accepted, window.accepted.sum(0).tolist(), strict=True)
+        ]
+        self.proposed = [
+            a + b for a, b in zip(self.proposed, window.proposed.sum(0).tolist(), strict=True)
+        ]
+        self.noise_variance, self.correction = (
+            window.noise_variance[-1].tolist(),
+            window.correction[-1].tolist(),
+        )
 
 
 def draw(
-    title: str, done: int, total: int, seconds_left: float | None, lines: list[Line], width: int, height: int
+    title: str,
+    done: int,
+    total: int,
+    seconds_left: float | None,
+    lines: list[Line],
+    width: int,
+    height: int,
 ) -> RenderableType:
     """The picture for a terminal of that size."""
     bar = _bar(title, done, total, seconds_left, width)
@@ -60,7 +80,9 @@ def draw(
     return bar
 
 
-def _bar(title: str, done: int, total: int, seconds_left: float | None, width: int) -> RenderableType:
+def _bar(
+    title: str, done: int, total: int, seconds_left: float | None, width: int
+) -> RenderableType:
     """One line, whatever the width: the title gives way first, then the bar, then the count."""
     left = "" if seconds_left is None else f"{_clock(seconds_left)} left"
     percent = f"{100 * done / total:3.0f} %" if total else ""
@@ -96,7 +118,10 @@ def rungs(line: Line, *, wide: bool) -> Table:
         cells += [_energy(line, rung), str(line.replica_at[rung])]
         if rung < ladder.n_pairs:
             cells += [f"{line.accepted[rung]:,}", _rate(line.accepted[rung], line.proposed[rung])]
-            cells += [_short(line.noise_variance[rung]), *([_short(line.correction[rung])] if wide else [])]
+            cells += [
+                _short(line.noise_variance[rung]),
+                *([_short(line.correction[rung])] if wide else []),
+            ]
         table.add_row(*cells)
     return table
 
@@ -104,12 +129,25 @@ def rungs(line: Line, *, wide: bool) -> Table:
 def runs(lines: list[Line], width: int) -> Table:
     """One row a run: rung 0, and all pairs together."""
     wide = width >= WIDE
-    table = _table(["seed", "energy", *(["temperature"] if wide else []), "swaps", "accepted", "sigma2", "accuracy"], first="run")
+    table = _table(
+        [
+            "seed",
+            "energy",
+            *(["temperature"] if wide else []),
+            "swaps",
+            "accepted",
+            "sigma2",
+            "accuracy",
+        ],
+        first="run",
+    )
     room = width - (78 if wide else 61)  # what the numbers leave
     for line in lines:
         name = line.watched.name
         seed = str(line.watched.seed)
-        name = name if len(name) <= room else "…" + name[len(name) - room + 1 :]  # runs differ at the end of their names
+        name = (
+            name if len(name) <= room else "…" + name[len(name) - room + 1 :]
+        )  # runs differ at the end of their names
         if line.status:
             table.add_row(Text(name), seed, Text(line.status, style="red"))
             continue
@@ -129,7 +167,9 @@ def runs(lines: list[Line], width: int) -> Table:
 
 
 def _table(columns: list[str], first: str = "") -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold", padding=(0, 1))
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold", padding=(0, 1)
+    )
     if first:
         table.add_column(first, no_wrap=True)
     for name in columns:
@@ -138,10 +178,16 @@ def _table(columns: list[str], first: str = "") -> Table:
 
 
 def _below(line: Line) -> Text | None:
-    """What is said of the average, and of swaps that were not counted from the first step on: one line, or none."""
+    """What is said of the average, and of swaps that were not counted from the first step on: one
+    line, or none.
+    """
     told = [note] if (note := _since(line)) else []
     if line.average is not None:
-        accuracy = "" if line.accuracy is None else f", accuracy of rung {line.average.rungs[0]} {100 * line.accuracy:.2f} %"
+        accuracy = (
+            ""
+            if line.accuracy is None
+            else f", accuracy of rung {line.average.rungs[0]} {100 * line.accuracy:.2f} %"
+        )
         told.insert(0, f"average of {line.n_draws:,} draws{accuracy}")
     return Text("; ".join(told), no_wrap=True, overflow="ellipsis") if told else None
 

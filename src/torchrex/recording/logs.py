@@ -16,7 +16,9 @@ LOGS = ("jsonl", "tensorboard")
 
 
 def open_logs(names: Iterable[str], folder: Path) -> list[Observer]:
-    """Observers that will write logs of these names into a run folder; nothing is written before a run starts."""
+    """Observers that will write logs of these names into a run folder; nothing is written before a
+    run starts.
+    """
     chosen: list[Observer] = []
     for name in dict.fromkeys(names):
         if name == "jsonl":

@@ -1,7 +1,8 @@
 """Observers: who looks at a run while it goes, and what they are told.
 
-Everything they see was brought to the host between two stretches of steps, once for all of them and the trace: nothing here
-waits for a device inside a step, and nothing an observer does can change a number of the run.
+Everything they see was brought to the host between two stretches of steps, once for all of them and
+the trace: nothing here waits for a device inside a step, and nothing an observer does can change a
+number of the run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class Watched:
     run: ReplicaExchange
     n_steps: int  # where it will end
     averages: tuple[Any, ...] = ()
-    swaps_before: tuple[tuple[int, int], ...] | None = None  # made and tested of each pair before it goes on; None: not known
+    swaps_before: tuple[tuple[int, int], ...] | None = (
+        None  # made and tested of each pair before it goes on; None: not known
+    )
 
     def number_of(self, average: Any) -> int:
         """Which of the run's averages this one is."""
@@ -43,7 +46,9 @@ class Watched:
 
 
 def counted_so_far(trace: Trace | None, n_steps: int) -> tuple[tuple[int, int], ...] | None:
-    """For `swaps_before`: what a trace counted in so many steps; None if there is none, or it did not see all of them."""
+    """For `swaps_before`: what a trace counted in so many steps; None if there is none, or it did
+    not see all of them.
+    """
     if trace is None or trace.n_steps != n_steps or n_steps == 0:
         return None
     return tuple((int(pair["accepted"]), int(pair["proposed"])) for pair in trace.swaps())
@@ -62,14 +67,19 @@ class Average(Protocol):
 class Observer:
     """Base of all observers: override what you want to know. One object may watch several runs.
 
-    `on_start` and `on_end` come once for each run, whatever happens in between; `on_save` comes just before a checkpoint.
+    `on_start` and `on_end` come once for each run, whatever happens in between; `on_save` comes
+    just before a checkpoint.
     """
 
     def on_start(self, watched: Watched) -> None:
-        """The run is about to go on from `watched.run.n_steps`: 0, or the step of the checkpoint it resumes from."""
+        """The run is about to go on from `watched.run.n_steps`: 0, or the step of the checkpoint it
+        resumes from.
+        """
 
     def on_steps(self, watched: Watched, infos: StepInfo) -> None:
-        """Some steps, the last of them number `watched.run.n_steps`, stacked along the first axis, on the host."""
+        """Some steps, the last of them number `watched.run.n_steps`, stacked along the first axis,
+        on the host.
+        """
 
     def on_draw(self, watched: Watched, average: Any) -> None:
         """An average took a draw."""
@@ -95,7 +105,9 @@ def values_at(ladder: Ladder, step: int) -> tuple[list[float], list[float]]:
 
 
 def metrics_of(average: Average, rung: int | None = 0) -> dict[str, float]:
-    """Accuracy and the other numbers of an average, or nothing where its data have no labels or it leaves that rung out."""
+    """Accuracy and the other numbers of an average, or nothing where its data have no labels or it
+    leaves that rung out.
+    """
     try:
         return average.metrics(rung)
     except InvalidArgumentError:
@@ -116,7 +128,9 @@ class Window(NamedTuple):
 
 
 class Windows:
-    """Cuts what a run says into windows that end at multiples of `every`, however long its stretches were."""
+    """Cuts what a run says into windows that end at multiples of `every`, however long its
+    stretches were.
+    """
 
     def __init__(self, every: int | float) -> None:
         self.every = every  # infinity: wherever `rest` is asked for
@@ -130,7 +144,9 @@ class Windows:
         while taken < n:
             room = self.every - first % self.every if math.isfinite(self.every) else n
             end = min(n, taken + int(room))
-            self._parts.append(infos if end - taken == n else StepInfo(*(values[taken:end] for values in infos)))
+            self._parts.append(
+                infos if end - taken == n else StepInfo(*(values[taken:end] for values in infos))
+            )
             self._held += end - taken
             first, self._last, taken = first + end - taken, first + end - taken, end
             if self._last % self.every == 0:
@@ -141,6 +157,9 @@ class Windows:
         if not self._held:
             return
         fields = Window._fields[2:]
-        window = {name: torch.cat([getattr(part, name)[..., 0] for part in self._parts]) for name in fields}
+        window = {
+            name: torch.cat([getattr(part, name)[..., 0] for part in self._parts])
+            for name in fields
+        }
         first, self._parts, self._held = self._last - self._held + 1, [], 0
         yield Window(first, self._last, **window)

@@ -11,18 +11,29 @@ import torch
 
 from torchrex.errors import InvalidArgumentError, MissingDependencyError
 from torchrex.exchange import StepInfo
-from torchrex.recording.observer import Average, Observer, Watched, Window, Windows, metrics_of, values_at
+from torchrex.recording.observer import (
+    Average,
+    Observer,
+    Watched,
+    Window,
+    Windows,
+    metrics_of,
+    values_at,
+)
 
 FOLDER = "tensorboard"
-HISTOGRAMS_EVERY = 10  # windows: a histogram of few energies says little and takes ten times the room of a scalar
+HISTOGRAMS_EVERY = (
+    10  # windows: a histogram of few energies says little and takes ten times the room of a scalar
+)
 
 
 class TensorBoard(Observer):
     """Writes event files of one run into a folder, a point every `every` steps.
 
-    Rungs are temperatures and replicas are walkers: after a swap `replica/0` goes on where its weights went, `rung/0` where the
-    coldest temperature is. A resumed run hides the points beyond its checkpoint, and its swaps are counted on from there; if its
-    steps before were not logged here, the name of the count says since when it counts.
+    Rungs are temperatures and replicas are walkers: after a swap `replica/0` goes on where its
+    weights went, `rung/0` where the coldest temperature is. A resumed run hides the points beyond
+    its checkpoint, and its swaps are counted on from there; if its steps before were not logged
+    here, the name of the count says since when it counts.
     """
 
     def __init__(self, folder: Path | str, *, every: int = 100) -> None:
@@ -31,7 +42,9 @@ class TensorBoard(Observer):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise MissingDependencyError("the log tensorboard needs that package: pip install 'torchrex[log]'") from None
+            raise MissingDependencyError(
+                "the log tensorboard needs that package: pip install 'torchrex[log]'"
+            ) from None
         self.folder, self.every = Path(folder), every
         self._make = SummaryWriter
         self._writer: Any = None
@@ -47,7 +60,8 @@ class TensorBoard(Observer):
         self._held: list[Window] = []
         self._counting, counts = _swaps_so_far(self.folder, step, watched.ladder.n_pairs)
         self._swaps = torch.tensor(counts, dtype=torch.int64)
-        # A point stands at the number of steps done. At 0 everything that was there before is hidden.
+        # A point stands at the number of steps done. At 0 everything that was there before is
+        # hidden.
         self._writer = self._make(str(self.folder), purge_step=step + 1 if step else 0)
         self._writer.add_text("run", f"{watched.name}, seed {watched.seed}, {watched.run!r}", step)
 
@@ -99,7 +113,9 @@ class TensorBoard(Observer):
             put(f"{self._counting}/pair", self._swaps.tolist())
             for pair, (some, all_) in enumerate(zip(made.tolist(), tested.tolist(), strict=True)):
                 if all_:
-                    self._writer.add_scalar(f"acceptance_rate/pair_{pair}", some / all_, window.last)
+                    self._writer.add_scalar(
+                        f"acceptance_rate/pair_{pair}", some / all_, window.last
+                    )
             put("sigma2/pair", window.noise_variance[-1].tolist())
             put("correction/pair", window.correction[-1].tolist())
         self._held.append(window)
@@ -107,11 +123,16 @@ class TensorBoard(Observer):
             self._histograms()
 
     def _histograms(self) -> None:
-        """Of single steps: energies by rung, and by pair the difference that a swap needs to exceed its correction."""
+        """Of single steps: energies by rung, and by pair the difference that a swap needs to exceed
+        its correction.
+        """
         if not self._held:
             return
         last = self._held[-1].last
-        energy, correction = (torch.cat([getattr(window, name) for window in self._held]) for name in ("energy", "correction"))
+        energy, correction = (
+            torch.cat([getattr(window, name) for window in self._held])
+            for name in ("energy", "correction")
+        )
         self._held = []
         excess = energy[:, :-1] - energy[:, 1:] - correction
         for name, values in (("energy/rung", energy), ("difference_minus_correction/pair", excess)):
@@ -125,23 +146,34 @@ class TensorBoard(Observer):
 
 
 def _by_replica(window: Window) -> torch.Tensor:
-    """Energies (steps, replicas). They were taken before the swaps of their step, the standings are those after it."""
+    """Energies (steps, replicas). They were taken before the swaps of their step, the standings are
+    those after it.
+    """
     stood = window.replica_at.clone()
-    for pair in range(window.accepted.shape[1]):  # the swaps of a step are of disjoint pairs, so the order does not matter
+    for pair in range(
+        window.accepted.shape[1]
+    ):  # the swaps of a step are of disjoint pairs, so the order does not matter
         made = window.accepted[:, pair, None].bool()
-        stood[:, pair : pair + 2] = torch.where(made, stood[:, pair : pair + 2].flip(1), stood[:, pair : pair + 2])
+        stood[:, pair : pair + 2] = torch.where(
+            made, stood[:, pair : pair + 2].flip(1), stood[:, pair : pair + 2]
+        )
     return torch.empty_like(window.energy).scatter_(1, stood.long(), window.energy)
 
 
 def _swaps_so_far(folder: Path, step: int, n_pairs: int) -> tuple[str, list[int]]:
     """What the count of swaps is called, and where it stands at a step.
 
-    A checkpoint knows them only if the run keeps a trace. The events always do: every checkpoint ends a window and is written
-    after its points, so there is one at just this step, unless the steps before were not logged here.
+    A checkpoint knows them only if the run keeps a trace. The events always do: every checkpoint
+    ends a window and is written after its points, so there is one at just this step, unless the
+    steps before were not logged here.
     """
     counts: dict[str, dict[str, float]] = {}  # by the count's name, then by tag
     for event in _events(folder) if step else ():
-        if event.HasField("session_log") and event.session_log.status == event.session_log.START and event.step <= step:
+        if (
+            event.HasField("session_log")
+            and event.session_log.status == event.session_log.START
+            and event.step <= step
+        ):
             counts = {}  # a run that began before this step hides what stood here
         for value in event.summary.value if event.step == step else ():
             if value.tag.startswith("swaps"):
@@ -154,7 +186,11 @@ def _swaps_so_far(folder: Path, step: int, n_pairs: int) -> tuple[str, list[int]
 
 
 def _events(folder: Path) -> Iterator[Any]:
-    """All events of a folder in the order in which they were written, each file up to where it is damaged."""
+    """All events of a folder in the order in which they were written, each file up to where it is
+    damaged.
+    """
     loader = importlib.import_module("tensorboard.backend.event_processing.event_file_loader")
-    for path in sorted(folder.glob("events.out.tfevents.*")):  # TensorBoard's order: by the second they were made in
+    for path in sorted(
+        folder.glob("events.out.tfevents.*")
+    ):  # TensorBoard's order: by the second they were made in
         yield from loader.LegacyEventFileLoader(str(path)).Load()

@@ -1,10 +1,13 @@
-"""Runs compared seed by seed: differences with their standard errors, and verdicts that claim no more than the seeds allow.
+"""Runs compared seed by seed: differences with their standard errors, and verdicts that claim no
+more than the seeds allow.
 
-Runs of one seed share what the seed decides, so the difference is taken seed by seed and its spread over seeds is the error:
+Runs of one seed share what the seed decides, so the difference is taken seed by seed and its spread
+over seeds is the error:
 
     d_s = other_s - first_s,    se = std(d) / sqrt(n),    t = mean(d) / se,    p two-sided with n - 1 degrees of freedom
 
-One comparison looks at many metrics. Verdicts rest on Holm's adjusted p: with k tests and p_(1) <= ... <= p_(k),
+One comparison looks at many metrics. Verdicts rest on Holm's adjusted p: with k tests and p_(1) <=
+... <= p_(k),
 
     adjusted p_(i) = max over j <= i of min(1, (k - j + 1) p_(j))
 
@@ -24,7 +27,11 @@ from typing import Any, Literal
 from torchrex.errors import InvalidArgumentError, RunFolderError
 from torchrex.report.runs import LoadedRun, find_runs, load_run
 from torchrex.report.series import FEWEST_SEEDS, p_of_pairs
-from torchrex.report.settings_that_matter import decides_the_problem, differing_that_matter, with_known_settings
+from torchrex.report.settings_that_matter import (
+    decides_the_problem,
+    differing_that_matter,
+    with_known_settings,
+)
 
 LEVEL = 0.05
 HIGHER, LOWER = ("accuracy", "ess"), ("nll", "brier", "ece", "w1", "w2", "error", "rhat")
@@ -56,7 +63,9 @@ class Row:
     error: float | None  # its standard error; None for one seed, and between different problems
     n: int
     p_value: float | None  # of this metric by itself
-    p_adjusted: float | None = None  # by Holm, for all metrics of the comparison: the verdict rests on it
+    p_adjusted: float | None = (
+        None  # by Holm, for all metrics of the comparison: the verdict rests on it
+    )
     verdict: str = ""
 
 
@@ -70,7 +79,9 @@ class Comparison:
     rows: tuple[Row, ...]
     settings: dict[str, tuple[Any, Any]]  # config fields that differ and matter: (first, other)
     notes: tuple[str, ...]  # what was left out, and why
-    apart: tuple[str, ...] = ()  # those of `settings` that make the two different problems: nothing is better or worse then
+    apart: tuple[
+        str, ...
+    ] = ()  # those of `settings` that make the two different problems: nothing is better or worse then
     settings_known: bool = True  # of both sides; else nobody knows what differs
 
     @property
@@ -91,7 +102,9 @@ class Comparison:
 
 
 def compare_folders(paths: Sequence[Path]) -> list[Comparison]:
-    """Every further folder against the first. Each is a run folder, or a recipe's folder that holds seed=*."""
+    """Every further folder against the first. Each is a run folder, or a recipe's folder that holds
+    seed=*.
+    """
     if len(paths) < 2:
         raise InvalidArgumentError(f"give at least two folders to compare, got {len(paths)}")
     sides = _with_own_names([load_side(path) for path in paths])
@@ -99,14 +112,18 @@ def compare_folders(paths: Sequence[Path]) -> list[Comparison]:
 
 
 def load_side(path: Path) -> Side:
-    """The finished runs in a folder. Several recipes below it are refused, for they would be mixed up."""
+    """The finished runs in a folder. Several recipes below it are refused, for they would be mixed
+    up.
+    """
     found = [load_run(each) for each in find_runs(path)]
     if not found:
         raise RunFolderError(f"{path} holds no run; give OUT/RECIPE or OUT/RECIPE/seed=S")
     recipes = sorted({run.recipe for run in found})
     if len(recipes) > 1:
         shown = ", ".join(recipes[:3]) + (", ..." if len(recipes) > 3 else "")
-        raise RunFolderError(f"{path} holds runs of {len(recipes)} recipes ({shown}); give the folder of one of them")
+        raise RunFolderError(
+            f"{path} holds runs of {len(recipes)} recipes ({shown}); give the folder of one of them"
+        )
     runs: dict[int, LoadedRun] = {}
     left_out = []
     finished = [run for run in found if run.status == "finished"]
@@ -116,7 +133,9 @@ def load_side(path: Path) -> Side:
         if run.status != "finished":
             left_out.append(f"{where} is {run.status}")
         elif id(run) not in usable:
-            left_out.append(f"config.json of {where} is missing or damaged, so that its settings are not known")
+            left_out.append(
+                f"config.json of {where} is missing or damaged, so that its settings are not known"
+            )
         elif run.seed < 0:
             left_out.append(f"{where} does not tell its seed")
         elif run.seed in runs:
@@ -124,7 +143,9 @@ def load_side(path: Path) -> Side:
         else:
             runs[run.seed] = run
     if not runs:
-        raise RunFolderError(f"{path} has no finished run ({'; '.join(left_out)}); finish one first")
+        raise RunFolderError(
+            f"{path} has no finished run ({'; '.join(left_out)}); finish one first"
+        )
     return Side(recipes[0], path, runs, tuple(left_out))
 
 
@@ -132,14 +153,19 @@ def _with_own_names(sides: list[Side]) -> list[Side]:
     """Sides of the same recipe are told apart by their folders."""
     names = [side.name for side in sides]
     return [
-        side if names.count(side.name) == 1 else dataclasses.replace(side, name=f"{side.name} ({side.path})") for side in sides
+        side
+        if names.count(side.name) == 1
+        else dataclasses.replace(side, name=f"{side.name} ({side.path})")
+        for side in sides
     ]
 
 
 def compare(first: Side, other: Side) -> Comparison:
     """Pair the seeds that both sides have, and compare every metric that all of those runs have."""
     seeds = tuple(sorted(set(first.runs) & set(other.runs)))
-    notes = [f"{side.name}: {words}, left out" for side in (first, other) for words in side.left_out]
+    notes = [
+        f"{side.name}: {words}, left out" for side in (first, other) for words in side.left_out
+    ]
     for side, against in ((first, other), (other, first)):
         if alone := sorted(set(side.runs) - set(against.runs)):
             plural = "s" if len(alone) > 1 else ""
@@ -150,60 +176,91 @@ def compare(first: Side, other: Side) -> Comparison:
             f"nothing to pair; run the same seeds"
         )
     metrics = [[run_metrics(side.runs[seed]) for seed in seeds] for side in (first, other)]
-    everywhere = [name for name in metrics[0][0] if all(name in each for side in metrics for each in side)]
+    everywhere = [
+        name for name in metrics[0][0] if all(name in each for side in metrics for each in side)
+    ]
     somewhere = {name for side in metrics for each in side for name in each}
     if not everywhere:
-        have = " and ".join(f"{side.name} has {_few(each[0])}" for side, each in zip((first, other), metrics, strict=True))
-        raise RunFolderError(f"{have}: no metric in common, so there is nothing to compare; compare runs of one kind")
+        have = " and ".join(
+            f"{side.name} has {_few(each[0])}"
+            for side, each in zip((first, other), metrics, strict=True)
+        )
+        raise RunFolderError(
+            f"{have}: no metric in common, so there is nothing to compare; compare runs of one kind"
+        )
     if missing := sorted(somewhere - set(everywhere)):
         notes.append(f"not in all of the runs, left out: {', '.join(missing)}")
     known = all(side.runs[seed].settings_known for side in (first, other) for seed in seeds)
     settings = _settings(first, other, seeds, notes) if known else {}
     configs = [side.runs[seed].config for side in (first, other) for seed in seeds]
-    apart = tuple(key for key in settings if any(decides_the_problem(key, config) for config in configs))
+    apart = tuple(
+        key for key in settings if any(decides_the_problem(key, config) for config in configs)
+    )
     ours, theirs = metrics
-    rows = compare_metrics({name: ([m[name] for m in ours], [m[name] for m in theirs]) for name in everywhere})
+    rows = compare_metrics(
+        {name: ([m[name] for m in ours], [m[name] for m in theirs]) for name in everywhere}
+    )
     rows = [_without_verdict(row, apart) for row in rows] if apart else rows
     return Comparison(first, other, seeds, tuple(rows), settings, tuple(notes), apart, known)
 
 
-def _settings(first: Side, other: Side, seeds: Sequence[int], notes: list[str]) -> dict[str, tuple[Any, Any]]:
+def _settings(
+    first: Side, other: Side, seeds: Sequence[int], notes: list[str]
+) -> dict[str, tuple[Any, Any]]:
     """What differs between the sides; what differs within a side becomes a note."""
     found: dict[str, tuple[Any, Any]] = {}
     for seed in seeds:
-        for key, pair in differing_that_matter(first.runs[seed].config, other.runs[seed].config).items():
+        for key, pair in differing_that_matter(
+            first.runs[seed].config, other.runs[seed].config
+        ).items():
             found.setdefault(key, pair)
     for side in (first, other):
         configs = [side.runs[seed].config for seed in seeds]
-        if fields := sorted({key for config in configs for key in differing_that_matter(configs[0], config)}):
+        if fields := sorted(
+            {key for config in configs for key in differing_that_matter(configs[0], config)}
+        ):
             notes.append(f"{side.name}: its own seeds differ in {', '.join(fields)}")
     return found
 
 
 def _without_verdict(row: Row, apart: Sequence[str]) -> Row:
     words = f"not comparable: different {', '.join(apart)}"
-    return dataclasses.replace(row, better="", error=None, p_value=None, p_adjusted=None, verdict=words)
+    return dataclasses.replace(
+        row, better="", error=None, p_value=None, p_adjusted=None, verdict=words
+    )
 
 
 def run_metrics(run: LoadedRun) -> dict[str, float]:
-    """The numbers of a run that can be compared: its metrics without settings and standard errors, and its rate of swaps."""
+    """The numbers of a run that can be compared: its metrics without settings and standard errors,
+    and its rate of swaps.
+    """
     numbers = {
         name: float(value)
         for name, value in run.metrics.items()
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     }
-    names = [name for name in numbers if name not in NOT_COMPARED and not name.endswith(("_true", "_se"))]
+    names = [
+        name for name in numbers if name not in NOT_COMPARED and not name.endswith(("_true", "_se"))
+    ]
     chosen = {name: numbers[name] for name in names}
     for pair in (run.result or {}).get("swaps") or []:
-        if pair.get("acceptance_rate") is not None and not any(name.startswith("acceptance_rate") for name in numbers):
-            chosen[f"swaps of rungs {pair['pair'][0]} and {pair['pair'][1]}"] = float(pair["accepted"])
+        if pair.get("acceptance_rate") is not None and not any(
+            name.startswith("acceptance_rate") for name in numbers
+        ):
+            chosen[f"swaps of rungs {pair['pair'][0]} and {pair['pair'][1]}"] = float(
+                pair["accepted"]
+            )
     return chosen
 
 
 def compare_metrics(values: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> list[Row]:
-    """The paired differences of all metrics; both sequences of a metric are in the order of the same seeds."""
+    """The paired differences of all metrics; both sequences of a metric are in the order of the
+    same seeds.
+    """
     rows = [_difference(metric, first, other) for metric, (first, other) in values.items()]
-    tested = sorted((row.p_value, k) for k, row in enumerate(rows) if row.p_value is not None and row.error)
+    tested = sorted(
+        (row.p_value, k) for k, row in enumerate(rows) if row.p_value is not None and row.error
+    )
     adjusted, largest = dict[int, float](), 0.0
     for rank, (p_value, k) in enumerate(tested):
         adjusted[k] = largest = max(largest, min(1.0, (len(tested) - rank) * p_value))
@@ -219,7 +276,16 @@ def _difference(metric: str, first: Sequence[float], other: Sequence[float]) -> 
     if n > 1:
         error = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1) / n)
         p_value = p_of_pairs(mean, error, n) if n >= FEWEST_SEEDS else None
-    return Row(metric, direction(metric), math.fsum(first) / n, math.fsum(other) / n, mean, error, n, p_value)
+    return Row(
+        metric,
+        direction(metric),
+        math.fsum(first) / n,
+        math.fsum(other) / n,
+        mean,
+        error,
+        n,
+        p_value,
+    )
 
 
 def _verdict(row: Row) -> str:
@@ -227,7 +293,9 @@ def _verdict(row: Row) -> str:
     if row.error == 0 and mean == 0:
         return f"the same on all {n} seeds"
     if n == 1:
-        return "the same on one seed, which tells nothing" if mean == 0 else "one seed tells nothing"
+        return (
+            "the same on one seed, which tells nothing" if mean == 0 else "one seed tells nothing"
+        )
     if n < FEWEST_SEEDS:
         return f"no claim at n={n}"
     if row.p_adjusted is None:
@@ -253,4 +321,8 @@ def _listed(runs: Mapping[int, Any]) -> str:
 
 
 def _few(metrics: Mapping[str, float]) -> str:
-    return ", ".join(list(metrics)[:3]) + (", ..." if len(metrics) > 3 else "") if metrics else "no metric"
+    return (
+        ", ".join(list(metrics)[:3]) + (", ..." if len(metrics) > 3 else "")
+        if metrics
+        else "no metric"
+    )

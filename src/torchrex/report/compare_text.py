@@ -1,4 +1,6 @@
-"""How comparisons are written: lines for a terminal of any width or for a pipe, Markdown, JSON. No name is ever cut."""
+"""How comparisons are written: lines for a terminal of any width or for a pipe, Markdown, JSON. No
+name is ever cut.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +19,45 @@ LEAST_FOR_VERDICT = 12  # columns; with fewer a table is no table
 
 
 def cells(row: Row, apart: Sequence[str] = ()) -> list[str]:
-    """One row as text, for the columns above. Between different problems a difference means nothing."""
+    """One row as text, for the columns above. Between different problems a difference means
+    nothing.
+    """
     error = "" if row.error is None else f" +- {row.error:.2g}"
     difference = "" if apart else f"{row.difference:+.4g}{error}"
     verdict = "" if apart else row.verdict  # the same for all, and said above
-    return [row.metric, row.better, f"{row.first:.6g}", f"{row.other:.6g}", difference, str(row.n), verdict]
+    return [
+        row.metric,
+        row.better,
+        f"{row.first:.6g}",
+        f"{row.other:.6g}",
+        difference,
+        str(row.n),
+        verdict,
+    ]
 
 
 def lines(comparison: Comparison, width: int | None = None) -> list[str]:
-    """The whole comparison. Within `width` columns words are wrapped; without one, as for a pipe, a row is a line."""
+    """The whole comparison. Within `width` columns words are wrapped; without one, as for a pipe, a
+    row is a line.
+    """
     head, *rest = about(comparison)
-    return [*wrapped(head, width), "", *table(comparison, width), "", *(line for each in rest for line in wrapped(each, width))]
+    return [
+        *wrapped(head, width),
+        "",
+        *table(comparison, width),
+        "",
+        *(line for each in rest for line in wrapped(each, width)),
+    ]
 
 
 def table(comparison: Comparison, width: int | None = None) -> list[str]:
-    """Aligned columns, the verdict wrapped. Where that is too wide, without columns that the words around it tell as well; and
-    where even those are too wide, a block for each metric."""
+    """Aligned columns, the verdict wrapped. Where that is too wide, without columns that the words
+    around it tell as well; and where even those are too wide, a block for each metric.
+    """
     rows = [cells(row, comparison.apart) for row in comparison.rows]
-    filled = [k for k, name in enumerate(COLUMNS[:-1]) if name == "metric" or any(row[k] for row in rows)]
+    filled = [
+        k for k, name in enumerate(COLUMNS[:-1]) if name == "metric" or any(row[k] for row in rows)
+    ]
     for spared in ((), ("seeds",), ("seeds", "better")):
         shown = [k for k in filled if COLUMNS[k] not in spared]
         widths = [max(len(each[k]) for each in (COLUMNS, *rows)) for k in shown]
@@ -44,7 +67,9 @@ def table(comparison: Comparison, width: int | None = None) -> list[str]:
     return _blocks(rows, filled, width or 0)
 
 
-def _aligned(rows: Sequence[Sequence[str]], shown: Sequence[int], widths: Sequence[int], room: int | None) -> list[str]:
+def _aligned(
+    rows: Sequence[Sequence[str]], shown: Sequence[int], widths: Sequence[int], room: int | None
+) -> list[str]:
     made = []
     told = any(row[-1] for row in rows)
     for row in (COLUMNS if told else (*COLUMNS[:-1], ""), *rows):
@@ -71,15 +96,24 @@ def wrapped(text: str, width: int | None) -> list[str]:
 
 
 def about(comparison: Comparison) -> list[str]:
-    """Sentences around the table: what is compared, what differs in settings, what was left out, and the test."""
+    """Sentences around the table: what is compared, what differs in settings, what was left out,
+    and the test.
+    """
     first, other = comparison.first.name, comparison.other.name
     said = [f"first: {first}; other: {other}; seeds {', '.join(map(str, comparison.seeds))}"]
     if comparison.apart:
-        said.append(f"they are not comparable: they differ in {', '.join(comparison.apart)}, so that neither is better or worse")
+        said.append(
+            f"they are not comparable: they differ in {', '.join(comparison.apart)}, so that neither is better or worse"
+        )
     else:
         errors = any(row.error is not None for row in comparison.rows)
         said[0] += f"; difference = other - first{', +- its standard error' if errors else ''}"
-    return [*said, *_settings(comparison), *(f"note: {note}" for note in comparison.notes), f"test: {comparison.test}"]
+    return [
+        *said,
+        *_settings(comparison),
+        *(f"note: {note}" for note in comparison.notes),
+        f"test: {comparison.test}",
+    ]
 
 
 def _settings(comparison: Comparison) -> list[str]:
@@ -90,7 +124,9 @@ def _settings(comparison: Comparison) -> list[str]:
         if alone := [key for key, pair in comparison.settings.items() if pair[k] == ABSENT]:
             said.append(f"settings that only {which} has: {', '.join(alone)}")
     if not comparison.settings_known:
-        return ["settings are not told: config.json of one side or both is missing or damaged, so they may be different problems"]
+        return [
+            "settings are not told: config.json of one side or both is missing or damaged, so they may be different problems"
+        ]
     return said or ["no setting that matters differs"]
 
 
@@ -100,7 +136,9 @@ def as_markdown(comparisons: Sequence[Comparison]) -> str:
         made = [f"## {comparison.other.name} against {comparison.first.name}", ""]
         made += [f"- {line}" for line in about(comparison)]
         rows = [cells(row, comparison.apart) for row in comparison.rows]
-        shown = [k for k, name in enumerate(COLUMNS) if name == "metric" or any(row[k] for row in rows)]
+        shown = [
+            k for k, name in enumerate(COLUMNS) if name == "metric" or any(row[k] for row in rows)
+        ]
         made += ["", "| " + " | ".join(COLUMNS[k] for k in shown) + " |", "|---" * len(shown) + "|"]
         made += ["| " + " | ".join(row[k] for k in shown) + " |" for row in rows]
         parts.append("\n".join(made) + "\n")

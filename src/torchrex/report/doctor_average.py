@@ -1,7 +1,9 @@
-"""Has the average of a network's predictions settled, and is it better than its newest network alone?
+"""Has the average of a network's predictions settled, and is it better than its newest network
+alone?
 
-What is kept of a run are counts over the same test images and not who erred on which, so the error of a difference is the
-binomial one of two separate sets. Both mostly err on the same images: the true error is smaller, and a warning is safe.
+What is kept of a run are counts over the same test images and not who erred on which, so the error
+of a difference is the binomial one of two separate sets. Both mostly err on the same images: the
+true error is smaller, and a warning is safe.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def check_average(run: LoadedRun) -> Iterable[Finding]:
     """For networks; densities have no average of predictions."""
     metrics, curves = run.metrics, (run.result or {}).get("curves") or {}
     names = ("accuracy", "nll", "single_accuracy", "single_nll", "n_draws")
-    numbers: dict[str, Any] = {name: metrics[name] for name in names if isinstance(metrics.get(name), int | float)}
+    numbers: dict[str, Any] = {
+        name: metrics[name] for name in names if isinstance(metrics.get(name), int | float)
+    }
     if "accuracy" not in numbers:
         return
     curve = curves.get("probabilities_accuracy") or []
@@ -62,7 +66,10 @@ def _against_one(run: LoadedRun, numbers: dict[str, Any], changed: str) -> Findi
     told = f"The average of {draws} has accuracy {_points(accuracy)} %"
     if single is None or n is None:
         return Finding("fine", "average", f"{told}.{changed}", numbers)
-    difference, error = accuracy - single, math.sqrt((accuracy * (1 - accuracy) + single * (1 - single)) / n)
+    difference, error = (
+        accuracy - single,
+        math.sqrt((accuracy * (1 - accuracy) + single * (1 - single)) / n),
+    )
     numbers = {**numbers, "difference": difference, "standard_error": error, "n_test": n}
     told += (
         f", its newest network alone {_points(single)} %: {100 * difference:+.2f} +- {100 * error:.2f} points "
@@ -80,7 +87,9 @@ def _against_one(run: LoadedRun, numbers: dict[str, Any], changed: str) -> Findi
 
 
 def n_tested(run: LoadedRun) -> int | None:
-    """How many images the accuracies were counted on; None where neither the trace nor the settings tell."""
+    """How many images the accuracies were counted on; None where neither the trace nor the settings
+    tell.
+    """
     kept, settings = run.trace.get("probabilities"), run.settings
     if kept is not None and kept.ndim == 2:
         return len(kept)
@@ -94,7 +103,11 @@ def n_tested(run: LoadedRun) -> int | None:
 
 def _later(run: LoadedRun) -> str:
     """The average of a GAN begins where its warm start ends."""
-    return "make the warm start longer" if isinstance(run.settings, GanConfig) else "begin the average later"
+    return (
+        "make the warm start longer"
+        if isinstance(run.settings, GanConfig)
+        else "begin the average later"
+    )
 
 
 def _points(accuracy: float) -> str:

@@ -1,4 +1,6 @@
-"""Are the checkpoints of a run whole? All of them are read and checked as a resume would, and damage is told with what to do."""
+"""Are the checkpoints of a run whole? All of them are read and checked as a resume would, and
+damage is told with what to do.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from dataclasses import dataclass, field
 from torchrex.checkpoint import Checkpoints
 from torchrex.checkpoint.contents import DamagedError, read
 from torchrex.checkpoint.files import one_line
+from torchrex.density.shards import shard_folders
 from torchrex.errors import CheckpointError
-from torchrex.posterior.shards import shard_folders
 from torchrex.report.doctor_words import several
 from torchrex.report.findings import Finding, Severity
 from torchrex.report.runs import LoadedRun
@@ -20,7 +22,9 @@ MOST_NAMED = 3
 
 @dataclass
 class Saved:
-    """The checkpoints in one folder: those of a run, or those of one of its shards, which go on each by itself."""
+    """The checkpoints in one folder: those of a run, or those of one of its shards, which go on
+    each by itself.
+    """
 
     shard: str = ""
     whole: list[int] = field(default_factory=list)  # steps
@@ -37,7 +41,9 @@ class Saved:
 
 
 def look_at_checkpoints(run: LoadedRun) -> list[Saved]:
-    """Read every complete checkpoint of a run; folders without any are left out. Nothing that is read is executed."""
+    """Read every complete checkpoint of a run; folders without any are left out. Nothing that is
+    read is executed.
+    """
     found = []
     for checkpoints in _folders(run):
         saved = Saved(checkpoints.folder.name if checkpoints.folder.parent != run.path else "")
@@ -58,16 +64,30 @@ def look_at_checkpoints(run: LoadedRun) -> list[Saved]:
 def are_large(run: LoadedRun) -> bool:
     """Whether to look at them may take a second or more."""
     try:
-        return sum(file.stat().st_size for file in (run.path / "checkpoints").rglob("*") if file.is_file()) > LARGE
+        return (
+            sum(
+                file.stat().st_size
+                for file in (run.path / "checkpoints").rglob("*")
+                if file.is_file()
+            )
+            > LARGE
+        )
     except OSError:  # looking at them tells why
         return False
 
 
 def checkpoint_findings(run: LoadedRun, found: Sequence[Saved]) -> Iterable[Finding]:
-    """Damage of a finished run costs nothing that was computed from it; that of an unfinished one costs steps, or all of them."""
+    """Damage of a finished run costs nothing that was computed from it; that of an unfinished one
+    costs steps, or all of them.
+    """
     for saved in found:
         if saved.refused:
-            yield Finding("warning", "checkpoints that cannot be used", _sentence(saved.refused), {"shard": saved.shard})
+            yield Finding(
+                "warning",
+                "checkpoints that cannot be used",
+                _sentence(saved.refused),
+                {"shard": saved.shard},
+            )
     damaged = [saved for saved in found if saved.damaged]
     numbers = {
         "whole": [saved.name(step) for saved in found for step in saved.whole],
@@ -78,13 +98,20 @@ def checkpoint_findings(run: LoadedRun, found: Sequence[Saved]) -> Iterable[Find
         finished = run.status == "finished"
         severity: Severity = "note" if finished else "warning"
         words = f"{_named(damaged)}. {_of_finished() if finished else _of_unfinished(damaged)}"
-        yield Finding(severity, "damaged checkpoint" + ("s" if n_damaged > 1 else ""), words, numbers)
+        yield Finding(
+            severity, "damaged checkpoint" + ("s" if n_damaged > 1 else ""), words, numbers
+        )
     elif n_whole and not any(saved.refused for saved in found):
         newest = min(max(saved.whole) for saved in found)
         of = f" of {len(found)} shards" if len(found) > 1 else ""
         come = "all shards have come to" if len(found) > 1 else "the newest is that of"
         are = "is whole" if n_whole == 1 else "are whole"
-        yield Finding("fine", "checkpoints", f"{several(n_whole, 'checkpoint')}{of} {are}; {come} step {newest:,}.", numbers)
+        yield Finding(
+            "fine",
+            "checkpoints",
+            f"{several(n_whole, 'checkpoint')}{of} {are}; {come} step {newest:,}.",
+            numbers,
+        )
 
 
 def _folders(run: LoadedRun) -> list[Checkpoints]:
@@ -94,7 +121,11 @@ def _folders(run: LoadedRun) -> list[Checkpoints]:
 
 def _named(damaged: Sequence[Saved]) -> str:
     """`checkpoints/step=000000300 has a damaged shared.safetensors, ...; and 4 more`."""
-    each = [f"checkpoints/{saved.name(step)} {why}" for saved in damaged for step, why in saved.damaged.items()]
+    each = [
+        f"checkpoints/{saved.name(step)} {why}"
+        for saved in damaged
+        for step, why in saved.damaged.items()
+    ]
     more = [f"and {len(each) - MOST_NAMED} more"] if len(each) > MOST_NAMED else []
     return "; ".join([*each[:MOST_NAMED], *more])
 

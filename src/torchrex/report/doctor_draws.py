@@ -1,7 +1,8 @@
-"""Checks of the draws of a density: are they right where the truth is known, have its chains converged, is rung 0 at its
-temperature, is the noise Gaussian?
+"""Checks of the draws of a density: are they right where the truth is known, have its chains
+converged, is rung 0 at its temperature, is the noise Gaussian?
 
-Convergence and temperature are read from some of the draws, evenly spaced: enough of them, and no check takes a second.
+Convergence and temperature are read from some of the draws, evenly spaced: enough of them, and no
+check takes a second.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from torchrex.targets import Noisy
 BURN_IN = 0.1  # of the steps of a density is left out
 RHAT, BAD_RHAT = 1.01, 1.1
 FEW_DRAWS = 400  # effective ones, of all chains together (Vehtari et al. 2021)
-TOLERATED, MUCH = 0.10, 0.5  # off the nominal temperature; a sound learning rate reads a few per cent high
+TOLERATED, MUCH = (
+    0.10,
+    0.5,
+)  # off the nominal temperature; a sound learning rate reads a few per cent high
 SIGMAS = 3.0
 APART = 0.5  # share of the variance that lies between chains, or between replicas
 REPEATED = 10_000  # energies drawn for the tail
@@ -41,7 +45,9 @@ CHANCE = 0.0027  # two-sided: three standard errors of many runs, more of few
 
 
 def check_truth(run: LoadedRun) -> Iterable[Finding]:
-    """Metrics of which the truth is known (`name`, `name_se`, `name_true`): off by more than is tolerated, and than by chance?"""
+    """Metrics of which the truth is known (`name`, `name_se`, `name_true`): off by more than is
+    tolerated, and than by chance?
+    """
     metrics = run.metrics
     for name in [each.removesuffix("_true") for each in metrics if each.endswith("_true")]:
         if not all(isinstance(metrics.get(each), int | float) for each in (name, f"{name}_true")):
@@ -52,13 +58,21 @@ def check_truth(run: LoadedRun) -> Iterable[Finding]:
         known = math.isfinite(error)
         chance = float(stats.t.isf(CHANCE / 2, n - 1)) * error if known else math.nan
         off, tolerated = abs(value - truth), TOLERATED * abs(truth)
-        numbers = {"metric": name, "value": value, "truth": truth, "standard_error": error, "tolerated": tolerated}
+        numbers = {
+            "metric": name,
+            "value": value,
+            "truth": truth,
+            "standard_error": error,
+            "tolerated": tolerated,
+        }
         factor = run.correction_factor or 1.0
         cure = f"F = {number(factor)} biases the swaps: lower F." if factor > 1 else _to_cross(run)
         ours = measured(value, error) if known and error else number(value)
         words = f"Its {name.replace('_', ' ')} is {ours}, and the truth is {number(truth)}"
         if off <= tolerated:
-            yield Finding("fine", "truth", f"{words}: within the {100 * TOLERATED:g} % tolerated.", numbers)
+            yield Finding(
+                "fine", "truth", f"{words}: within the {100 * TOLERATED:g} % tolerated.", numbers
+            )
         elif off <= chance:
             words += f": off by more than the {100 * TOLERATED:g} % tolerated, which may be chance. Run longer, or more runs."
             yield Finding("warning", "far from the truth", words, numbers)
@@ -75,15 +89,27 @@ def check_convergence(run: LoadedRun) -> Iterable[Finding]:
         return
     if draws is None or draws.n_draws < FEWEST_DRAWS:
         left = "No draw is" if draws is None else f"{draws.n_draws} draws are"
-        yield Finding("warning", "too few draws", f"{left} left after the burn-in. Run longer, or thin less.")
+        yield Finding(
+            "warning", "too few draws", f"{left} left after the burn-in. Run longer, or thin less."
+        )
         return
     some = thinned(draws.values, ENOUGH)
     found = convergence(some)
     rhat, ess, n = found.worst_rhat, found.least_ess, draws.n_chains * draws.n_draws
     looked_at = some.shape[0] * some.shape[1]
     # Draws between those looked at can only add to it.
-    numbers = {"rhat": rhat, "ess_at_least": ess, "ess_from_draws": looked_at, "n_draws": n, "n_chains": draws.n_chains}
-    told = f"R-hat {rhat:.3f}" if math.isfinite(rhat) else "no R-hat, for there is one chain (n_runs=4 would tell)"
+    numbers = {
+        "rhat": rhat,
+        "ess_at_least": ess,
+        "ess_from_draws": looked_at,
+        "n_draws": n,
+        "n_chains": draws.n_chains,
+    }
+    told = (
+        f"R-hat {rhat:.3f}"
+        if math.isfinite(rhat)
+        else "no R-hat, for there is one chain (n_runs=4 would tell)"
+    )
     words = f"{told}; {n:,} draws are worth {ess:,.0f} independent ones"
     if looked_at < n:
         words = f"{told}; {n:,} draws are worth at least {ess:,.0f} independent ones (from {looked_at:,} of them, thinned)"
@@ -93,7 +119,12 @@ def check_convergence(run: LoadedRun) -> Iterable[Finding]:
     if rhat > RHAT or not ess >= FEW_DRAWS:
         severity: Severity = "problem" if rhat > BAD_RHAT else "warning"
         why = f"R-hat should be below {RHAT}" if rhat > RHAT else f"{FEW_DRAWS} should be there"
-        yield Finding(severity, "chains have not converged", f"{words}; {why}. Run longer (n_steps), or mix better.", numbers)
+        yield Finding(
+            severity,
+            "chains have not converged",
+            f"{words}; {why}. Run longer (n_steps), or mix better.",
+            numbers,
+        )
     else:
         yield Finding("fine", "convergence", f"{words}.{start}", numbers)
     yield from _modes(run, draws)
@@ -109,7 +140,12 @@ def _modes(run: LoadedRun, draws: Draws) -> Iterable[Finding]:
                 f"{percent(share)} of the variance of coordinate {k} lies between chains: each stays in a mode of its own, or "
                 f"is too slow to leave where it began, and the draws say where that was. {_to_cross(run)}"
             )
-            yield Finding("problem", "chains stay apart", words, {"share_between_chains": share, "coordinate": k})
+            yield Finding(
+                "problem",
+                "chains stay apart",
+                words,
+                {"share_between_chains": share, "coordinate": k},
+            )
             return
     if run.history is None or run.history.n_rungs < 2:
         return
@@ -118,7 +154,9 @@ def _modes(run: LoadedRun, draws: Draws) -> Iterable[Finding]:
         return
     every = _every(x, ENOUGH)
     x, at_cold = x[:, ::every], at_cold[:, ::every]
-    here = (at_cold[None] == torch.arange(run.history.n_rungs)[:, None, None]).double()  # (replicas, chains, draws)
+    here = (
+        at_cold[None] == torch.arange(run.history.n_rungs)[:, None, None]
+    ).double()  # (replicas, chains, draws)
     n = here.sum(2)
     if float(n.min()) < 20:
         return
@@ -131,7 +169,12 @@ def _modes(run: LoadedRun, draws: Draws) -> Iterable[Finding]:
             f"{percent(share)} of the variance of coordinate {k} on rung 0 lies between the replicas that stood there: each "
             f"keeps to a mode of its own, hot or cold, so swaps choose among {run.history.n_rungs} modes. Heat the top rung."
         )
-        yield Finding("warning", "replicas in different modes", words, {"share_between_replicas": share, "coordinate": k})
+        yield Finding(
+            "warning",
+            "replicas in different modes",
+            words,
+            {"share_between_replicas": share, "coordinate": k},
+        )
 
 
 def _to_cross(run: LoadedRun) -> str:
@@ -160,21 +203,42 @@ def check_temperature(run: LoadedRun) -> Iterable[Finding]:
                 f"The noise of the moves keeps the initial learning rate while that falls (noise_follows_lr = false), "
                 f"so at the end every rung moves at {number(excess)} times its temperature, and no swap test knows of it."
             )
-            yield Finding("warning", "rung 0 is hotter than nominal", words, {"times_nominal_at_the_end": excess})
+            yield Finding(
+                "warning",
+                "rung 0 is hotter than nominal",
+                words,
+                {"times_nominal_at_the_end": excess},
+            )
         return
     draws = _settled(run)
     if draws is None or draws.n_draws < FEWEST_DRAWS:
-        if run.result is not None and isinstance(run.settings, MixtureConfig | LogisticConfig):  # of networks it cannot be told
-            yield Finding("note", "temperature not told", "Whether rung 0 is at its temperature needs draws; none are left.")
+        if run.result is not None and isinstance(
+            run.settings, MixtureConfig | LogisticConfig
+        ):  # of networks it cannot be told
+            yield Finding(
+                "note",
+                "temperature not told",
+                "Whether rung 0 is at its temperature needs draws; none are left.",
+            )
         return
     found = gradients(run, draws)
     if found is None:
-        yield Finding("note", "temperature not told", "The density of this run is not known here, so its gradients are not.")
+        yield Finding(
+            "note",
+            "temperature not told",
+            "The density of this run is not known here, so its gradients are not.",
+        )
         return
     nominal = run.ladder.temperatures[0]
     estimate = equipartition_temperature(*found)
     tau, error = float(estimate.value), float(estimate.error)
-    numbers = {"temperature": tau, "standard_error": error, "nominal": nominal, "ratio": tau / nominal, "tolerated": TOLERATED}
+    numbers = {
+        "temperature": tau,
+        "standard_error": error,
+        "nominal": nominal,
+        "ratio": tau / nominal,
+        "tolerated": TOLERATED,
+    }
     off = tau / nominal - 1
     side = "above" if off > 0 else "below"
     read = f"Equipartition reads {measured(tau, error)} on rung 0, {percent(abs(off))} {side} its temperature {number(nominal)}"
@@ -184,7 +248,11 @@ def check_temperature(run: LoadedRun) -> Iterable[Finding]:
         yield Finding("note", "temperature not told", words, {**numbers, "rhat": rhat})
         return
     if abs(off) <= TOLERATED or abs(off) * nominal < SIGMAS * error:
-        verdict = f"within the {100 * TOLERATED:g} % tolerated" if abs(off) <= TOLERATED else f"within {SIGMAS:g} standard errors"
+        verdict = (
+            f"within the {100 * TOLERATED:g} % tolerated"
+            if abs(off) <= TOLERATED
+            else f"within {SIGMAS:g} standard errors"
+        )
         yield Finding("fine", "temperature", f"{read}: {verdict}.", numbers)
         return
     factor = run.correction_factor or 1.0
@@ -208,14 +276,18 @@ def _worst_rhat(draws: Draws) -> float:
 
 
 def gradients(run: LoadedRun, draws: Draws) -> tuple[Tensor, Tensor] | None:
-    """Positions and exact gradients of the energy there, (chains, draws, dim), where the density is known."""
+    """Positions and exact gradients of the energy there, (chains, draws, dim), where the density is
+    known.
+    """
     if isinstance(run.settings, MixtureConfig):
         x = thinned(draws.values, ENOUGH_FOR_GRADIENTS).double()
         return x, run.settings.mixture().energy_and_gradient(x, {})[1]
     if isinstance(run.settings, LogisticConfig):
         target = run.settings.target().to("cpu", torch.float64)
         n = max(4, min(draws.n_draws, int(WORK / (target.n_data or 1) / draws.n_chains)))
-        x = draws.values.double()[:, torch.linspace(0, draws.n_draws - 1, min(n, draws.n_draws)).long()]
+        x = draws.values.double()[
+            :, torch.linspace(0, draws.n_draws - 1, min(n, draws.n_draws)).long()
+        ]
         rows = [
             torch.func.grad(lambda at: target.full_energy(at).sum())(x[chain, [row]])
             for chain in range(len(x))
@@ -226,13 +298,19 @@ def gradients(run: LoadedRun, draws: Draws) -> tuple[Tensor, Tensor] | None:
 
 
 def check_tail(run: LoadedRun) -> Iterable[Finding]:
-    """Is the noise of the energies Gaussian, as the correction takes it to be? Only where it can be drawn again."""
+    """Is the noise of the energies Gaussian, as the correction takes it to be? Only where it can be
+    drawn again.
+    """
     if not isinstance(run.settings, MixtureConfig) or run.correction_factor is None:
         return
     target = Noisy(run.settings.mixture(), run.settings.noise.model())
     generator = torch.Generator().manual_seed(0)
     tail = hill(target.draw_noise(generator, REPEATED, (1, 1), torch.float64)["energy"])
-    numbers = {"tail_index": tail.index, "gaussian_index": tail.gaussian_index, "sigmas": tail.sigmas}
+    numbers = {
+        "tail_index": tail.index,
+        "gaussian_index": tail.gaussian_index,
+        "sigmas": tail.sigmas,
+    }
     if tail.too_heavy:
         words = (
             f"Of {REPEATED:,} energies drawn again at one place, the tail has index {tail.index:.2g} where a Gaussian shows "
@@ -241,7 +319,12 @@ def check_tail(run: LoadedRun) -> Iterable[Finding]:
         )
         yield Finding("warning", "the energy noise has heavy tails", words, numbers)
     else:
-        yield Finding("fine", "noise", f"The energy noise looks Gaussian (tail index {tail.index:.2g}).", numbers)
+        yield Finding(
+            "fine",
+            "noise",
+            f"The energy noise looks Gaussian (tail index {tail.index:.2g}).",
+            numbers,
+        )
 
 
 def _settled(run: LoadedRun) -> Draws | None:
@@ -253,7 +336,9 @@ def _settled(run: LoadedRun) -> Draws | None:
 
 
 def thinned(values: Tensor, enough: int) -> Tensor:
-    """Every n-th draw of (chains, draws, dim), so that about `enough` are left, and LEAST of each chain."""
+    """Every n-th draw of (chains, draws, dim), so that about `enough` are left, and LEAST of each
+    chain.
+    """
     return values[:, :: _every(values, enough)]
 
 
@@ -271,4 +356,6 @@ def _is_tall(run: LoadedRun) -> bool:
     return isinstance(run.settings, LogisticConfig) and run.draws is not None
 
 
-SLOW_CHECKS: dict[Check, Callable[[LoadedRun], bool]] = {check_temperature: _is_tall}  # may take seconds, and on which runs
+SLOW_CHECKS: dict[Check, Callable[[LoadedRun], bool]] = {
+    check_temperature: _is_tall
+}  # may take seconds, and on which runs

@@ -1,8 +1,9 @@
-"""What is known of the swaps of a run: the course of the ladder where it was recorded, or only how many swaps were counted.
+"""What is known of the swaps of a run: the course of the ladder where it was recorded, or only how
+many swaps were counted.
 
-Draws and traces tell everything, the curves of networks for images nearly so. A draws.safetensors that was cut short may still
-have its energies. An unfinished or damaged run may have no more than the counts in result.json, of a damaged result.json those
-before the damage.
+Draws and traces tell everything, the curves of networks for images nearly so. A draws.safetensors
+that was cut short may still have its energies. An unfinished or damaged run may have no more than
+the counts in result.json, of a damaged result.json those before the damage.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchrex.diagnostics import Estimate, History, Swaps, Travel, effective_noise, noise_level, round_trips
+from torchrex.diagnostics import (
+    Estimate,
+    History,
+    Swaps,
+    Travel,
+    effective_noise,
+    noise_level,
+    round_trips,
+)
 from torchrex.diagnostics.history import temperatures_at
 from torchrex.errors import TorchrexError
 from torchrex.experiments.gan import GanConfig
@@ -27,7 +36,10 @@ from torchrex.report.runs import LoadedRun, salvage
 FEW_TRIPS = 10  # round trips of a chain
 ENOUGH_ROWS = 40_000  # recorded energies, of all chains together, for rates of a per cent and more
 OF_CURVES = ("energy", "noise_variance", "correction")  # of result.json, by rung or pair
-ENOUGH_CHAINS, MANY_SWAPS = 16, 100  # so many chains tell of the trips of all, where each makes so many swaps
+ENOUGH_CHAINS, MANY_SWAPS = (
+    16,
+    100,
+)  # so many chains tell of the trips of all, where each makes so many swaps
 
 
 @dataclass(frozen=True)
@@ -46,8 +58,9 @@ class Evidence:
     def scaled(self) -> History:
         """What the advice about F rests on, thinned.
 
-        Where F grows with the gap it is the last quarter, with sigma2 such that a constant F here is one that is counted as at
-        the start: swaps may take something of F, so only the F of one part of the run can be compared with another.
+        Where F grows with the gap it is the last quarter, with sigma2 such that a constant F here
+        is one that is counted as at the start: swaps may take something of F, so only the F of one
+        part of the run can be compared with another.
         """
         if not self.image:
             return thinned(self.energies)
@@ -56,7 +69,9 @@ class Evidence:
 
     @property
     def factor_now(self) -> float:
-        """F in the middle of the last quarter (the median), counted as at the start: without what it grew by the gap."""
+        """F in the middle of the last quarter (the median), counted as at the start: without what
+        it grew by the gap.
+        """
         factors = self.late.correction_factor
         if not self.image or factors is None:
             return self.factor
@@ -64,7 +79,8 @@ class Evidence:
 
     @property
     def swapped_late(self) -> tuple[int, int] | None:
-        """Swaps and tests of the last quarter, of all pairs; tests are taken to be spread evenly over the steps.
+        """Swaps and tests of the last quarter, of all pairs; tests are taken to be spread evenly
+        over the steps.
 
         None where not all swaps are listed.
         """
@@ -80,7 +96,9 @@ class Evidence:
 
     @cached_property
     def travel(self) -> Travel:
-        """Of some chains where they are many and swap often; rows between which nobody moves are left out, which is exact."""
+        """Of some chains where they are many and swap often; rows between which nobody moves are
+        left out, which is exact.
+        """
         history = self.history
         if history.swaps is not None:
             return round_trips(history)
@@ -88,19 +106,28 @@ class Evidence:
         chains = slice(ENOUGH_CHAINS if often else None)
         at = history.replica_at[..., chains]
         moved = torch.cat([torch.ones(1, dtype=torch.bool), (at[1:] != at[:-1]).flatten(1).any(1)])
-        by_chain = {name: getattr(history, name)[..., chains] for name in ("energy", "replica_at", "noise_variance")}
+        by_chain = {
+            name: getattr(history, name)[..., chains]
+            for name in ("energy", "replica_at", "noise_variance")
+        }
         rows = {name: each[moved] for name, each in by_chain.items()}
         counts = {name: getattr(history, name)[:, chains] for name in ("accepted", "proposed")}
         when = {name: getattr(history, name)[moved] for name in ("steps", "temperature")}
-        return round_trips(replace(history, correction=None, **rows, **counts, **when))._replace(exact=history.has_every_step)
+        return round_trips(replace(history, correction=None, **rows, **counts, **when))._replace(
+            exact=history.has_every_step
+        )
 
     @property
     def trips(self) -> tuple[float, float]:
-        """Round trips and restarts of a chain, all its replicas together; NaN where that is not known."""
+        """Round trips and restarts of a chain, all its replicas together; NaN where that is not
+        known.
+        """
         if not self.has_paths:
             none = int(self.history.accepted.sum()) == 0
             return (0.0, 0.0) if none else (math.nan, math.nan)
-        trips, restarts = (float(n.sum(0).double().mean()) for n in (self.travel.round_trips, self.travel.restarts))
+        trips, restarts = (
+            float(n.sum(0).double().mean()) for n in (self.travel.round_trips, self.travel.restarts)
+        )
         return trips, restarts
 
 
@@ -119,12 +146,15 @@ def gather(run: LoadedRun) -> Evidence | None:
         return None
     energies = while_swapping(run, history)
     if averaged:
-        # Energies drawn apart for each replica vary more than those of the swap tests, which share a minibatch.
+        # Energies drawn apart for each replica vary more than those of the swap tests, which share
+        # a minibatch.
         shared = getattr(run.settings, "variance", "paired") == "repeated"
         energies = _with_noise(energies, PAIRED if shared else 1.0)
     annealed = run.ladder is not None and run.ladder.anneal is not None
     late = last_quarter(energies)
-    return Evidence(history, energies, late, factor, annealed, isinstance(run.settings, ImageConfig), has_paths)
+    return Evidence(
+        history, energies, late, factor, annealed, isinstance(run.settings, ImageConfig), has_paths
+    )
 
 
 def while_swapping(run: LoadedRun, history: History) -> History:
@@ -134,7 +164,9 @@ def while_swapping(run: LoadedRun, history: History) -> History:
 
 
 def first_test(run: LoadedRun) -> int:
-    """The first step at which a swap is tested. GANs descend by Adam before, where no temperature holds and none is."""
+    """The first step at which a swap is tested. GANs descend by Adam before, where no temperature
+    holds and none is.
+    """
     if isinstance(run.settings, GanConfig):
         return max(1, run.settings.warm_start)
     return int(getattr(run.settings, "swap_start", 0))
@@ -154,7 +186,9 @@ class Noise(NamedTuple):
 
 
 def settled_noise(late: History) -> Noise:
-    """sigma2 and s of a last quarter, the burn-in left out: what doctor and the page both call the noise of a run."""
+    """sigma2 and s of a last quarter, the burn-in left out: what doctor and the page both call the
+    noise of a run.
+    """
     variance = noise_level(late)
     return Noise(variance, effective_noise(late.inverse_gap.mean(0), variance.value))
 
@@ -165,12 +199,20 @@ def thinned(history: History) -> History:
     if every <= 1:
         return history
     names = ("steps", "energy", "replica_at", "noise_variance", "temperature", "correction")
-    return replace(history, **{name: getattr(history, name)[::every] for name in names if getattr(history, name) is not None})
+    return replace(
+        history,
+        **{
+            name: getattr(history, name)[::every]
+            for name in names
+            if getattr(history, name) is not None
+        },
+    )
 
 
 def history_from_curves(run: LoadedRun) -> History | None:
-    """A history from the curves in result.json, where the trace is not there. Energies are means over an epoch, or over the steps
-    between two points of a GAN's. The first swaps are listed: where there were more, who stood where is not known.
+    """A history from the curves in result.json, where the trace is not there. Energies are means
+    over an epoch, or over the steps between two points of a GAN's. The first swaps are listed:
+    where there were more, who stood where is not known.
     """
     result, settings = run.result or {}, run.settings
     curves, pairs = result.get("curves") or {}, result.get("swaps") or []
@@ -178,10 +220,17 @@ def history_from_curves(run: LoadedRun) -> History | None:
         return None
     if not isinstance(settings, ImageConfig | GanConfig):
         return None
-    unit, per_unit = ("epoch", settings.steps_per_epoch) if isinstance(settings, ImageConfig) else ("step", 1)
+    unit, per_unit = (
+        ("epoch", settings.steps_per_epoch) if isinstance(settings, ImageConfig) else ("step", 1)
+    )
     try:
-        when, turned, *columns = (torch.tensor(curves[name], dtype=torch.float64) for name in (unit, f"swap_{unit}s", *OF_CURVES))
-        of_rows = {name: column.T[:, :, None] for name, column in zip(OF_CURVES, columns, strict=True)}
+        when, turned, *columns = (
+            torch.tensor(curves[name], dtype=torch.float64)
+            for name in (unit, f"swap_{unit}s", *OF_CURVES)
+        )
+        of_rows = {
+            name: column.T[:, :, None] for name, column in zip(OF_CURVES, columns, strict=True)
+        }
     except (KeyError, TypeError, ValueError, IndexError):  # damaged: then nothing is known
         return None
     if any(len(rows) != len(when) for rows in of_rows.values()):
@@ -198,13 +247,17 @@ def history_from_curves(run: LoadedRun) -> History | None:
         accepted=torch.tensor([[pair["accepted"]] for pair in pairs]),
         proposed=torch.tensor([[pair["proposed"]] for pair in pairs]),
         n_steps=int(result.get("steps_done") or int(steps[-1]) + 1),
-        swaps=Swaps(swapped, torch.zeros_like(swapped), torch.zeros_like(swapped)) if listed else None,
+        swaps=Swaps(swapped, torch.zeros_like(swapped), torch.zeros_like(swapped))
+        if listed
+        else None,
         **of_rows,
     )
 
 
 def history_from_remains(run: LoadedRun) -> History | None:
-    """What a draws.safetensors that was cut short still tells of the energies, without who stood where: that comes last in it."""
+    """What a draws.safetensors that was cut short still tells of the energies, without who stood
+    where: that comes last in it.
+    """
     if run.ladder is None or run.draws is not None or "draws.safetensors" not in run.damaged:
         return None
     tensors, meta = salvage(run.path / "draws.safetensors", [])
@@ -214,19 +267,30 @@ def history_from_remains(run: LoadedRun) -> History | None:
     rows = min(len(tensors[name]) for name in names[:3])
     if rows < 4 or tensors["energy"].ndim != 3:
         return None
-    kept: dict[str, Any] = {name: tensors[name][:rows] if name in names[:3] else tensors[name] for name in names}
+    kept: dict[str, Any] = {
+        name: tensors[name][:rows] if name in names[:3] else tensors[name] for name in names
+    }
     n_rungs, n_chains = kept["energy"].shape[1:]
     standing = torch.arange(n_rungs)[None, :, None].expand(rows, n_rungs, n_chains)
     try:
         n_steps = int(json.loads(meta.get("torchrex", "{}")).get("n_steps", int(kept["steps"][-1])))
         draws = Draws(torch.zeros(n_chains, rows, 1), replica_at=standing, n_steps=n_steps, **kept)
         return History.from_draws(draws, run.ladder, correction_factor=run.correction_factor or 1.0)
-    except (TorchrexError, RuntimeError, ValueError, TypeError, LookupError, AttributeError):  # it was not only cut
+    except (
+        TorchrexError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+    ):  # it was not only cut
         return None
 
 
 def _with_noise(history: History, part: float, n: int = 64) -> History:
-    """Means over an epoch lack the noise of single steps: it is drawn `n` times an epoch, Gaussian of `part` of sigma2."""
+    """Means over an epoch lack the noise of single steps: it is drawn `n` times an epoch, Gaussian
+    of `part` of sigma2.
+    """
     generator = torch.Generator().manual_seed(0)
     wide = {
         name: getattr(history, name).expand(-1, -1, n)
@@ -234,9 +298,15 @@ def _with_noise(history: History, part: float, n: int = 64) -> History:
         if getattr(history, name) is not None
     }
     z = torch.randn(*wide["energy"].shape, generator=generator, dtype=torch.float64)
-    variance = torch.cat([wide["noise_variance"], wide["noise_variance"][:, -1:]], dim=1)  # of the pair a rung belongs to
+    variance = torch.cat(
+        [wide["noise_variance"], wide["noise_variance"][:, -1:]], dim=1
+    )  # of the pair a rung belongs to
     counts = {name: getattr(history, name).expand(-1, n) for name in ("accepted", "proposed")}
-    return replace(history, swaps=None, **{**wide, **counts, "energy": wide["energy"] + z * (part * variance).sqrt()})
+    return replace(
+        history,
+        swaps=None,
+        **{**wide, **counts, "energy": wide["energy"] + z * (part * variance).sqrt()},
+    )
 
 
 class Counted(NamedTuple):
@@ -256,9 +326,15 @@ def count(run: LoadedRun) -> list[Counted]:
         pairs, source = _before_the_damage(run), "result.json before its damage"
     if not pairs and {"accepted", "proposed"} <= set(trace):
         rows = zip(trace["accepted"].tolist(), trace["proposed"].tolist(), strict=False)
-        pairs, source = [{"accepted": accepted, "proposed": proposed} for accepted, proposed in rows], "the trace"
+        pairs, source = (
+            [{"accepted": accepted, "proposed": proposed} for accepted, proposed in rows],
+            "the trace",
+        )
     try:
-        return [Counted(k, int(each["accepted"]), int(each["proposed"]), source) for k, each in enumerate(pairs or [])]
+        return [
+            Counted(k, int(each["accepted"]), int(each["proposed"]), source)
+            for k, each in enumerate(pairs or [])
+        ]
     except (KeyError, TypeError, ValueError):  # written by something else
         return []
 

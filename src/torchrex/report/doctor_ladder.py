@@ -1,11 +1,18 @@
-"""Checks of the ladder: its swaps, whether the correction or a moving sigma2 decides about them, and whether replicas travel."""
+"""Checks of the ladder: its swaps, whether the correction or a moving sigma2 decides about them,
+and whether replicas travel.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
 
-from torchrex.diagnostics import History, correction_against_spread, noise_level, observed_acceptance
+from torchrex.diagnostics import (
+    History,
+    correction_against_spread,
+    noise_level,
+    observed_acceptance,
+)
 from torchrex.experiments.gan import GanConfig
 from torchrex.report.doctor_advice import WANTED
 from torchrex.report.doctor_evidence import FEW_TRIPS, Evidence, count, gather
@@ -37,7 +44,11 @@ def check_ladder(run: LoadedRun) -> Iterable[Finding]:
             yield Finding("note", "one rung", words)
     elif run.ladder is not None and run.correction_factor is None:
         shared = isinstance(run.settings, GanConfig) and run.settings.generators == "shared"
-        how = "share their generators and exchange nothing else" if shared else "are independent: nothing is exchanged"
+        how = (
+            "share their generators and exchange nothing else"
+            if shared
+            else "are independent: nothing is exchanged"
+        )
         yield Finding("note", "no swaps by design", f"The replicas of this run {how}.")
     elif counts:
         yield from count_findings(run, counts)
@@ -50,7 +61,11 @@ def correction_findings(evidence: Evidence) -> Iterable[Finding]:
     size = correction_against_spread(evidence.late)
     worst = int(size.ratio.nan_to_num(0.0).argmax())
     ratio = float(size.ratio[worst])
-    numbers = {"correction": float(size.correction[worst]), "spread": float(size.spread[worst]), "ratio": ratio}
+    numbers = {
+        "correction": float(size.correction[worst]),
+        "spread": float(size.spread[worst]),
+        "ratio": ratio,
+    }
     if ratio > FAR_OUTSIDE:
         words = (
             f"The correction is {number(numbers['correction'])}, and the energy difference fluctuates by "
@@ -76,7 +91,11 @@ def settled_findings(evidence: Evidence) -> Iterable[Finding]:
     moved = (change.abs() > UNSETTLED) & (change.abs() > 3.0 * error)
     pair = int(change.abs().argmax())
     if bool(moved.any()):
-        numbers = {"third_quarter": float(was.value[pair]), "last_quarter": float(now.value[pair]), "change": float(change[pair])}
+        numbers = {
+            "third_quarter": float(was.value[pair]),
+            "last_quarter": float(now.value[pair]),
+            "change": float(change[pair]),
+        }
         words = (
             f"It was {number(numbers['third_quarter'])} in the third quarter of the run and {number(numbers['last_quarter'])} in "
             f"the last, so swaps before were tested with another correction. Run longer, or leave the beginning out."
@@ -89,7 +108,10 @@ def _rows_before(history: History, without: History) -> History | None:
     kept = history.steps < without.steps[0]
     if int(kept.sum()) < 4:
         return None
-    rows = {name: getattr(history, name)[kept] for name in ("steps", "energy", "replica_at", "noise_variance", "temperature")}
+    rows = {
+        name: getattr(history, name)[kept]
+        for name in ("steps", "energy", "replica_at", "noise_variance", "temperature")
+    }
     return replace(history, correction=None, **rows)
 
 
@@ -102,7 +124,10 @@ def travel_findings(evidence: Evidence) -> Iterable[Finding]:
     mean = "on average " if evidence.history.n_chains > 1 else ""
     made = f"A chain made {mean}{least}{several(trips, 'round trip')}, its {evidence.history.n_rungs} replicas together,"
     if trips < FEW_TRIPS:
-        often = float(observed_acceptance(evidence.history).value.nan_to_num(nan=0.0).min()) >= WANTED[0]
+        often = (
+            float(observed_acceptance(evidence.history).value.nan_to_num(nan=0.0).min())
+            >= WANTED[0]
+        )
         severity: Severity = "problem" if trips < 1 and exact else "warning"
         words = (
             f"{made} between the coldest and the hottest rung, and something new came to rung 0 {least}{times(restarts)}: so "

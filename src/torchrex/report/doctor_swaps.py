@@ -1,4 +1,6 @@
-"""Are there enough swaps, and at what price? No swaps, few of them, noise that leaves none, or swaps bought with bias."""
+"""Are there enough swaps, and at what price? No swaps, few of them, noise that leaves none, or
+swaps bought with bias.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from torchrex.diagnostics import acceptance_from_energies, allowed_acceptance, observed_acceptance
-from torchrex.report.doctor_advice import UNSEEN, WANTED, advise, advise_from_counts, ladder_in_words
+from torchrex.report.doctor_advice import (
+    UNSEEN,
+    WANTED,
+    advise,
+    advise_from_counts,
+    ladder_in_words,
+)
 from torchrex.report.doctor_evidence import Counted, Evidence, first_test, settled_noise, thinned
 from torchrex.report.doctor_words import about, number, percent, several, times
 from torchrex.report.findings import Finding, Severity
@@ -15,8 +23,8 @@ from torchrex.report.runs import LoadedRun
 
 HARDLY_ANY = 1e-3  # accepted of the proposed
 FEW_SWAPS = 10  # of a chain: fewer leave the mixing between modes to chance
-# Rungs that swap at 2 % of their tests, the least that is advised, make no swap in 150 tests one time in twenty: before, nothing
-# is known to be missing.
+# Rungs that swap at 2 % of their tests, the least that is advised, make no swap in 150 tests one
+# time in twenty: before, nothing is known to be missing.
 FEWEST_TESTS = round(UNSEEN / WANTED[0])  # of a pair, all chains together
 LOUD = 4.0  # noise s above which an unbiased test accepts less than 4.6 % of swaps between equal energies
 NEARLY_ALL = 0.9
@@ -27,12 +35,16 @@ NOT_TOLD = "too few swap tests to say"  # the title of a note
 
 
 def too_few(findings: Iterable[Finding]) -> bool:
-    """Do they say that swaps are missing, or cannot be judged yet? Then what else follows from that need not be said."""
+    """Do they say that swaps are missing, or cannot be judged yet? Then what else follows from that
+    need not be said.
+    """
     return any(finding.title in (*MISSING, NOT_TOLD) for finding in findings)
 
 
 def _missing(accepted: int, rate: float) -> str:
-    """How short it falls: six swaps in 200 tests are few because the run is short, six in 10,000 because hardly any pass."""
+    """How short it falls: six swaps in 200 tests are few because the run is short, six in 10,000
+    because hardly any pass.
+    """
     none, hardly_any, few = MISSING
     return none if accepted == 0 else hardly_any if rate <= HARDLY_ANY else few
 
@@ -40,7 +52,9 @@ def _missing(accepted: int, rate: float) -> str:
 def swap_findings(run: LoadedRun, evidence: Evidence) -> list[Finding]:
     """No swaps, too many of them, or swaps bought with bias: all three are about the noise and F."""
     history, late, factor = evidence.history, evidence.late, evidence.factor
-    observed = observed_acceptance(history).value.nan_to_num(nan=0.0)  # a pair that was never tested has made no swap
+    observed = observed_acceptance(history).value.nan_to_num(
+        nan=0.0
+    )  # a pair that was never tested has made no swap
     rate, pair = float(observed.min()), int(observed.argmin())
     at_one = float(acceptance_from_energies(evidence.energies, correction_factor=1.0).value[pair])
     level, noise = settled_noise(late)
@@ -71,7 +85,9 @@ def swap_findings(run: LoadedRun, evidence: Evidence) -> list[Finding]:
         loud = f"Noise s = {number(s)} {here} {leaves}." if s > LOUD else ""
         found.append(_too_early(made, loud, numbers))
     elif short:
-        found.append(_few(run, evidence, pair, made, f"Noise s = {number(s)} {at} {leaves}", numbers))
+        found.append(
+            _few(run, evidence, pair, made, f"Noise s = {number(s)} {at} {leaves}", numbers)
+        )
     elif float(observed.max()) > NEARLY_ALL:
         most = int(observed.argmax())
         why = "F is too large" if factor > 1 else "they are close together"
@@ -80,7 +96,14 @@ def swap_findings(run: LoadedRun, evidence: Evidence) -> list[Finding]:
             f"explore more at the same cost."
         )
         severity: Severity = "warning" if factor > 1 else "note"
-        found.append(Finding(severity, "swaps at nearly every step", words, {**numbers, "largest_rate": float(observed[most])}))
+        found.append(
+            Finding(
+                severity,
+                "swaps at nearly every step",
+                words,
+                {**numbers, "largest_rate": float(observed[most])},
+            )
+        )
     if math.isinf(factor) or not early:  # a rate of so few tests proves no bias
         found += _price_of_factor(evidence, made if not found else "", rate, at_one, numbers)
     if found:
@@ -88,11 +111,24 @@ def swap_findings(run: LoadedRun, evidence: Evidence) -> list[Finding]:
     if s > LOUD:
         advice, more = advise(evidence, pair, rate)
         words = f"{made}, but noise s = {number(s)} {at} {leaves}; it should be below {LOUD:g}. {advice}"
-        return [Finding("warning", "too much noise for these temperatures", words, {**numbers, **more})]
-    expected = float(acceptance_from_energies(thinned(evidence.energies)).value[pair]) if not evidence.image else math.nan
+        return [
+            Finding("warning", "too much noise for these temperatures", words, {**numbers, **more})
+        ]
+    expected = (
+        float(acceptance_from_energies(thinned(evidence.energies)).value[pair])
+        if not evidence.image
+        else math.nan
+    )
     told = f"; {percent(expected)} expected from the energies" if math.isfinite(expected) else ""
     words = f"{made}{told}. Noise s = {number(s)} {at} is below {LOUD:g} (sigma2 = {number(numbers['noise_variance'])}, F = "
-    return [Finding("fine", "swaps", f"{words}{number(factor)}).", {**numbers, "acceptance_expected": expected})]
+    return [
+        Finding(
+            "fine",
+            "swaps",
+            f"{words}{number(factor)}).",
+            {**numbers, "acceptance_expected": expected},
+        )
+    ]
 
 
 def _too_early(made: str, noise: str, numbers: dict[str, Any]) -> Finding:
@@ -103,7 +139,9 @@ def _too_early(made: str, noise: str, numbers: dict[str, Any]) -> Finding:
     return Finding("note", NOT_TOLD, words.rstrip(), {**numbers, "fewest_tests": FEWEST_TESTS})
 
 
-def _few(run: LoadedRun, evidence: Evidence, pair: int, made: str, noise: str, numbers: dict[str, Any]) -> Finding:
+def _few(
+    run: LoadedRun, evidence: Evidence, pair: int, made: str, noise: str, numbers: dict[str, Any]
+) -> Finding:
     trips, restarts = evidence.trips
     rate, end = numbers["acceptance_rate"], ""
     if evidence.image:
@@ -121,16 +159,36 @@ def _few(run: LoadedRun, evidence: Evidence, pair: int, made: str, noise: str, n
         of = " of a chain" if evidence.history.n_chains > 1 else ""
         seen = f" Rung 0{of} got something new {times(restarts)}: mixing between modes is left to chance."
     if numbers["noise_s"] <= LOUD and numbers["acceptance_rate"] >= HARDLY_ANY:
-        # It is short, and noise is not in the way; where it swaps often enough there is nothing else to change.
-        advice = "Run longer." if numbers["acceptance_rate"] >= WANTED[0] else f"Run longer. {advice}"
-    told = f"{end} {advice} {noise}." if end else f"{noise}; this run has F = {number(evidence.factor)}. {advice}"
+        # It is short, and noise is not in the way; where it swaps often enough there is nothing
+        # else to change.
+        advice = (
+            "Run longer." if numbers["acceptance_rate"] >= WANTED[0] else f"Run longer. {advice}"
+        )
+    told = (
+        f"{end} {advice} {noise}."
+        if end
+        else f"{noise}; this run has F = {number(evidence.factor)}. {advice}"
+    )
     words = f"{made}.{seen} {told}"
-    severity: Severity = "problem" if trips < 1 else "warning" if trips < FEW_SWAPS or numbers["noise_s"] > LOUD else "note"
+    severity: Severity = (
+        "problem"
+        if trips < 1
+        else "warning"
+        if trips < FEW_SWAPS or numbers["noise_s"] > LOUD
+        else "note"
+    )
     title = _missing(numbers["accepted"], numbers["acceptance_rate"])
-    return Finding(severity, title, words, {**numbers, **more, "round_trips_per_chain": trips, "restarts_per_chain": restarts})
+    return Finding(
+        severity,
+        title,
+        words,
+        {**numbers, **more, "round_trips_per_chain": trips, "restarts_per_chain": restarts},
+    )
 
 
-def _price_of_factor(evidence: Evidence, made: str, rate: float, at_one: float, numbers: dict[str, Any]) -> Iterable[Finding]:
+def _price_of_factor(
+    evidence: Evidence, made: str, rate: float, at_one: float, numbers: dict[str, Any]
+) -> Iterable[Finding]:
     """F above 1 buys swaps with bias; how many would there be without?"""
     factor, noise, ladder = evidence.factor, numbers["noise_s"], ""
     if made and noise > LOUD:  # else it is no obstacle, or has been told
@@ -156,14 +214,22 @@ def count_findings(run: LoadedRun, counts: list[Counted]) -> Iterable[Finding]:
     """Where only the numbers of swaps are known: noise and energies are written when a run ends."""
     worst = min(counts, key=lambda each: each.accepted / max(1, each.proposed))
     factor = run.correction_factor
-    numbers = {**worst._asdict(), "acceptance_rate": worst.accepted / max(1, worst.proposed), "correction_factor": factor}
+    numbers = {
+        **worst._asdict(),
+        "acceptance_rate": worst.accepted / max(1, worst.proposed),
+        "correction_factor": factor,
+    }
     made = f"{swapped_in_words(worst, len(counts))}, says {worst.source}"
     chains = max(1, int(getattr(run.settings, "n_runs", 1)))
     short = worst.accepted / chains < FEW_SWAPS or worst.accepted < HARDLY_ANY * worst.proposed
     if worst.proposed == 0:
         done, first = (run.result or {}).get("steps_done"), first_test(run)
         waits = isinstance(done, int) and done <= first
-        words = f"Swaps are tested from step {first:,} on, and it has come to step {done:,}" if waits else made
+        words = (
+            f"Swaps are tested from step {first:,} on, and it has come to step {done:,}"
+            if waits
+            else made
+        )
         yield Finding("note", "no swap was tested", f"{words}.", numbers)
     elif short and max(each.proposed for each in counts) < FEWEST_TESTS:
         yield _too_early(made, "", numbers)
@@ -172,13 +238,20 @@ def count_findings(run: LoadedRun, counts: list[Counted]) -> Iterable[Finding]:
         if run.ladder is not None and factor is not None:
             advice, more = advise_from_counts(worst, run.ladder.temperatures, factor)
         title = _missing(worst.accepted, numbers["acceptance_rate"])
-        severity: Severity = "problem" if run.status == "finished" and worst.accepted == 0 else "warning"
+        severity: Severity = (
+            "problem" if run.status == "finished" and worst.accepted == 0 else "warning"
+        )
         yield Finding(severity, title, f"{made}. {advice}".rstrip(), {**numbers, **more})
     else:
-        yield Finding("fine", "swaps", f"{made}. Their noise cannot be told without the energies.", numbers)
+        yield Finding(
+            "fine", "swaps", f"{made}. Their noise cannot be told without the energies.", numbers
+        )
     if factor == math.inf:
         yield Finding(
-            "problem", "naive swaps: biased", "F is infinite, the naive test: bias is expected. 1 is unbiased.", numbers
+            "problem",
+            "naive swaps: biased",
+            "F is infinite, the naive test: bias is expected. 1 is unbiased.",
+            numbers,
         )
 
 
@@ -194,7 +267,9 @@ def _swapped(count: int) -> str:
 
 
 def _at_the_end(run: LoadedRun, evidence: Evidence, pair: int) -> str:
-    """Where annealing has brought temperatures and F by the last quarter, in which all that follows holds."""
+    """Where annealing has brought temperatures and F by the last quarter, in which all that follows
+    holds.
+    """
     left, middle, lowered = _factor_at_the_end(run, evidence, pair), evidence.factor_now, ""
     if left < evidence.factor:
         lowered = f", of which the factor {number(_per_swap(run), 2)} a swap has left {number(left)} at the end"
@@ -208,7 +283,9 @@ def _at_the_end(run: LoadedRun, evidence: Evidence, pair: int) -> str:
 
 
 def _factor_at_the_end(run: LoadedRun, evidence: Evidence, pair: int) -> float:
-    """F after the last swap, counted as at the start: from the number of swaps, for the last may come after the last row."""
+    """F after the last swap, counted as at the start: from the number of swaps, for the last may
+    come after the last row.
+    """
     return evidence.factor * _per_swap(run) ** int(evidence.history.accepted[pair].sum())
 
 
@@ -218,5 +295,7 @@ def _per_swap(run: LoadedRun) -> float:
 
 def _temperatures(evidence: Evidence, pair: int, row: int) -> str:
     """Of a pair, at a recorded row: the first of the run, or the last."""
-    cold, hot = (evidence.history if row == 0 else evidence.late).temperature[row, pair : pair + 2].tolist()
+    cold, hot = (
+        (evidence.history if row == 0 else evidence.late).temperature[row, pair : pair + 2].tolist()
+    )
     return f"{number(cold)} and {number(hot)}"

@@ -1,4 +1,6 @@
-"""How the doctor writes numbers: one rounding for each kind, so that a number looks the same wherever it is said."""
+"""How the doctor writes numbers: one rounding for each kind, so that a number looks the same
+wherever it is said.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def percent(rate: float) -> str:
 
 
 def measured(value: float, error: float) -> str:
-    """A value with its standard error, both to two digits of the error: 1.052 +- 0.0061 has no digit that means nothing."""
+    """A value with its standard error, both to two digits of the error: 1.052 +- 0.0061 has no
+    digit that means nothing.
+    """
     if not (math.isfinite(error) and error > 0):
         return f"{number(value)} (its error is not known)"
     decimals = max(0, 1 - math.floor(math.log10(error)))
@@ -43,7 +47,9 @@ def measured(value: float, error: float) -> str:
 
 
 def times(count: float) -> str:
-    """never, once, twice, 3 times; what is no whole number is a mean over chains: 2.5 times on average."""
+    """never, once, twice, 3 times; what is no whole number is a mean over chains: 2.5 times on
+    average.
+    """
     rare: dict[float, str] = {0: "never", 1: "once", 2: "twice"}
     return rare.get(count) or f"{_count(count)} times{'' if count == int(count) else ' on average'}"
 
@@ -54,4 +60,6 @@ def several(count: float, thing: str) -> str:
 
 
 def _count(count: float) -> str:
-    return f"{count:,.0f}" if count == int(count) or count >= 100 else f"{count:#.2g}".rstrip(".")  # 1.0 is not quite 1
+    return (
+        f"{count:,.0f}" if count == int(count) or count >= 100 else f"{count:#.2g}".rstrip(".")
+    )  # 1.0 is not quite 1

@@ -1,4 +1,6 @@
-"""Figure 1 of the paper from run folders: the four panels and the table, ours beside the paper's numbers."""
+"""Figure 1 of the paper from run folders: the four panels and the table, ours beside the paper's
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from torchrex.experiments.mixtures import MixtureConfig
 from torchrex.experiments.run_folder import RunFolder
 from torchrex.report.summary import pool_seeds, value_and_error
 
-Runs = dict[str, tuple[MixtureConfig, list[RunFolder]]]  # recipe -> its config and one folder per seed
+Runs = dict[
+    str, tuple[MixtureConfig, list[RunFolder]]
+]  # recipe -> its config and one folder per seed
 
 # Distinct in grey as well: a line style goes with every colour.
 STYLES = {
@@ -38,7 +42,9 @@ def label_of(config: MixtureConfig) -> str:
 
 
 def rows(runs: Runs) -> list[dict[str, Any]]:
-    """One row per recipe, each number with its standard error over independent runs; seeds are pooled."""
+    """One row per recipe, each number with its standard error over independent runs; seeds are
+    pooled.
+    """
     table = []
     for name, (config, folders) in runs.items():
         metrics = pool_seeds([folder.result or {} for folder in folders])
@@ -75,7 +81,9 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def as_table(table_rows: list[dict[str, Any]]) -> Table:
-    """The table a person reads: acceptance in percent beside the paper's, then how close the draws are to the truth."""
+    """The table a person reads: acceptance in percent beside the paper's, then how close the draws
+    are to the truth.
+    """
     table = Table(
         title="Figure 1: mean over independent runs (standard error of the last digit)",
         caption="acc.: accepted swaps; the true left weight is 0.400; W1, W2: distance to the truth",
@@ -84,7 +92,9 @@ def as_table(table_rows: list[dict[str, Any]]) -> Table:
     )
     for column in COLUMNS:
         head = "" if column == "case" else column.replace(" ", "\n", 1)
-        table.add_column(head, justify="left" if column in ("case", "method") else "right", no_wrap=True)
+        table.add_column(
+            head, justify="left" if column in ("case", "method") else "right", no_wrap=True
+        )
     previous = None
     for row in table_rows:
         if previous not in (None, row["case"]):
@@ -102,14 +112,18 @@ def as_markdown(table_rows: list[dict[str, Any]]) -> str:
 
 
 def draw(runs: Runs, path: Path) -> None:
-    """The four panels: densities of the three cases against the truth, and distance to the truth against steps (case 1)."""
+    """The four panels: densities of the three cases against the truth, and distance to the truth
+    against steps (case 1).
+    """
     try:
         import matplotlib
 
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
     except ImportError:
-        raise MissingDependencyError("drawing needs matplotlib: pip install 'torchrex[plots]'") from None
+        raise MissingDependencyError(
+            "drawing needs matplotlib: pip install 'torchrex[plots]'"
+        ) from None
 
     panels = [
         ("case1", plot_densities, "(a) case 1: noise N(0, 2²)"),
@@ -117,9 +131,14 @@ def draw(runs: Runs, path: Path) -> None:
         ("case2", plot_densities, "(c) case 2: noise t(5)"),
         ("case3", plot_densities, "(d) case 3: noise 7·t(10)"),
     ]
-    chosen = {case: {name: run for name, run in runs.items() if f"/{case}-" in name} for case, _, _ in panels}
+    chosen = {
+        case: {name: run for name, run in runs.items() if f"/{case}-" in name}
+        for case, _, _ in panels
+    }
     panels = [panel for panel in panels if chosen[panel[0]]]
-    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.8), constrained_layout=True, squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(4 * len(panels), 3.8), constrained_layout=True, squeeze=False
+    )
     for axis, (case, plot, title) in zip(axes[0], panels, strict=True):
         plot(chosen[case], axis)
         axis.set_title(title, fontsize=11)
@@ -128,9 +147,11 @@ def draw(runs: Runs, path: Path) -> None:
 
 
 def plot_densities(runs: Runs, axis: Any) -> None:
-    """Histogram density of rung 0, averaged over runs, against the exact density; SGLD is stuck and left out of case 3.
+    """Histogram density of rung 0, averaged over runs, against the exact density; SGLD is stuck and
+    left out of case 3.
 
-    An average over runs that are each stuck in one mode can look right, so the legend says how far a single run is (W1).
+    An average over runs that are each stuck in one mode can look right, so the legend says how far
+    a single run is (W1).
     """
     config = next(iter(runs.values()))[0]
     for config, folders in runs.values():
@@ -141,7 +162,14 @@ def plot_densities(runs: Runs, axis: Any) -> None:
         middle = 0.5 * (edges[1:] + edges[:-1])
         colour, style = STYLES[label_of(config)]
         w1 = pool_seeds([folder.result or {} for folder in folders])["w1"]
-        axis.plot(middle, density.mean(0), style, color=colour, label=f"{label_of(config)}  (W1 {w1:.2f})", linewidth=1.6)
+        axis.plot(
+            middle,
+            density.mean(0),
+            style,
+            color=colour,
+            label=f"{label_of(config)}  (W1 {w1:.2f})",
+            linewidth=1.6,
+        )
     x = torch.linspace(float(edges[0]), float(edges[-1]), 801, dtype=torch.float64)
     truth = config.mixture().log_density(x[:, None]).exp()
     axis.fill_between(x, truth, color="0.88", label="truth", zorder=0)
@@ -160,7 +188,9 @@ def plot_distances(runs: Runs, axis: Any) -> None:
         error = w2.std(1) / w2.shape[1] ** 0.5 if w2.shape[1] > 1 else torch.zeros_like(mean)
         colour, style = STYLES[label_of(config)]
         axis.plot(steps, mean, style, color=colour, label=label_of(config), linewidth=1.6)
-        axis.fill_between(steps, mean - 2 * error, mean + 2 * error, color=colour, alpha=0.2, linewidth=0)
+        axis.fill_between(
+            steps, mean - 2 * error, mean + 2 * error, color=colour, alpha=0.2, linewidth=0
+        )
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlabel("steps")

@@ -18,8 +18,9 @@ SEVERITIES: tuple[Severity, ...] = ("problem", "warning", "note", "fine")
 class Finding:
     """One thing to know about a run.
 
-    A problem means that the answer of the run is not to be trusted, a warning that it may not be, or that work was wasted; a
-    note says what cannot be told, or what was chosen; fine is a check that was passed.
+    A problem means that the answer of the run is not to be trusted, a warning that it may not be,
+    or that work was wasted; a note says what cannot be told, or what was chosen; fine is a check
+    that was passed.
     """
 
     severity: Severity
@@ -53,8 +54,14 @@ class Diagnosis:
     def verdict(self) -> str:
         """One line: how many problems and warnings, or that there are none."""
         if self.healthy:
-            checked = any(finding.severity == "fine" or finding.numbers for finding in self.findings)
-            found = "nothing wrong was found in a quick look" if self.quick else "nothing wrong was found"
+            checked = any(
+                finding.severity == "fine" or finding.numbers for finding in self.findings
+            )
+            found = (
+                "nothing wrong was found in a quick look"
+                if self.quick
+                else "nothing wrong was found"
+            )
             return found if checked else "there was nothing to check"
         counts = [(len(self.of(severity)), severity) for severity in ("problem", "warning")]
         return " and ".join(f"{n} {word}{'s' if n > 1 else ''}" for n, word in counts if n)

@@ -1,7 +1,8 @@
-"""Table 3 from run folders: which runs stand behind a row, its numbers beside the paper's, what swaps and unlabelled images add.
+"""Table 3 from run folders: which runs stand behind a row, its numbers beside the paper's, what
+swaps and unlabelled images add.
 
-Runs are taken as they are. Those of one recipe that differ in more than the seed are different rows, and every setting that is
-not the recipe's is shown.
+Runs are taken as they are. Those of one recipe that differ in more than the seed are different
+rows, and every setting that is not the recipe's is shown.
 """
 
 from __future__ import annotations
@@ -13,14 +14,39 @@ from typing import Any, NamedTuple
 
 from torchrex.experiments.gan import GanConfig
 from torchrex.experiments.gan_recipes import PAPER_TABLE3, PAPER_TWO_SD
-from torchrex.report.image_numbers import Run, Settings, beside_the_paper, finished_runs, origin, paired, summary
+from torchrex.report.image_numbers import (
+    Run,
+    Settings,
+    beside_the_paper,
+    finished_runs,
+    origin,
+    paired,
+    summary,
+)
 
 PAPER_STEPS = 15_000
 FAMILIES = {"gan": "", "gan-tuned": "tuned"}  # the first has the paper's settings
-METHODS = {"sghmc": "SGHMC", "resghmc": "reSGHMC", "noswaps": "no swaps", "supervised": "supervised only"}
+METHODS = {
+    "sghmc": "SGHMC",
+    "resghmc": "reSGHMC",
+    "noswaps": "no swaps",
+    "supervised": "supervised only",
+}
 PAPER_COLUMN = {"sghmc": 0, "resghmc": 1}
-NUMBERS = ("accuracy", "best_accuracy", "single_accuracy", "paper_accuracy", "called_fake", "nll", "ece", "brier")
-NOT_IN_ALL = ("training_mode_accuracy", "variety")  # older results have neither, discriminators alone no variety
+NUMBERS = (
+    "accuracy",
+    "best_accuracy",
+    "single_accuracy",
+    "paper_accuracy",
+    "called_fake",
+    "nll",
+    "ece",
+    "brier",
+)
+NOT_IN_ALL = (
+    "training_mode_accuracy",
+    "variety",
+)  # older results have neither, discriminators alone no variety
 
 GanRun = Run[GanConfig]
 
@@ -63,8 +89,13 @@ class GanCell:
     @property
     def name(self) -> str:
         """Such as `cifar10 4000 tuned`, with the number of steps where it is not the paper's."""
-        shorter = "" if self.settings.length == PAPER_STEPS else f" at {self.settings.length:,} steps"
-        return " ".join(filter(None, (self.data, str(self.n_labelled), FAMILIES[self.family]))) + shorter
+        shorter = (
+            "" if self.settings.length == PAPER_STEPS else f" at {self.settings.length:,} steps"
+        )
+        return (
+            " ".join(filter(None, (self.data, str(self.n_labelled), FAMILIES[self.family])))
+            + shorter
+        )
 
     @property
     def as_the_paper(self) -> bool:
@@ -89,7 +120,12 @@ class GanTable:
 
     def as_numbers(self) -> dict[str, Any]:
         effects = [effect for cell in self.cells for effect in contributions(cell)]
-        return {"rows": self.rows, "contributions": effects, "not_run": self.not_run, "unfinished": self.unfinished}
+        return {
+            "rows": self.rows,
+            "contributions": effects,
+            "not_run": self.not_run,
+            "unfinished": self.unfinished,
+        }
 
 
 def tabulate(out: Path, chosen: Mapping[str, GanConfig]) -> GanTable:
@@ -99,13 +135,27 @@ def tabulate(out: Path, chosen: Mapping[str, GanConfig]) -> GanTable:
     for at in dict.fromkeys(map(_cell_of, chosen.values())):
         here = {config.method for config in chosen.values() if _cell_of(config) == at}
         own = [run for run in runs if _cell_of(run.recipe) == at]
-        for settings in sorted({run.settings for run in own}, key=lambda each: (-each.length, str(each))):
+        for settings in sorted(
+            {run.settings for run in own}, key=lambda each: (-each.length, str(each))
+        ):
             same = [run for run in own if run.settings == settings]
-            by_method = {method: {run.seed: run for run in same if run.recipe.method == method} for method in METHODS}
-            cell = GanCell(*at, settings, {method: by_seed for method, by_seed in by_method.items() if by_seed})
+            by_method = {
+                method: {run.seed: run for run in same if run.recipe.method == method}
+                for method in METHODS
+            }
+            cell = GanCell(
+                *at, settings, {method: by_seed for method, by_seed in by_method.items() if by_seed}
+            )
             table.cells.append(cell)
-            missing = [title for method, title in METHODS.items() if method in here and method not in cell.methods]
-            table.not_run.extend(f"{cell.name}{f' ({settings})' if settings.others else ''}: {title}" for title in missing)
+            missing = [
+                title
+                for method, title in METHODS.items()
+                if method in here and method not in cell.methods
+            ]
+            table.not_run.extend(
+                f"{cell.name}{f' ({settings})' if settings.others else ''}: {title}"
+                for title in missing
+            )
         if not own:
             table.not_run.append(GanCell(*at, Settings(PAPER_STEPS), {}).name)
     return table
@@ -116,7 +166,9 @@ def _cell_of(config: GanConfig) -> tuple[str, str, int]:
 
 
 def row_of(cell: GanCell, method: str) -> dict[str, Any]:
-    """Everything known of a row. Accuracies, the calibration error and the share called fake are in percent."""
+    """Everything known of a row. Accuracies, the calibration error and the share called fake are in
+    percent.
+    """
     runs = list(cell.methods[method].values())
     paper, rungs = paper_number(cell.data, cell.n_labelled, method), runs[0].recipe.n_rungs
     return {
@@ -152,13 +204,24 @@ def contributions(cell: GanCell) -> list[dict[str, Any]]:
     for of, method, without, prefix in CONTRIBUTIONS:
         if method not in cell.methods or without not in cell.methods:
             continue
-        claims = paper_number(cell.data, cell.n_labelled, method), paper_number(cell.data, cell.n_labelled, without)
+        claims = (
+            paper_number(cell.data, cell.n_labelled, method),
+            paper_number(cell.data, cell.n_labelled, without),
+        )
         for metric in ("accuracy", "nll"):
-            ours, theirs = cell.values(method, prefix + metric), cell.values(without, prefix + metric)
+            ours, theirs = (
+                cell.values(method, prefix + metric),
+                cell.values(without, prefix + metric),
+            )
             more, less = claims if metric == "accuracy" else (None, None)
             effects.append(
                 {
-                    **{"family": cell.family, "data": cell.data, "n_labelled": cell.n_labelled, "steps": cell.settings.length},
+                    **{
+                        "family": cell.family,
+                        "data": cell.data,
+                        "n_labelled": cell.n_labelled,
+                        "steps": cell.settings.length,
+                    },
                     **{"settings": dict(cell.settings.others), "contribution": of},
                     **{"of": METHODS[method], "minus": METHODS[without], "metric": prefix + metric},
                     "paper": None if more is None or less is None else more[0] - less[0],

@@ -1,4 +1,6 @@
-"""Table 3 in words: for the terminal as wide as it is, in full for a page, with the notes a reader needs."""
+"""Table 3 in words: for the terminal as wide as it is, in full for a page, with the notes a reader
+needs.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ from rich.console import Console
 from rich.table import Table
 
 from torchrex.experiments.gan_recipes import gan_cell
-from torchrex.report.gan import FAMILIES, METHODS, PAPER_STEPS, GanCell, GanTable, contributions, row_of
+from torchrex.report.gan import (
+    FAMILIES,
+    METHODS,
+    PAPER_STEPS,
+    GanCell,
+    GanTable,
+    contributions,
+    row_of,
+)
 from torchrex.report.image_words import (
     Columns,
     Row,
@@ -77,7 +87,15 @@ NARROW: Columns = {
     "swaps": swaps_words,
     "min": minutes,
 }
-FIRST_TO_GO = ("min", "ECE\n%", "NLL", "one\nnet", "swaps", "called\nfake %", "their\nscore")  # where a terminal is narrow
+FIRST_TO_GO = (
+    "min",
+    "ECE\n%",
+    "NLL",
+    "one\nnet",
+    "swaps",
+    "called\nfake %",
+    "their\nscore",
+)  # where a terminal is narrow
 
 
 def as_table(table: GanTable, console: Console) -> tuple[Table, list[str]]:
@@ -92,7 +110,11 @@ def as_table(table: GanTable, console: Console) -> tuple[Table, list[str]]:
 
 def contribution_lines(table: GanTable) -> list[str]:
     """One line a cell in which two methods can be compared."""
-    return [f"{_named(cell)}: {'; '.join(words)}" for cell in table.cells if (words := _contributions_in_words(cell))]
+    return [
+        f"{_named(cell)}: {'; '.join(words)}"
+        for cell in table.cells
+        if (words := _contributions_in_words(cell))
+    ]
 
 
 def _named(cell: GanCell) -> str:
@@ -112,19 +134,34 @@ def notes(table: GanTable, heads: Iterable[str]) -> list[str]:
     """What a reader must know of the rows and columns that are there."""
     rows, shown = table.rows, {" ".join(head.removesuffix("%").split()) for head in heads}
     methods = {row["method"] for row in rows}
-    spread = "± 2 standard deviations over n seeds" if any(row["ours"]["two_sd"] for row in rows) else "one seed"
+    spread = (
+        "± 2 standard deviations over n seeds"
+        if any(row["ours"]["two_sd"] for row in rows)
+        else "one seed"
+    )
     said = [
         f"ours: {spread}; accuracy on all test images of the average over draws of the class probabilities given that the image "
         "is real, on rung 0, BatchNorm in evaluation mode."
     ]
-    said += off_note(next((head for head in ("off by (s.e.)", "s.e. off") if head in shown), ""), rows)
+    said += off_note(
+        next((head for head in ("off by (s.e.)", "s.e. off") if head in shown), ""), rows
+    )
     for head, words in (
         ("both rungs", "the average over the draws of both rungs."),
         ("one net", "the newest network of rung 0 alone."),
-        ("their score", "as the authors' code scores: the newest network of rung 0 alone, images that it calls fake left out."),
+        (
+            "their score",
+            "as the authors' code scores: the newest network of rung 0 alone, images that it calls fake left out.",
+        ),
         ("called fake", "the test images that are left out so."),
-        ("training mode", "their score with BatchNorm in training mode, as in the authors' code, batch by batch."),
-        ("variety", "of one generator's images, in units of real images'; 0 where it makes one image only."),
+        (
+            "training mode",
+            "their score with BatchNorm in training mode, as in the authors' code, batch by batch.",
+        ),
+        (
+            "variety",
+            "of one generator's images, in units of real images'; 0 where it makes one image only.",
+        ),
         ("min", "of the group that trained together."),
     ):
         if head in shown and (head != "both rungs" or any(row["pooled_accuracy"] for row in rows)):
@@ -161,12 +198,24 @@ def _some(words: Callable[[Row], str], rows: Iterable[Row]) -> bool:
 
 
 def as_markdown(table: GanTable) -> str:
-    """The full table for a page, what swaps and unlabelled images contribute, notes, and what was not run."""
+    """The full table for a page, what swaps and unlabelled images contribute, notes, and what was
+    not run.
+    """
     rows = table.rows
-    columns = {head: words for head, words in {**WIDE, **OTHER}.items() if head not in SOMETIMES or _some(words, rows)}
-    lines = ["# Table 3: semi-supervised Bayesian GANs, test accuracy in %", "", *markdown_table(columns, rows)]
+    columns = {
+        head: words
+        for head, words in {**WIDE, **OTHER}.items()
+        if head not in SOMETIMES or _some(words, rows)
+    }
+    lines = [
+        "# Table 3: semi-supervised Bayesian GANs, test accuracy in %",
+        "",
+        *markdown_table(columns, rows),
+    ]
     contributed = contribution_lines(table)
-    lines += ["", CONTRIBUTIONS_HEAD, "", *(f"- {line}" for line in contributed)] if contributed else []
+    lines += (
+        ["", CONTRIBUTIONS_HEAD, "", *(f"- {line}" for line in contributed)] if contributed else []
+    )
     lines += ["", *(f"- {note}" for note in notes(table, columns))]
     for head, words in (("not run", table.not_run), ("not finished", table.unfinished)):
         lines += ["", f"{head}: {', '.join(words)}"] if words else []

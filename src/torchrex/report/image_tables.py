@@ -1,4 +1,6 @@
-"""Tables 1 and 2 in words: for the terminal as wide as it is, in full for a page, with the notes a reader needs."""
+"""Tables 1 and 2 in words: for the terminal as wide as it is, in full for a page, with the notes a
+reader needs.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,15 @@ from torchrex.report.image_words import (
     swaps_words,
     z_words,
 )
-from torchrex.report.images import EXCHANGING, INDEPENDENT, MSGD, SGHMC, ImageTable, effects_of, row_of
+from torchrex.report.images import (
+    EXCHANGING,
+    INDEPENDENT,
+    MSGD,
+    SGHMC,
+    ImageTable,
+    effects_of,
+    row_of,
+)
 
 SWAPS_HEAD = (
     "What the swaps did beyond the equal-compute ensemble (the same pair without swaps), and for rung 0 beyond SGHMC; in points, "
@@ -35,7 +45,9 @@ def swap_lines(table: ImageTable) -> list[str]:
     """One line a cell."""
     lines = []
     for cell in table.cells:
-        beyond, rung_0 = (in_words(effect) for effect in effects_of(cell) if effect["metric"] == cell.headline)
+        beyond, rung_0 = (
+            in_words(effect) for effect in effects_of(cell) if effect["metric"] == cell.headline
+        )
         more = f", {cell.settings}" if cell.settings.others else ""
         lines.append(
             f"{cell.name}, {cell.settings.length} epochs{more}: both rungs minus no swaps {beyond}; rung 0 minus SGHMC {rung_0}"
@@ -44,7 +56,9 @@ def swap_lines(table: ImageTable) -> list[str]:
 
 
 def marked(row: Mapping[str, Any]) -> str:
-    mark = {MSGD.title: "‡", SGHMC.title: "†"}.get(row["method"], "") if row["borrowed_seeds"] else ""
+    mark = (
+        {MSGD.title: "‡", SGHMC.title: "†"}.get(row["method"], "") if row["borrowed_seeds"] else ""
+    )
     return f"{row['method']}{mark}"
 
 
@@ -92,7 +106,12 @@ def as_table(table: ImageTable, console: Console) -> tuple[Table, list[str]]:
     sections = []
     for cell in table.cells:
         rows = [row_of(cell, line) for line in cell.lines]
-        sections.append(Section(f"{cell.name}{'§' if cell.settings.others else ''}", [(marked(row), row) for row in rows]))
+        sections.append(
+            Section(
+                f"{cell.name}{'§' if cell.settings.others else ''}",
+                [(marked(row), row) for row in rows],
+            )
+        )
     return fitted(sections, NARROW, FIRST_TO_GO, console)
 
 
@@ -100,12 +119,18 @@ def notes(table: ImageTable, heads: Iterable[str]) -> list[str]:
     """What a reader must know of the rows and columns that are there."""
     rows, shown = table.rows, {" ".join(head.replace(",", "").split()) for head in heads}
     families = {row["family"] for row in rows}
-    said = ["ours: ± 2 standard deviations over n seeds." if any(row["ours"]["two_sd"] for row in rows) else "ours: one seed."]
+    said = [
+        "ours: ± 2 standard deviations over n seeds."
+        if any(row["ours"]["two_sd"] for row in rows)
+        else "ours: one seed."
+    ]
     rules = {
         "icml2020": "icml2020: as in the authors' code, which sums logits and reports the best epoch on the test images",
         "clean": "clean: the average of probabilities at the end",
     }
-    said[0] += f" Rules of {'; '.join(words for family, words in rules.items() if family in families)}."
+    said[0] += (
+        f" Rules of {'; '.join(words for family, words in rules.items() if family in families)}."
+    )
     of_average = [name for name in ("NLL", "ECE %") if name in shown]
     if of_average:
         both = " and ".join(name.removesuffix(" %") for name in of_average)
@@ -120,11 +145,15 @@ def notes(table: ImageTable, heads: Iterable[str]) -> list[str]:
         )
     if "one net" in shown:
         both_rungs = any(row["method"] in (EXCHANGING.title, INDEPENDENT.title) for row in rows)
-        said.append(f"one net: the newest network alone{', in rows of both rungs the two newest' if both_rungs else ''}.")
+        said.append(
+            f"one net: the newest network alone{', in rows of both rungs the two newest' if both_rungs else ''}."
+        )
     if "min" in shown:
         said.append("min: of the group that trained together.")
     if any(marked(row).endswith("†") for row in rows):
-        said.append("† rung 0 of the pair without swaps, where SGHMC was not run by itself: the same run bit for bit.")
+        said.append(
+            "† rung 0 of the pair without swaps, where SGHMC was not run by itself: the same run bit for bit."
+        )
     if any(marked(row).endswith("‡") for row in rows):
         said.append("‡ the run of icml2020: at temperature 0 the two families are the same.")
     compressed = sorted({row["epochs"] for row in rows} - {PAPER_EPOCHS})
@@ -146,7 +175,10 @@ def as_markdown(what: str, table: ImageTable) -> str:
     batch = "256" if what == "table1" else "1024"
     lines = [f"# Table {what[-1]}: test accuracy in %, batch size {batch}", ""]
     lines += [*markdown_table(WIDE, table.rows), "", SWAPS_HEAD, ""]
-    lines += [f"- {line}" for line in swap_lines(table)] + ["", *(f"- {note}" for note in notes(table, WIDE))]
+    lines += [f"- {line}" for line in swap_lines(table)] + [
+        "",
+        *(f"- {note}" for note in notes(table, WIDE)),
+    ]
     for head, words in (("not run", table.not_run), ("not finished", table.unfinished)):
         lines += ["", f"{head}: {', '.join(words)}"] if words else []
     return "\n".join(lines) + "\n"

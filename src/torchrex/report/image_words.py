@@ -1,4 +1,6 @@
-"""Words that the tables of runs on images share: numbers with their spread, and a table as wide as the terminal has room for."""
+"""Words that the tables of runs on images share: numbers with their spread, and a table as wide as
+the terminal has room for.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Section(NamedTuple):
 def plus_minus(number: Mapping[str, Any] | None) -> str:
     if number is None:
         return ""
-    return f"{number['mean']:.2f}" + ("" if number["two_sd"] is None else f"±{number['two_sd']:.2f}")
+    return f"{number['mean']:.2f}" + (
+        "" if number["two_sd"] is None else f"±{number['two_sd']:.2f}"
+    )
 
 
 def z_words(row: Row) -> str:
@@ -56,7 +60,11 @@ def in_words(effect: Mapping[str, Any]) -> str:
         return "- (no seed was run with both)"
     if effect["se"] is None:
         return f"{effect['mean']:+.2f} (n=1)"
-    p_value = p_of_pairs(effect["mean"], effect["se"], effect["n"]) if effect["n"] >= FEWEST_SEEDS else None
+    p_value = (
+        p_of_pairs(effect["mean"], effect["se"], effect["n"])
+        if effect["n"] >= FEWEST_SEEDS
+        else None
+    )
     tested = "" if p_value is None else f", p = {p_value:.2g}"
     return f"{effect['mean']:+.2f} ± {effect['se']:.2f} (n={effect['n']}{tested})"
 
@@ -70,7 +78,9 @@ def off_note(head: str, rows: Sequence[Row]) -> list[str]:
     if not tested:
         return [f"{head}: one seed is not tested."]
     alone = " One seed is not tested." if single else ""
-    return [f"{head}: (ours - paper) / sqrt(sd_ours²/n + sd_paper²/{PAPER_SEEDS}), the paper's sd being half its ±.{alone}"]
+    return [
+        f"{head}: (ours - paper) / sqrt(sd_ours²/n + sd_paper²/{PAPER_SEEDS}), the paper's sd being half its ±.{alone}"
+    ]
 
 
 def fitted(
@@ -80,7 +90,10 @@ def fitted(
     for n_gone in range(len(first_to_go) + 1):
         heads = [head for head in columns if head not in first_to_go[:n_gone]]
         shown = _table(sections, columns, heads)
-        if console.measure(shown, options=console.options.update(width=1000)).maximum <= console.width:
+        if (
+            console.measure(shown, options=console.options.update(width=1000)).maximum
+            <= console.width
+        ):
             break
     return shown, heads
 
@@ -100,8 +113,14 @@ def _table(sections: Sequence[Section], columns: Columns, heads: Sequence[str]) 
 
 
 def markdown_table(columns: Columns, rows: Iterable[Row]) -> list[str]:
-    return markdown_lines(list(columns), [[words(row) for words in columns.values()] for row in rows])
+    return markdown_lines(
+        list(columns), [[words(row) for words in columns.values()] for row in rows]
+    )
 
 
 def markdown_lines(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    return ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|", *("| " + " | ".join(row) + " |" for row in rows)]
+    return [
+        "| " + " | ".join(heads) + " |",
+        "|---" * len(heads) + "|",
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]

@@ -1,6 +1,8 @@
-"""Plots of one run: data and a matplotlib axis in, the axis back. Made to be read in grey: a line style goes with every colour.
+"""Plots of one run: data and a matplotlib axis in, the axis back. Made to be read in grey: a line
+style goes with every colour.
 
-Nothing here makes a figure or needs matplotlib itself: `figure, axis = plt.subplots(); plot_energies(run.history, axis)`.
+Nothing here makes a figure or needs matplotlib itself: `figure, axis = plt.subplots();
+plot_energies(run.history, axis)`.
 """
 
 from __future__ import annotations
@@ -13,10 +15,23 @@ from torch import Tensor
 
 from torchrex.diagnostics import History, over_chains
 from torchrex.errors import InvalidArgumentError
-from torchrex.report.series import acceptance_over_time, calibration, noise_over_time, running_mean, smoothing_window
+from torchrex.report.series import (
+    acceptance_over_time,
+    calibration,
+    noise_over_time,
+    running_mean,
+    smoothing_window,
+)
 
 STYLES = ("-", "--", "-.", ":")
-COLOURS = ("#0b3c5d", "#c8553d", "#5a9367", "#8e6bbf", "#c59b1f", "#4f9fc0")  # from dark to light in grey, two by two
+COLOURS = (
+    "#0b3c5d",
+    "#c8553d",
+    "#5a9367",
+    "#8e6bbf",
+    "#c59b1f",
+    "#4f9fc0",
+)  # from dark to light in grey, two by two
 
 
 def look(k: int) -> dict[str, Any]:
@@ -30,14 +45,22 @@ def rung_name(rung: int, n_rungs: int) -> str:
 
 
 def plot_energies(history: History, axis: Any, *, chain: int = 0) -> Any:
-    """Energy estimates of every rung as the swap tests saw them, with their running mean, and the swaps as ticks below."""
+    """Energy estimates of every rung as the swap tests saw them, with their running mean, and the
+    swaps as ticks below.
+    """
     energy = _chain(history, chain, history.energy)
     window = smoothing_window(len(energy))
     for rung in reversed(range(history.n_rungs)):
         style = look(rung)
         axis.plot(history.steps, energy[:, rung], color=style["color"], linewidth=0.4, alpha=0.35)
         label = rung_name(rung, history.n_rungs)
-        axis.plot(history.steps, running_mean(energy[:, rung], window), **style, linewidth=1.6, label=label)
+        axis.plot(
+            history.steps,
+            running_mean(energy[:, rung], window),
+            **style,
+            linewidth=1.6,
+            label=label,
+        )
     if bool((energy > 0).all()) and float(energy.max() / energy.min()) > 20:
         axis.set_yscale("log")
     _mark_swaps(history, chain, axis)
@@ -45,13 +68,20 @@ def plot_energies(history: History, axis: Any, *, chain: int = 0) -> Any:
 
 
 def plot_replica_paths(history: History, axis: Any, *, chain: int = 0) -> Any:
-    """On which rung each replica stood. Thinned draws show where it stood at the kept steps, not every move between them."""
+    """On which rung each replica stood. Thinned draws show where it stood at the kept steps, not
+    every move between them.
+    """
     rung_of = _chain(history, chain, history.replica_at).long().argsort(dim=1)
     for replica in range(history.n_rungs):
         # A little apart, so that lines on the same rung can be told apart.
         shift = 0.12 * (replica - (history.n_rungs - 1) / 2) / max(1, history.n_rungs - 1)
         axis.step(
-            history.steps, rung_of[:, replica] + shift, where="post", **look(replica), linewidth=1.1, label=f"replica {replica}"
+            history.steps,
+            rung_of[:, replica] + shift,
+            where="post",
+            **look(replica),
+            linewidth=1.1,
+            label=f"replica {replica}",
         )
     axis.set_yticks(range(history.n_rungs))
     axis.set_ylim(-0.4, history.n_rungs - 0.6)
@@ -59,32 +89,59 @@ def plot_replica_paths(history: History, axis: Any, *, chain: int = 0) -> Any:
 
 
 def plot_acceptance(history: History, axis: Any) -> Any:
-    """Acceptance of every pair over time: swaps made where they are listed, and what the recorded energies promise."""
+    """Acceptance of every pair over time: swaps made where they are listed, and what the recorded
+    energies promise.
+    """
     _require_pairs(history)
     step, expected, observed = acceptance_over_time(history)
     if expected is None and observed is None:
-        raise InvalidArgumentError("this history knows neither its swaps nor F; give correction_factor to History.from_draws")
+        raise InvalidArgumentError(
+            "this history knows neither its swaps nor F; give correction_factor to History.from_draws"
+        )
     for pair in range(history.n_pairs):
         style = look(pair)
         if expected is not None:
-            axis.plot(step, 100 * expected[:, pair], **style, linewidth=1.6, label=f"rungs {pair}, {pair + 1}: from the energies")
+            axis.plot(
+                step,
+                100 * expected[:, pair],
+                **style,
+                linewidth=1.6,
+                label=f"rungs {pair}, {pair + 1}: from the energies",
+            )
         if observed is not None:
-            marks = {"marker": "ox^s"[pair % 4], "linestyle": "", "markersize": 4, "color": style["color"], "fillstyle": "none"}
-            axis.plot(step, 100 * observed[:, pair], **marks, label=f"rungs {pair}, {pair + 1}: swaps made")
+            marks = {
+                "marker": "ox^s"[pair % 4],
+                "linestyle": "",
+                "markersize": 4,
+                "color": style["color"],
+                "fillstyle": "none",
+            }
+            axis.plot(
+                step,
+                100 * observed[:, pair],
+                **marks,
+                label=f"rungs {pair}, {pair + 1}: swaps made",
+            )
     axis.set_ylim(bottom=0)
     return _finish(axis, "acceptance (% of swap tests)")
 
 
 def plot_noise_variance(history: History, axis: Any) -> Any:
-    """sigma2, the variance of one energy estimate, of every pair: mean over chains, band of two standard errors."""
+    """sigma2, the variance of one energy estimate, of every pair: mean over chains, band of two
+    standard errors.
+    """
     _require_pairs(history)
     mean, error = noise_over_time(history)
     for pair in range(history.n_pairs):
         style = look(pair)
-        axis.plot(history.steps, mean[:, pair], **style, linewidth=1.6, label=f"rungs {pair}, {pair + 1}")
+        axis.plot(
+            history.steps, mean[:, pair], **style, linewidth=1.6, label=f"rungs {pair}, {pair + 1}"
+        )
         if history.n_chains > 1:
             low, high = mean[:, pair] - 2 * error[:, pair], mean[:, pair] + 2 * error[:, pair]
-            axis.fill_between(history.steps, low, high, color=style["color"], alpha=0.2, linewidth=0)
+            axis.fill_between(
+                history.steps, low, high, color=style["color"], alpha=0.2, linewidth=0
+            )
     return _finish(axis, "sigma2 of one energy (nats²)")
 
 
@@ -92,18 +149,41 @@ def plot_correction(history: History, axis: Any, *, pair: int = 0, chain: int = 
     """The energy difference against the correction it has to exceed for a swap to be certain."""
     _require_pairs(history)
     if history.correction is None:
-        raise InvalidArgumentError("this history does not know F; give correction_factor to History.from_draws")
-    difference, correction = (_chain(history, chain, each)[:, pair] for each in (history.energy_difference, history.correction))
-    axis.plot(history.steps, difference, ".", color="0.6", markersize=2, label=f"energy of rung {pair} minus rung {pair + 1}")
-    axis.plot(history.steps, correction, "-", color="black", linewidth=1.6, label="correction: above it a swap is certain")
+        raise InvalidArgumentError(
+            "this history does not know F; give correction_factor to History.from_draws"
+        )
+    difference, correction = (
+        _chain(history, chain, each)[:, pair]
+        for each in (history.energy_difference, history.correction)
+    )
+    axis.plot(
+        history.steps,
+        difference,
+        ".",
+        color="0.6",
+        markersize=2,
+        label=f"energy of rung {pair} minus rung {pair + 1}",
+    )
+    axis.plot(
+        history.steps,
+        correction,
+        "-",
+        color="black",
+        linewidth=1.6,
+        label="correction: above it a swap is certain",
+    )
     _mark_swaps(history, chain, axis, pair)
     return _finish(axis, "energy (nats)")
 
 
-def plot_density(edges: Tensor, density: Tensor, axis: Any, *, truth: Callable[[Tensor], Tensor] | None = None) -> Any:
-    """Histogram density (chains, bins) of rung 0, mean over chains, against the exact density `truth` of x (n,).
+def plot_density(
+    edges: Tensor, density: Tensor, axis: Any, *, truth: Callable[[Tensor], Tensor] | None = None
+) -> Any:
+    """Histogram density (chains, bins) of rung 0, mean over chains, against the exact density
+    `truth` of x (n,).
 
-    Chains that are each stuck in one mode can look right on average: the faint lines are single chains.
+    Chains that are each stuck in one mode can look right on average: the faint lines are single
+    chains.
     """
     edges, density = edges.double(), density.double().reshape(-1, len(edges) - 1)
     if truth is not None:
@@ -111,29 +191,50 @@ def plot_density(edges: Tensor, density: Tensor, axis: Any, *, truth: Callable[[
         axis.fill_between(x, truth(x), color="0.88", label="truth", zorder=0)
     for k, one in enumerate(density[:5] if len(density) > 1 else ()):
         axis.stairs(one, edges, color="0.55", linewidth=0.5, label=None if k else "single chains")
-    axis.stairs(density.mean(0), edges, color=COLOURS[0], linewidth=1.6, label=f"draws of {len(density)} chains")
+    axis.stairs(
+        density.mean(0),
+        edges,
+        color=COLOURS[0],
+        linewidth=1.6,
+        label=f"draws of {len(density)} chains",
+    )
     axis.set_ylim(bottom=0)
     return _finish(axis, "density (per unit of x)", "x")
 
 
-def plot_reliability(probabilities: Tensor, labels: Tensor, axis: Any, *, bins: int = 15, label: str = "predictions") -> Any:
-    """How often predictions made with a given probability were right; the diagonal is perfect calibration. Bars: 2 errors."""
+def plot_reliability(
+    probabilities: Tensor, labels: Tensor, axis: Any, *, bins: int = 15, label: str = "predictions"
+) -> Any:
+    """How often predictions made with a given probability were right; the diagonal is perfect
+    calibration. Bars: 2 errors.
+    """
     confidence, accuracy, error, _ = calibration(probabilities, labels, bins)
     axis.plot([0, 100], [0, 100], ":", color="0.5", linewidth=1, label="perfectly calibrated")
     axis.errorbar(
-        100 * confidence, 100 * accuracy, yerr=200 * error, color=COLOURS[0], marker="o", markersize=4, capsize=2, label=label
+        100 * confidence,
+        100 * accuracy,
+        yerr=200 * error,
+        color=COLOURS[0],
+        marker="o",
+        markersize=4,
+        capsize=2,
+        label=label,
     )
     axis.set(xlim=(0, 100), ylim=(0, 100))
     return _finish(axis, "right (% of predictions)", "probability of the predicted class (%)")
 
 
 def plot_accuracy(curves: Mapping[str, Tensor], axis: Any) -> Any:
-    """Test accuracy (fractions) after 1, 2, ... draws: one line a name, such as `average of probabilities` and `last draw`."""
+    """Test accuracy (fractions) after 1, 2, ... draws: one line a name, such as `average of
+    probabilities` and `last draw`.
+    """
     lows = []
     for k, (name, accuracy) in enumerate(curves.items()):
         values = 100 * torch.as_tensor(accuracy, dtype=torch.float64)
         axis.plot(torch.arange(1, len(values) + 1), values, **look(k), linewidth=1.5, label=name)
-        lows += [float(values[len(values) // 20 :].min())] if "last" not in name and len(values) else []
+        lows += (
+            [float(values[len(values) // 20 :].min())] if "last" not in name and len(values) else []
+        )
     if lows:  # the first few draws lie so far below that all else would be one line
         top = float(axis.dataLim.y1)
         axis.set_ylim(bottom=min(lows) - 0.05 * max(top - min(lows), 1.0))
@@ -141,19 +242,25 @@ def plot_accuracy(curves: Mapping[str, Tensor], axis: Any) -> Any:
 
 
 def plot_distance(steps: Tensor, w2: Tensor, axis: Any, *, label: str = "W2", k: int = 0) -> Any:
-    """W2 (steps, chains) between the draws so far and the truth: mean over chains, band of two standard errors."""
+    """W2 (steps, chains) between the draws so far and the truth: mean over chains, band of two
+    standard errors.
+    """
     mean, error = over_chains(w2.reshape(len(steps), -1))
     style = look(k)
     axis.plot(steps, mean, **style, linewidth=1.6, label=label)
     if bool(error.isfinite().all()):
-        axis.fill_between(steps, mean - 2 * error, mean + 2 * error, color=style["color"], alpha=0.2, linewidth=0)
+        axis.fill_between(
+            steps, mean - 2 * error, mean + 2 * error, color=style["color"], alpha=0.2, linewidth=0
+        )
     axis.set(xscale="log", yscale="log")
     return _finish(axis, "W2 to the truth (units of x)")
 
 
 def _chain(history: History, chain: int, values: Tensor) -> Tensor:
     if not 0 <= chain < history.n_chains:
-        raise InvalidArgumentError(f"there is no chain {chain}: {history} has chains 0 to {history.n_chains - 1}")
+        raise InvalidArgumentError(
+            f"there is no chain {chain}: {history} has chains 0 to {history.n_chains - 1}"
+        )
     return values[:, :, chain].double()
 
 

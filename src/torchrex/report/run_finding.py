@@ -1,4 +1,6 @@
-"""Which folders are runs: where they lie below a folder, and which are named like runs but hold nothing of one."""
+"""Which folders are runs: where they lie below a folder, and which are named like runs but hold
+nothing of one.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ FILES = ("config.json", "result.json", "draws.safetensors", "trace.safetensors",
 
 
 def find_runs(root: Path) -> list[Path]:
-    """Run folders at or below `root`, sorted by recipe and seed. Folders that wait to be replaced are left out."""
+    """Run folders at or below `root`, sorted by recipe and seed. Folders that wait to be replaced
+    are left out.
+    """
     return [path for path in _folders(root) if holds_a_run(path)]
 
 
@@ -32,13 +36,17 @@ def seed_in(path: Path) -> int | None:
 
 
 def recipe_in(path: Path) -> str:
-    """The recipe that the place of a run folder tells: OUT/digits/sghmc/seed=0 is one of digits/sghmc."""
+    """The recipe that the place of a run folder tells: OUT/digits/sghmc/seed=0 is one of
+    digits/sghmc.
+    """
     return "/".join(path.resolve().parts[-3:-1])
 
 
 def _folders(root: Path) -> list[Path]:
     if not root.is_dir():
-        raise RunFolderError(f"there is no folder {root}; give a run folder, or one that holds run folders")
+        raise RunFolderError(
+            f"there is no folder {root}; give a run folder, or one that holds run folders"
+        )
     found = []
     for place, folders, _ in os.walk(root):
         path = Path(place)

@@ -20,7 +20,9 @@ from torchrex.experiments.tall import LogisticConfig
 
 
 class Rebuilt(NamedTuple):
-    """The config object and its ladder, None where they cannot be had; `usable` is False if the values are what forbids it."""
+    """The config object and its ladder, None where they cannot be had; `usable` is False if the
+    values are what forbids it.
+    """
 
     settings: Config | None
     ladder: Ladder | None
@@ -38,16 +40,30 @@ def rebuild(recipe: str, config: Mapping[str, Any], problems: list[str]) -> Rebu
     except RecipeError as error:
         problems.append(f"{one_line(error)}; so its ladder is not known")
         return Rebuilt(None, None)
-    except (TorchrexError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError, MemoryError) as error:
-        problems.append(f"the settings in config.json cannot be used ({one_line(error)}); so its ladder is not known")
+    except (
+        TorchrexError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+        MemoryError,
+    ) as error:
+        problems.append(
+            f"the settings in config.json cannot be used ({one_line(error)}); so its ladder is not known"
+        )
         return Rebuilt(None, None, usable=False)
 
 
 def config_from_json(base: Config, values: Mapping[str, Any], problems: list[str]) -> Config:
-    """`base` with the values of a config.json: what `to_json` wrote, back. Fields that only one side knows are problems."""
+    """`base` with the values of a config.json: what `to_json` wrote, back. Fields that only one
+    side knows are problems.
+    """
     known = {field.name for field in dataclasses.fields(base)}  # type: ignore[arg-type]
     if unknown := sorted(set(values) - known):
-        problems.append(f"config.json has settings that this version does not know: {one_line(', '.join(unknown))}")
+        problems.append(
+            f"config.json has settings that this version does not know: {one_line(', '.join(unknown))}"
+        )
     if missing := sorted(known - set(values) - set(added_later(base))):
         problems.append(f"config.json lacks {', '.join(missing)}: those of the recipe are taken")
     return typing.cast(Config, _from_json(base, values))
@@ -80,7 +96,9 @@ def _plain(value: Any, kind: Any, name: str) -> Any:
         return {key: _plain(each, args[1], name) for key, each in value.items()}
     if origin is typing.Literal and isinstance(value, str) and value in args:
         return value
-    if kind is float and (value in ("inf", "-inf") if isinstance(value, str) else type(value) in (int, float)):
+    if kind is float and (
+        value in ("inf", "-inf") if isinstance(value, str) else type(value) in (int, float)
+    ):
         return float(value)
     if kind in (int, bool, str) and type(value) is kind:
         return value
@@ -88,13 +106,18 @@ def _plain(value: Any, kind: Any, name: str) -> Any:
 
 
 def _other_kind(name: str, value: Any, kind: Any) -> ConfigError:
-    wanted = getattr(kind, "__name__", None) if not typing.get_args(kind) else str(kind).removeprefix("typing.")
+    wanted = (
+        getattr(kind, "__name__", None)
+        if not typing.get_args(kind)
+        else str(kind).removeprefix("typing.")
+    )
     return ConfigError(f"{name} is {one_line(repr(value), 80)} and not {wanted}")
 
 
 def _require_usable(settings: Any) -> None:
-    """What charts and findings are made from must be there: how many steps, and a mixture that is one. Settings that `--set`
-    would refuse for other reasons are told as they are."""
+    """What charts and findings are made from must be there: how many steps, and a mixture that is
+    one. Settings that `--set` would refuse for other reasons are told as they are.
+    """
     if settings.n_steps < 0:
         raise ConfigError(f"n_steps is {settings.n_steps}")
     if isinstance(settings, MixtureConfig):

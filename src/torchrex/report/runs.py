@@ -1,7 +1,9 @@
-"""A run folder as far as it can be read: everything that is there, and in words what is missing or damaged.
+"""A run folder as far as it can be read: everything that is there, and in words what is missing or
+damaged.
 
-Reports look at runs that are unfinished, failed, interrupted or cut short by a full disk. So reading goes up to the damage and
-says where that is; only a folder that holds nothing of a run is an error.
+Reports look at runs that are unfinished, failed, interrupted or cut short by a full disk. So
+reading goes up to the damage and says where that is; only a folder that holds nothing of a run is
+an error.
 """
 
 from __future__ import annotations
@@ -16,14 +18,21 @@ from torch import Tensor
 
 from torchrex.checkpoint import Checkpoints
 from torchrex.checkpoint.files import MOST_JSON, one_line, require_file
+from torchrex.density.shards import shard_folders
 from torchrex.diagnostics import History
 from torchrex.errors import RunFolderError, TorchrexError
 from torchrex.exchange import Ladder
 from torchrex.experiments.gan import GanConfig
 from torchrex.experiments.recipes import Config
 from torchrex.posterior import Draws
-from torchrex.posterior.shards import shard_folders
-from torchrex.report.run_finding import FILES, find_empty, find_runs, holds_a_run, recipe_in, seed_in
+from torchrex.report.run_finding import (
+    FILES,
+    find_empty,
+    find_runs,
+    holds_a_run,
+    recipe_in,
+    seed_in,
+)
 from torchrex.report.run_json import read_json, read_result
 from torchrex.report.run_settings import config_from_json, rebuild
 from torchrex.report.run_settings import ladder_of as ladder_without_warm_start
@@ -63,7 +72,11 @@ class LoadedRun:
     @property
     def correction_factor(self) -> float | None:
         """F at the start of the run; None where nothing is swapped."""
-        swaps = self.ladder is not None and len(self.ladder.temperatures) > 1 and getattr(self.settings, "swaps", True)
+        swaps = (
+            self.ladder is not None
+            and len(self.ladder.temperatures) > 1
+            and getattr(self.settings, "swaps", True)
+        )
         return float(getattr(self.settings, "correction_factor", 1.0)) if swaps else None
 
     @property
@@ -72,13 +85,23 @@ class LoadedRun:
 
 
 def load_run(path: Path) -> LoadedRun:
-    """Read a run folder up to whatever damage it has; `problems` says where. RunFolderError only if there is nothing at all."""
+    """Read a run folder up to whatever damage it has; `problems` says where. RunFolderError only if
+    there is nothing at all.
+    """
     if not path.is_dir():
-        raise RunFolderError(f"there is no run folder {path}; it should hold config.json and result.json")
+        raise RunFolderError(
+            f"there is no run folder {path}; it should hold config.json and result.json"
+        )
     if not holds_a_run(path):
-        raise RunFolderError(f"{path} holds nothing of a run ({', '.join(FILES)}); give OUT/RECIPE/seed=S of a run")
-    if not str(path).isprintable():  # it is shown in terminals and on pages, which would obey what is in it
-        raise RunFolderError(f"the name of {one_line(path)} has control characters in it; rename the folder")
+        raise RunFolderError(
+            f"{path} holds nothing of a run ({', '.join(FILES)}); give OUT/RECIPE/seed=S of a run"
+        )
+    if not str(
+        path
+    ).isprintable():  # it is shown in terminals and on pages, which would obey what is in it
+        raise RunFolderError(
+            f"the name of {one_line(path)} has control characters in it; rename the folder"
+        )
     for name in FILES:
         _require_file_or_folder(path / name)
     problems: list[str] = []
@@ -139,20 +162,28 @@ def ladder_of(config: Any) -> Ladder | None:
 
 
 def _ladder_of_gan(settings: GanConfig, problems: list[str]) -> Ladder | None:
-    """Its ladder, with a learning rate for the warm start and one for what follows; None, with a problem, if it cannot be had."""
+    """Its ladder, with a learning rate for the warm start and one for what follows; None, with a
+    problem, if it cannot be had.
+    """
     try:
         settings.decay(settings.warm_start)  # which is told beside the ladder
         return ladder_of(settings)
     except (TorchrexError, ValueError, ArithmeticError) as error:
-        problems.append(f"the settings in config.json cannot be used ({one_line(error)}); so its ladder is not known")
+        problems.append(
+            f"the settings in config.json cannot be used ({one_line(error)}); so its ladder is not known"
+        )
         return None
 
 
 def _require_file_or_folder(path: Path) -> None:
-    """A pipe would wait for ever and a device never end, whoever looks for what is left; so would JSON of any size in memory."""
+    """A pipe would wait for ever and a device never end, whoever looks for what is left; so would
+    JSON of any size in memory.
+    """
     try:
         if require_file(path) > MOST_JSON and path.suffix == ".json":
-            raise RunFolderError(f"{path} has more than {MOST_JSON:,} bytes, and was not written by a run; remove it")
+            raise RunFolderError(
+                f"{path} has more than {MOST_JSON:,} bytes, and was not written by a run; remove it"
+            )
     except RunFolderError:
         raise
     except OSError as error:
@@ -166,11 +197,27 @@ def _status(path: Path, result: dict[str, Any] | None, damaged: bool, problems: 
     if result is not None:
         return str(result["status"])
     saved = path / "checkpoints"
-    newest: list[int] = [max(Checkpoints(each).steps(), default=-1) for each in shard_folders(saved) or [saved] if each.is_dir()]
-    step = min(newest, default=-1)  # shards are resumed each from its own; this is how far all have come
-    where = f"the newest checkpoint is that of step {step:,}" if step >= 0 else "it left no checkpoint"
+    newest: list[int] = [
+        max(Checkpoints(each).steps(), default=-1)
+        for each in shard_folders(saved) or [saved]
+        if each.is_dir()
+    ]
+    step = min(
+        newest, default=-1
+    )  # shards are resumed each from its own; this is how far all have come
+    where = (
+        f"the newest checkpoint is that of step {step:,}" if step >= 0 else "it left no checkpoint"
+    )
     problems.append(f"there is no result.json: the run has not ended, or was killed; {where}")
     return "unfinished"
 
 
-__all__ = ["LoadedRun", "config_from_json", "find_empty", "find_runs", "ladder_of", "load_run", "salvage"]
+__all__ = [
+    "LoadedRun",
+    "config_from_json",
+    "find_empty",
+    "find_runs",
+    "ladder_of",
+    "load_run",
+    "salvage",
+]

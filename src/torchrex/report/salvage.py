@@ -30,10 +30,14 @@ DTYPES = {
 }
 
 
-def salvage(path: Path, problems: list[str], why: str = "") -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What can be read of a safetensors file that was cut short: whole tensors, and the first rows of the one it ends in.
+def salvage(
+    path: Path, problems: list[str], why: str = ""
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What can be read of a safetensors file that was cut short: whole tensors, and the first rows
+    of the one it ends in.
 
-    `why` is what was said of the file by whoever could not read it; it is told where nothing is lost.
+    `why` is what was said of the file by whoever could not read it; it is told where nothing is
+    lost.
     """
     try:
         data = read_file(path, MOST)
@@ -41,10 +45,16 @@ def salvage(path: Path, problems: list[str], why: str = "") -> tuple[dict[str, T
         header = parse_json(data[8 : 8 + length])
         meta = _words(header.pop("__metadata__", {}))
         places = {name: _place(about) for name, about in header.items()}
-        if sum(min(end, len(data)) - min(begin, len(data)) for _, _, begin, end in places.values()) > len(data):
-            raise ValueError("its tensors overlap")  # else a small file could ask for any amount of memory
+        if sum(
+            min(end, len(data)) - min(begin, len(data)) for _, _, begin, end in places.values()
+        ) > len(data):
+            raise ValueError(
+                "its tensors overlap"
+            )  # else a small file could ask for any amount of memory
     except (OSError, struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
-        problems.append(f"{path.name} cannot be read: its table of contents is damaged ({one_line(error)})")
+        problems.append(
+            f"{path.name} cannot be read: its table of contents is damaged ({one_line(error)})"
+        )
         return {}, {}
     body = data[8 + length :]
     tensors: dict[str, Tensor] = {}
@@ -62,22 +72,40 @@ def salvage(path: Path, problems: list[str], why: str = "") -> tuple[dict[str, T
                 continue
             shape, end = (rows, *shape[1:]), begin + rows * row
         part = bytearray(body[begin:end])
-        tensors[name] = torch.frombuffer(part, dtype=dtype).reshape(shape) if part else torch.empty(shape, dtype=dtype)
+        tensors[name] = (
+            torch.frombuffer(part, dtype=dtype).reshape(shape)
+            if part
+            else torch.empty(shape, dtype=dtype)
+        )
     whole = 8 + length + max((place[3] for place in places.values()), default=0)
-    what = f"it ends at byte {len(data):,} of {whole:,}" if len(data) < whole else "its sizes contradict each other"
+    what = (
+        f"it ends at byte {len(data):,} of {whole:,}"
+        if len(data) < whole
+        else "its sizes contradict each other"
+    )
     if not lost:
         what = why or what
         lost = _changed(tensors, meta)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in lost}
-    problems.append(f"{path.name} is damaged: {what}; lost are {one_line(', '.join(lost)) or 'no tensors'}")
+    problems.append(
+        f"{path.name} is damaged: {what}; lost are {one_line(', '.join(lost)) or 'no tensors'}"
+    )
     return tensors, meta
 
 
 def _place(about: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    """Type, shape, begin and end of a tensor; anything but these in a table of contents is an error."""
+    """Type, shape, begin and end of a tensor; anything but these in a table of contents is an
+    error.
+    """
     shape, (begin, end) = about["shape"], about["data_offsets"]
-    if not isinstance(shape, list) or len(shape) > MOST_AXES or not all(type(n) is int for n in (*shape, begin, end)):
-        raise ValueError(f"a tensor of shape {one_line(shape, 80)} at {one_line(about['data_offsets'], 80)}")
+    if (
+        not isinstance(shape, list)
+        or len(shape) > MOST_AXES
+        or not all(type(n) is int for n in (*shape, begin, end))
+    ):
+        raise ValueError(
+            f"a tensor of shape {one_line(shape, 80)} at {one_line(about['data_offsets'], 80)}"
+        )
     if min(shape, default=0) < 0 or max(shape, default=0) >= 2**63 or not 0 <= begin <= end:
         return DTYPES[about["dtype"]], (), 0, 0  # which no tensor is: it is lost
     return DTYPES[about["dtype"]], tuple(shape), begin, end

@@ -1,4 +1,6 @@
-"""What plots and the page draw, as numbers: means over windows of steps, over runs, calibration bins. Nothing here draws."""
+"""What plots and the page draw, as numbers: means over windows of steps, over runs, calibration
+bins. Nothing here draws.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,16 @@ class AcceptanceOverTime(NamedTuple):
 
     step: Tensor  # (w,): the middle of each window
     expected: Tensor | None  # (w, pairs): mean of min(1, S) over the recorded rows and chains
-    observed: Tensor | None  # (w, pairs): swaps made over swaps tested; tests are taken to be spread evenly over the steps
+    observed: (
+        Tensor | None
+    )  # (w, pairs): swaps made over swaps tested; tests are taken to be spread evenly over the steps
 
 
 def acceptance_over_time(history: History, windows: int = 40) -> AcceptanceOverTime:
     """Windows of equal length, at least ten recorded rows each on average.
 
-    Draws do not list their swaps, so that only what the energies promise is known of them over time.
+    Draws do not list their swaps, so that only what the energies promise is known of them over
+    time.
     """
     n_windows = max(1, min(windows, len(history.steps) // 10))
     edges = torch.linspace(0, history.n_steps, n_windows + 1, dtype=torch.float64)
@@ -46,16 +51,24 @@ def acceptance_over_time(history: History, windows: int = 40) -> AcceptanceOverT
     window = _window_of(history.steps, edges)
     expected = None
     if history.correction is not None:
-        log_ratio = history.inverse_gap[:, :, None] * (history.energy_difference - history.correction.double())
+        log_ratio = history.inverse_gap[:, :, None] * (
+            history.energy_difference - history.correction.double()
+        )
         rows = acceptance_probability(log_ratio, 1.0).nan_to_num(0.0).mean(2)
-        count = torch.zeros(n_windows, dtype=torch.float64).index_add_(0, window, torch.ones_like(window, dtype=torch.float64))
-        total = torch.zeros(n_windows, history.n_pairs, dtype=torch.float64).index_add_(0, window, rows)
+        count = torch.zeros(n_windows, dtype=torch.float64).index_add_(
+            0, window, torch.ones_like(window, dtype=torch.float64)
+        )
+        total = torch.zeros(n_windows, history.n_pairs, dtype=torch.float64).index_add_(
+            0, window, rows
+        )
         expected = total / count[:, None]  # NaN for a window without rows
     observed = None
     if history.swaps is not None:
         made = torch.zeros(n_windows * history.n_pairs, dtype=torch.float64)
         where = _window_of(history.swaps.step, edges) * history.n_pairs + history.swaps.pair.long()
-        made = made.index_add_(0, where, torch.ones_like(where, dtype=torch.float64)).view(n_windows, -1)
+        made = made.index_add_(0, where, torch.ones_like(where, dtype=torch.float64)).view(
+            n_windows, -1
+        )
         observed = made / (history.proposed.double().sum(1) / n_windows)
     return AcceptanceOverTime(middle, expected, observed)
 
@@ -83,7 +96,9 @@ def calibration(probabilities: Tensor, labels: Tensor, bins: int = 15) -> Calibr
         )
     confidence, predicted = probabilities.double().max(1)
     right = (predicted == labels).double()
-    which = (confidence * bins).ceil().long().clamp(1, bins) - 1  # (a, b], as the calibration error counts
+    which = (confidence * bins).ceil().long().clamp(
+        1, bins
+    ) - 1  # (a, b], as the calibration error counts
     count = torch.bincount(which, minlength=bins)
     there = count > 0
     n = count[there].double()
@@ -95,8 +110,9 @@ def calibration(probabilities: Tensor, labels: Tensor, bins: int = 15) -> Calibr
 def error_of_mean(values: Sequence[float], errors: Sequence[float | None]) -> float | None:
     """Standard error of a mean over runs; `errors` are those that the runs tell of themselves.
 
-    A run of many chains knows its own far better than two or three seeds show by their spread, so where every run tells one they
-    are combined: sqrt(sum e^2) / n. Else it is the spread over runs, and of a single run nothing is known.
+    A run of many chains knows its own far better than two or three seeds show by their spread, so
+    where every run tells one they are combined: sqrt(sum e^2) / n. Else it is the spread over runs,
+    and of a single run nothing is known.
     """
     known = [error for error in errors if error is not None]
     if values and len(known) == len(values):
@@ -107,7 +123,8 @@ def error_of_mean(values: Sequence[float], errors: Sequence[float | None]) -> fl
 def p_of_pairs(mean: float, error: float, n: int) -> float | None:
     """Two-sided p of a mean difference of n pairs: t with n - 1 degrees of freedom.
 
-    Equal differences leave no spread to test against: either the sides are the same, or rounding hides it (None).
+    Equal differences leave no spread to test against: either the sides are the same, or rounding
+    hides it (None).
     """
     if error > 1e-9 * abs(mean):  # less is rounding
         return float(2 * stats.t.sf(abs(mean) / error, n - 1))
@@ -115,12 +132,23 @@ def p_of_pairs(mean: float, error: float, n: int) -> float | None:
 
 
 def least_of_averages(curves: Mapping[str, Any]) -> float | None:
-    """From where the accuracies of averages are worth drawing: their least after the first twentieth of the draws.
+    """From where the accuracies of averages are worth drawing: their least after the first
+    twentieth of the draws.
 
-    An average of one or two draws, and a single draw, lie so far below that all else would be one line.
+    An average of one or two draws, and a single draw, lie so far below that all else would be one
+    line.
     """
-    names = [name for name in curves if name.endswith("_accuracy") and "last" not in name and isinstance(curves[name], list)]
-    late = [value for name in names for value in curves[name][len(curves[name]) // 20 :] if isinstance(value, int | float)]
+    names = [
+        name
+        for name in curves
+        if name.endswith("_accuracy") and "last" not in name and isinstance(curves[name], list)
+    ]
+    late = [
+        value
+        for name in names
+        for value in curves[name][len(curves[name]) // 20 :]
+        if isinstance(value, int | float)
+    ]
     return min(late) if late else None
 
 

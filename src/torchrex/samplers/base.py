@@ -8,11 +8,15 @@ from torch import Tensor
 
 
 class Sampler(ABC):
-    """Moves positions (..., dim); learning rates and temperatures broadcast against them and may change at every step."""
+    """Moves positions (..., dim); learning rates and temperatures broadcast against them and may
+    change at every step.
+    """
 
     has_momentum: bool = False
     has_squares: bool = False  # does it keep a mean of squared gradients besides?
-    velocity_std: float = 0.0  # of the stationary velocity as lr -> 0, in units of sqrt(lr * temperature)
+    velocity_std: float = (
+        0.0  # of the stationary velocity as lr -> 0, in units of sqrt(lr * temperature)
+    )
 
     @abstractmethod
     def move(
@@ -28,7 +32,9 @@ class Sampler(ABC):
         """New position and velocity; `noise` is standard normal and shaped like `position`."""
 
     def numbers_at(self, step: Tensor) -> Tensor | None:
-        """What `move_at` has to know of the step, counted from 0: a few numbers, made once and not for each weight."""
+        """What `move_at` has to know of the step, counted from 0: a few numbers, made once and not
+        for each weight.
+        """
         return None
 
     def move_at(
@@ -44,4 +50,6 @@ class Sampler(ABC):
         temperature: Tensor,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """`move` for a sampler that changes with the step; also the new mean of squares."""
-        return *self.move(position, velocity, gradient, noise, lr=lr, temperature=temperature), squares
+        return *self.move(
+            position, velocity, gradient, noise, lr=lr, temperature=temperature
+        ), squares

@@ -26,8 +26,9 @@ def sghmc(
         v' = (1 - friction) * v - lr * gradient + sqrt(2 * lr * friction * temperature) * noise
         x' = x + v'
 
-    At temperature 0 this is exactly SGD with momentum 1 - friction. As lr -> 0 the stationary variance of v tends to
-    2 * lr * temperature / (2 - friction), whatever the energy; momenta are carried across rungs by it.
+    At temperature 0 this is exactly SGD with momentum 1 - friction. As lr -> 0 the stationary
+    variance of v tends to 2 * lr * temperature / (2 - friction), whatever the energy; momenta are
+    carried across rungs by it.
     """
     kick = (2.0 * friction * lr * temperature).sqrt() * noise
     velocity = (1.0 - friction) * velocity - lr * gradient + kick
@@ -43,7 +44,9 @@ class SGHMC(Sampler):
 
     def __post_init__(self) -> None:
         if not 0.0 < self.friction <= 1.0:
-            raise InvalidArgumentError(f"friction must lie in (0, 1], got {self.friction}; momentum 0.9 is friction 0.1")
+            raise InvalidArgumentError(
+                f"friction must lie in (0, 1], got {self.friction}; momentum 0.9 is friction 0.1"
+            )
 
     @property
     def velocity_std(self) -> float:  # type: ignore[override]
@@ -60,4 +63,12 @@ class SGHMC(Sampler):
         temperature: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         assert velocity is not None
-        return sghmc(position, velocity, gradient, noise, lr=lr, temperature=temperature, friction=self.friction)
+        return sghmc(
+            position,
+            velocity,
+            gradient,
+            noise,
+            lr=lr,
+            temperature=temperature,
+            friction=self.friction,
+        )

@@ -9,13 +9,16 @@ from torch import Tensor
 from torchrex.samplers.base import Sampler
 
 
-def sgld(position: Tensor, gradient: Tensor, noise: Tensor, *, lr: Tensor, temperature: Tensor) -> Tensor:
+def sgld(
+    position: Tensor, gradient: Tensor, noise: Tensor, *, lr: Tensor, temperature: Tensor
+) -> Tensor:
     """One SGLD move.
 
         x' = x - lr * gradient + sqrt(2 * lr * temperature) * noise
 
-    At temperature 0 this is exactly SGD. On a quadratic energy of stiffness a the stationary variance is
-    temperature / (a * (1 - lr * a / 2)), not temperature / a: the step size is part of the law.
+    At temperature 0 this is exactly SGD. On a quadratic energy of stiffness a the stationary
+    variance is temperature / (a * (1 - lr * a / 2)), not temperature / a: the step size is part of
+    the law.
     """
     return position - lr * gradient + (2.0 * lr * temperature).sqrt() * noise
 

@@ -1,12 +1,22 @@
-"""Targets: log densities, Gaussian mixtures, tall-data posteriors, noise on top of them, and the posterior of a module."""
+"""Targets: log densities, Gaussian mixtures, tall-data posteriors, noise on top of them, and the
+posterior of a module.
+"""
 
 from torchrex.targets.base import Energy, Noise, Target
 from torchrex.targets.density import LogDensity
-from torchrex.targets.loader import DeviceLoader, Twice
+from torchrex.targets.loader import DeviceLoader, Twice, require_no_dataset
 from torchrex.targets.logistic import laplace, logistic_regression, simulate_logistic
 from torchrex.targets.mixture import GaussianMixture
 from torchrex.targets.noisy import Gaussian, NoiseModel, Noisy, StudentT
-from torchrex.targets.posterior import Batch, GaussianPrior, PosteriorEnergy, SummedScale, aside, from_sgd, frozen
+from torchrex.targets.posterior import (
+    Batch,
+    GaussianPrior,
+    PosteriorEnergy,
+    SummedScale,
+    aside,
+    from_sgd,
+    frozen,
+)
 from torchrex.targets.tall import TallPosterior
 
 __all__ = [
@@ -31,5 +41,6 @@ __all__ = [
     "frozen",
     "laplace",
     "logistic_regression",
+    "require_no_dataset",
     "simulate_logistic",
 ]

@@ -15,7 +15,8 @@ class LogDensity(Target):
     """Any log density, known up to a constant: `log_density(x)` maps (n, dim) to (n,).
 
     A function of one point, (dim,) to a scalar, is given with `batched=False` and is vmapped.
-    `gradient(x)`, if given, is the gradient of the log density, (n, dim) to (n, dim); otherwise autograd finds it.
+    `gradient(x)`, if given, is the gradient of the log density, (n, dim) to (n, dim); otherwise
+    autograd finds it.
     """
 
     def __init__(
@@ -56,10 +57,14 @@ class LogDensity(Target):
                 values = [self.log_density(points) for _ in range(2)]
         except Exception as error:
             what = f"{type(error).__name__}: {str(error).rstrip('.')}"
-            raise TargetError(f"the log density failed on points of shape {tuple(points.shape)}: {what}. {hint}") from error
+            raise TargetError(
+                f"the log density failed on points of shape {tuple(points.shape)}: {what}. {hint}"
+            ) from error
         self._check("log density", values[0], (len(points),), points)
         if self.gradient is None and not values[0].requires_grad:
-            raise TargetError("the log density does not depend on its points through autograd; give its gradient: gradient=...")
+            raise TargetError(
+                "the log density does not depend on its points through autograd; give its gradient: gradient=..."
+            )
         if not torch.equal(values[0].nan_to_num(), values[1].nan_to_num()):
             raise TargetError(
                 "the log density gives different values at the same point, so it draws random numbers that the swap test cannot "
@@ -68,7 +73,9 @@ class LogDensity(Target):
 
     def _check(self, what: str, value: object, expected: tuple[int, ...], points: Tensor) -> None:
         if not isinstance(value, Tensor) or tuple(value.shape) != expected:
-            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            got = (
+                f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            )
             raise TargetError(
                 f"the {what} must return a tensor of shape {expected} for points of shape {tuple(points.shape)}, got {got}. "
                 f"If it takes one point of shape ({self.dim},) at a time, use LogDensity(..., batched=False)."

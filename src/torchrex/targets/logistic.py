@@ -12,9 +12,15 @@ from torchrex.targets.tall import TallPosterior
 
 
 def logistic_regression(
-    features: Tensor, labels: Tensor, *, prior_precision: float = 1.0, batch_size: int = 256, shared: bool = True
+    features: Tensor,
+    labels: Tensor,
+    *,
+    prior_precision: float = 1.0,
+    batch_size: int = 256,
+    shared: bool = True,
 ) -> TallPosterior:
-    """Posterior of weights w with labels in {0, 1}, P(y = 1) = sigmoid(x . w) and prior N(0, 1 / prior_precision).
+    """Posterior of weights w with labels in {0, 1}, P(y = 1) = sigmoid(x . w) and prior N(0, 1 /
+    prior_precision).
 
     `sample` starts its runs at draws of the prior.
     """
@@ -27,7 +33,14 @@ def logistic_regression(
     # Numbers in double: they do not raise the precision of the points, nor lower it.
     mean, deviation = torch.tensor([0.0, 1.0 / math.sqrt(prior_precision)], dtype=torch.float64)
     prior = Normal(mean, deviation)
-    return TallPosterior(log_likelihood, prior, (features, signs), features.shape[1], batch_size=batch_size, shared=shared)
+    return TallPosterior(
+        log_likelihood,
+        prior,
+        (features, signs),
+        features.shape[1],
+        batch_size=batch_size,
+        shared=shared,
+    )
 
 
 def simulate_logistic(n_data: int, dim: int, *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,8 +53,12 @@ def simulate_logistic(n_data: int, dim: int, *, seed: int = 0) -> tuple[Tensor, 
     return features, labels, weights
 
 
-def laplace(target: TallPosterior, *, start: Tensor | None = None, iterations: int = 50) -> tuple[Tensor, Tensor]:
-    """Mode and covariance of the Laplace approximation from the full data, by Newton's method in float64."""
+def laplace(
+    target: TallPosterior, *, start: Tensor | None = None, iterations: int = 50
+) -> tuple[Tensor, Tensor]:
+    """Mode and covariance of the Laplace approximation from the full data, by Newton's method in
+    float64.
+    """
     target = target.to("cpu", torch.float64)
     x = torch.zeros(target.dim, dtype=torch.float64) if start is None else start.double()
     for _ in range(iterations):

@@ -1,4 +1,6 @@
-"""Gaussian mixtures in any dimension: density, exact draws and, in one dimension, cdf and quantiles."""
+"""Gaussian mixtures in any dimension: density, exact draws and, in one dimension, cdf and
+quantiles.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ Numbers = Sequence[float] | Sequence[Sequence[float]] | Tensor
 class GaussianMixture(Target):
     """`sum_k w_k N(mean_k, cov_k)`.
 
-    `means` has shape (k,) in one dimension or (k, dim); `stds` (k,) or (k, dim). For full covariances pass
-    `covariances` of shape (k, dim, dim) instead of `stds`. Weights are normalised.
+    `means` has shape (k,) in one dimension or (k, dim); `stds` (k,) or (k, dim). For full
+    covariances pass `covariances` of shape (k, dim, dim) instead of `stds`. Weights are normalised.
     """
 
     def __init__(
@@ -39,11 +41,15 @@ class GaussianMixture(Target):
                 f"shape {tuple(mean.shape)}"
             )
         if (stds is None) == (covariances is None):
-            raise TargetError("a mixture needs either stds or covariances, not both and not neither")
+            raise TargetError(
+                "a mixture needs either stds or covariances, not both and not neither"
+            )
         k, self.dim = mean.shape
         if covariances is not None:
             if tuple(covariances.shape) != (k, self.dim, self.dim):
-                raise TargetError(f"covariances must have shape {(k, self.dim, self.dim)}, got {tuple(covariances.shape)}")
+                raise TargetError(
+                    f"covariances must have shape {(k, self.dim, self.dim)}, got {tuple(covariances.shape)}"
+                )
             factor, failed = torch.linalg.cholesky_ex(covariances.double())
             if bool(failed.any()):
                 raise TargetError("every covariance must be symmetric and positive definite")
@@ -66,7 +72,9 @@ class GaussianMixture(Target):
         whiten = torch.linalg.inv(self.factor)
         if self._diagonal:
             whiten = whiten.diagonal(dim1=-2, dim2=-1)
-        self._constant = constant[:, None].to(device, dtype)  # two axes: not burnt into compiled code, which all mixtures share
+        self._constant = constant[:, None].to(
+            device, dtype
+        )  # two axes: not burnt into compiled code, which all mixtures share
         self._mean = self.means.to(device, dtype)
         self._whiten = whiten.to(device, dtype)
 
@@ -76,13 +84,17 @@ class GaussianMixture(Target):
         return moved
 
     def _components(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """For points (..., dim): log weighted density of each component (k, ...) and its whitened points (k, ..., dim)."""
+        """For points (..., dim): log weighted density of each component (k, ...) and its whitened
+        points (k, ..., dim).
+        """
         lead = (1,) * (x.ndim - 1)
         centred = x - self._mean.view(-1, *lead, self.dim)
         if self._diagonal:
             white = centred * self._whiten.view(-1, *lead, self.dim)
         else:  # multiply and sum rather than matmul: small, and it fuses into the compiled loop
-            white = (centred.unsqueeze(-2) * self._whiten.view(-1, *lead, self.dim, self.dim)).sum(-1)
+            white = (centred.unsqueeze(-2) * self._whiten.view(-1, *lead, self.dim, self.dim)).sum(
+                -1
+            )
         return self._constant.view(-1, *lead) - 0.5 * white.square().sum(-1), white
 
     def log_density(self, x: Tensor) -> Tensor:
@@ -93,7 +105,9 @@ class GaussianMixture(Target):
         return Energy(-self.log_density(position))
 
     def energy_and_gradient(self, position: Tensor, noise: Noise) -> tuple[Energy, Tensor]:
-        """By hand, because autograd computes the exponentials a second time, and they are most of the work."""
+        """By hand, because autograd computes the exponentials a second time, and they are most of
+        the work.
+        """
         log_terms, white = self._components(position)
         largest = log_terms.amax(0)
         terms = (log_terms - largest).exp()
@@ -134,7 +148,9 @@ class GaussianMixture(Target):
 
     def _require_one_dimension(self, what: str) -> None:
         if self.dim != 1:
-            raise TargetError(f"{what} is defined in one dimension, this mixture has dim={self.dim}")
+            raise TargetError(
+                f"{what} is defined in one dimension, this mixture has dim={self.dim}"
+            )
 
     def __repr__(self) -> str:
         return f"GaussianMixture({len(self.weights)} components, dim={self.dim})"

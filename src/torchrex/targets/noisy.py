@@ -22,7 +22,9 @@ class NoiseModel(ABC):
     def variance(self) -> float: ...
 
     @abstractmethod
-    def draw(self, generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
+    def draw(
+        self, generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,12 @@ class Gaussian(NoiseModel):
     def variance(self) -> float:
         return self.std**2
 
-    def draw(self, generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=dtype, device=generator.device).mul_(self.std)
+    def draw(
+        self, generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype, device=generator.device).mul_(
+            self.std
+        )
 
 
 @dataclass(frozen=True)
@@ -57,34 +63,52 @@ class StudentT(NoiseModel):
     def variance(self) -> float:
         return self.scale**2 * self.degrees / (self.degrees - 2) if self.degrees > 2 else math.inf
 
-    def draw(self, generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        # Bailey's polar form (1994), exact from two uniforms: unlike a gamma draw it runs vectorised.
+    def draw(
+        self, generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        # Bailey's polar form (1994), exact from two uniforms: unlike a gamma draw it runs
+        # vectorised.
         radius = torch.rand(shape, generator=generator, dtype=dtype, device=generator.device)
         angle = torch.rand(shape, generator=generator, dtype=dtype, device=generator.device)
-        radius = (1.0 - radius).pow_(-2.0 / self.degrees).sub_(1.0).mul_(self.degrees * self.scale**2).sqrt_()
+        radius = (
+            (1.0 - radius)
+            .pow_(-2.0 / self.degrees)
+            .sub_(1.0)
+            .mul_(self.degrees * self.scale**2)
+            .sqrt_()
+        )
         return radius.mul_(angle.mul_(2.0 * math.pi).cos_())
 
 
 class Noisy(Target):
-    """`target` with noise added to every energy estimate and, if given, to every coordinate of the gradient.
+    """`target` with noise added to every energy estimate and, if given, to every coordinate of the
+    gradient.
 
     The noises of replicas, runs and steps are independent.
     """
 
     has_noise = True
 
-    def __init__(self, target: Target, energy: NoiseModel, gradient: NoiseModel | None = None) -> None:
+    def __init__(
+        self, target: Target, energy: NoiseModel, gradient: NoiseModel | None = None
+    ) -> None:
         if not isinstance(target, Target):
             advice = "; wrap it in LogDensity(f, dim)" if callable(target) else ""  # type: ignore[unreachable]
-            raise InvalidArgumentError(f"target must be a Target such as GaussianMixture(...), got {target!r}{advice}")
+            raise InvalidArgumentError(
+                f"target must be a Target such as GaussianMixture(...), got {target!r}{advice}"
+            )
         for name, model in (("energy", energy), ("gradient", gradient)):
             if not isinstance(model, NoiseModel) and not (name == "gradient" and model is None):
-                raise InvalidArgumentError(f"{name} noise must be a law such as Gaussian(2.0) or StudentT(5.0), got {model!r}")
+                raise InvalidArgumentError(
+                    f"{name} noise must be a law such as Gaussian(2.0) or StudentT(5.0), got {model!r}"
+                )
         self.target, self.energy_noise, self.gradient_noise = target, energy, gradient
         self.dim, self.shares_minibatch = target.dim, target.shares_minibatch
         self.n_data = None  # the per-example terms do not see the added noise, so they cannot tell the variance
 
-    def draw_noise(self, generator: torch.Generator, n: int, shape: tuple[int, ...], dtype: torch.dtype) -> Noise:
+    def draw_noise(
+        self, generator: torch.Generator, n: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Noise:
         noise = dict(self.target.draw_noise(generator, n, shape, dtype))
         noise["energy"] = self.energy_noise.draw(generator, (n, *shape), dtype)
         if self.gradient_noise is not None:
@@ -119,4 +143,6 @@ class Noisy(Target):
 
 def _require_positive(name: str, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
-        raise InvalidArgumentError(f"{name} of a noise model must be positive and finite, got {value}")
+        raise InvalidArgumentError(
+            f"{name} of a noise model must be positive and finite, got {value}"
+        )

@@ -1,22 +1,26 @@
-"""How a 3x3 convolution of few channels runs on an H200: by kernels of its own, because cuDNN's are not made for 16 channels.
+"""How a 3x3 convolution of few channels runs on an H200: by kernels of its own, because cuDNN's are
+not made for 16 channels.
 
-Two neighbouring pixels of a row are computed together, from the four pixels around them. Such a window is one run of memory in a
-channels-last tensor, and makes matrices wide enough for the tensor cores, though a quarter of the products are with zeros.
+Two neighbouring pixels of a row are computed together, from the four pixels around them. Such a
+window is one run of memory in a channels-last tensor, and makes matrices wide enough for the tensor
+cores, though a quarter of the products are with zeros.
 
     pair (2 out)              = sum over 3 rows of   window (4 in) @ taps (4 in, 2 out)
     products (4 in, 2 out)    = sum over pairs of    window^T @ gradient of the pair;  the weight gradient is a sum of these
 
-The input gradient is the forward with turned weights. Sums are made in float32 in an order that depends on the shapes alone, so
-that results repeat bit for bit. Microseconds in bfloat16 at batch 256, cuDNN (with the cast of weights that it needs) -> here,
-on an H200 with torch 2.11, in a captured graph, tensors larger than the cache; 1 to 3 less on both sides if in the cache:
+The input gradient is the forward with turned weights. Sums are made in float32 in an order that
+depends on the shapes alone, so that results repeat bit for bit. Microseconds in bfloat16 at batch
+256, cuDNN (with the cast of weights that it needs) -> here, on an H200 with torch 2.11, in a
+captured graph, tensors larger than the cache; 1 to 3 less on both sides if in the cache:
 
     channels, image        forward     input gradient    weight gradient
     3 to 16, 32 x 32       43 -> 9     (cuDNN)           65 -> 13
     16 to 16, 32 x 32      37 -> 11    44 -> 12          55 -> 12
     32 to 32, 16 x 16      13 -> 10    15 -> 10          29 -> 13
 
-Reading and writing each tensor once would take 4. What is left is latency, not bytes: kernels that walk down the rows of an image
-with their sums in registers read half as much (counted) and are no faster (measured).
+Reading and writing each tensor once would take 4. What is left is latency, not bytes: kernels that
+walk down the rows of an image with their sums in registers read half as much (counted) and are no
+faster (measured).
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -35,7 +39,9 @@ except ImportError:
 
 
 class Launch(NamedTuple):
-    """Found by measuring and then fixed: a choice made at run time would give processes different sums."""
+    """Found by measuring and then fixed: a choice made at run time would give processes different
+    sums.
+    """
 
     block: int  # pairs of pixels at a time
     programs: int  # at most so many, which share the blocks
@@ -72,12 +78,20 @@ if triton is not None:
 
     @triton.jit
     def windows(x, pair, down, n_pairs, S: tl.constexpr):
-        """(pairs, COLUMNS): the four pixels around each pair, from `down` rows below it on; zero beyond the border."""
+        """(pairs, COLUMNS): the four pixels around each pair, from `down` rows below it on; zero
+        beyond the border.
+        """
         column = tl.arange(0, S.COLUMNS)
         row, place = down + column // S.SPAN, column % S.SPAN
         at, pixel = (pair // S.HALF % S.H)[:, None] + row[None, :], (place // S.CI)[None, :]
         left, right = (pair % S.HALF == 0)[:, None], (pair % S.HALF == S.HALF - 1)[:, None]
-        inside = (at >= 0) & (at < S.H) & (pair < n_pairs)[:, None] & ~(left & (pixel == 0)) & ~(right & (pixel == 3))
+        inside = (
+            (at >= 0)
+            & (at < S.H)
+            & (pair < n_pairs)[:, None]
+            & ~(left & (pixel == 0))
+            & ~(right & (pixel == 3))
+        )
         if S.TILES == 1:
             inside = inside & (place < 4 * S.CI)[None, :] & (row < 2)[None, :]
         where = pair[:, None] * (2 * S.CI) + (row * (2 * S.HALF * S.CI) + place - S.CI)[None, :]
@@ -87,8 +101,13 @@ if triton is not None:
     def pairs(dy, pair, down, n_pairs, S: tl.constexpr):
         """(pairs, 2 CO): the pairs `down` rows below."""
         row = pair // S.HALF % S.H + down
-        where = pair[:, None] * (2 * S.CO) + (down * (2 * S.HALF * S.CO) + tl.arange(0, 2 * S.CO))[None, :]
-        return tl.load(dy + where, mask=((row >= 0) & (row < S.H) & (pair < n_pairs))[:, None], other=0.0)
+        where = (
+            pair[:, None] * (2 * S.CO)
+            + (down * (2 * S.HALF * S.CO) + tl.arange(0, 2 * S.CO))[None, :]
+        )
+        return tl.load(
+            dy + where, mask=((row >= 0) & (row < S.H) & (pair < n_pairs))[:, None], other=0.0
+        )
 
     @triton.jit
     def taps(w, tile, S: tl.constexpr, STRIDES: tl.constexpr):
@@ -96,12 +115,27 @@ if triton is not None:
         column, out = tl.arange(0, S.COLUMNS)[:, None], tl.arange(0, 2 * S.CO)[None, :]
         row, place = tile + column // S.SPAN, column % S.SPAN
         tap = place // S.CI - out // S.CO
-        where = out % S.CO * STRIDES[0] + place % S.CI * STRIDES[1] + row * STRIDES[2] + tap * STRIDES[3]
-        return tl.load(w + where, mask=(tap >= 0) & (tap < 3) & (row < 3), other=0.0).to(tl.bfloat16)
+        where = (
+            out % S.CO * STRIDES[0]
+            + place % S.CI * STRIDES[1]
+            + row * STRIDES[2]
+            + tap * STRIDES[3]
+        )
+        return tl.load(w + where, mask=(tap >= 0) & (tap < 3) & (row < 3), other=0.0).to(
+            tl.bfloat16
+        )
 
     @triton.jit
     def forward_kernel(
-        x, w, y, n_pairs, n_programs, S: tl.constexpr, STRIDES: tl.constexpr, START: tl.constexpr, BLOCK: tl.constexpr
+        x,
+        w,
+        y,
+        n_pairs,
+        n_programs,
+        S: tl.constexpr,
+        STRIDES: tl.constexpr,
+        START: tl.constexpr,
+        BLOCK: tl.constexpr,
     ):
         w0 = taps(w + START, 0, S, STRIDES)
         if S.TILES == 3:
@@ -119,7 +153,9 @@ if triton is not None:
 
     @triton.jit
     def products_kernel(x, dy, products, n_pairs, n_programs, S: tl.constexpr, BLOCK: tl.constexpr):
-        """products (programs, TILES, COLUMNS, 2 CO): windows times pairs, summed over the blocks of a program."""
+        """products (programs, TILES, COLUMNS, 2 CO): windows times pairs, summed over the blocks of
+        a program.
+        """
         COLUMNS: tl.constexpr = S.COLUMNS
         WIDTH: tl.constexpr = 2 * S.CO
         total0 = tl.zeros((COLUMNS, WIDTH), tl.float32)
@@ -142,17 +178,34 @@ if triton is not None:
             tl.store(products + where + 2 * COLUMNS * WIDTH, total2)
 
     @triton.jit
-    def sum_kernel(products, dw, n_programs, S: tl.constexpr, STRIDES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr):
-        """dw[co, ci, r, s] = sum over programs of pixel s times the first of the pair and pixel s + 1 times the second."""
+    def sum_kernel(
+        products,
+        dw,
+        n_programs,
+        S: tl.constexpr,
+        STRIDES: tl.constexpr,
+        TOGETHER: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        """dw[co, ci, r, s] = sum over programs of pixel s times the first of the pair and pixel s +
+        1 times the second.
+        """
         number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        co, ci, tap, row = number % S.CO, number // S.CO % S.CI, number // (S.CO * S.CI) % 3, number // (3 * S.CO * S.CI)
+        co, ci, tap, row = (
+            number % S.CO,
+            number // S.CO % S.CI,
+            number // (S.CO * S.CI) % 3,
+            number // (3 * S.CO * S.CI),
+        )
         where = (row * S.SPAN + tap * S.CI + ci) * (2 * S.CO) + co
         total = tl.zeros((TOGETHER, BLOCK), tl.float32)
         for first in range(0, n_programs, TOGETHER):
             program = first + tl.arange(0, TOGETHER)[:, None]
             here = products + program * (S.TILES * S.COLUMNS * 2 * S.CO) + where[None, :]
             known = (program < n_programs) & (row < 3)[None, :]
-            total += tl.load(here, mask=known, other=0.0) + tl.load(here + (2 * S.CI + 1) * S.CO, mask=known, other=0.0)
+            total += tl.load(here, mask=known, other=0.0) + tl.load(
+                here + (2 * S.CI + 1) * S.CO, mask=known, other=0.0
+            )
         to = co * STRIDES[0] + ci * STRIDES[1] + row * STRIDES[2] + tap * STRIDES[3]
         tl.store(dw + to, tl.sum(total, 0), mask=row < 3)
 
@@ -174,43 +227,71 @@ def convolve(x: Tensor, weight: Tensor, plan: Launch, *, turned: bool = False) -
     programs = min(plan.programs, -(-n_pairs // plan.block))
     shape, options = Shape.of(x, channels), {"num_warps": plan.warps, "num_stages": plan.stages}
     with torch.cuda.device(x.device):
-        forward_kernel[(programs,)](x, weight, y, n_pairs, programs, shape, strides, start, plan.block, **options)
+        forward_kernel[(programs,)](
+            x, weight, y, n_pairs, programs, shape, strides, start, plan.block, **options
+        )
     return y
 
 
 def correlate(x: Tensor, dy: Tensor, weight: Tensor, plan: Launch) -> Tensor:
     """The weight gradient, in the dtype and memory order of the weight."""
-    x, dy = x.contiguous(memory_format=torch.channels_last), dy.contiguous(memory_format=torch.channels_last)
+    x, dy = (
+        x.contiguous(memory_format=torch.channels_last),
+        dy.contiguous(memory_format=torch.channels_last),
+    )
     shape = Shape.of(x, len(weight))
     n_pairs = dy.numel() // len(weight) // 2
     programs = min(plan.programs, -(-n_pairs // plan.block))
-    products = torch.empty((programs, shape.TILES, shape.COLUMNS, 2 * shape.CO), dtype=torch.float32, device=x.device)
+    products = torch.empty(
+        (programs, shape.TILES, shape.COLUMNS, 2 * shape.CO), dtype=torch.float32, device=x.device
+    )
     dw = torch.empty_like(weight)
     with torch.cuda.device(x.device):
         products_kernel[(programs,)](
-            x, dy, products, n_pairs, programs, shape, plan.block, num_warps=plan.warps, num_stages=plan.stages
+            x,
+            dy,
+            products,
+            n_pairs,
+            programs,
+            shape,
+            plan.block,
+            num_warps=plan.warps,
+            num_stages=plan.stages,
         )
-        sum_kernel[(-(-dw.numel() // 16),)](products, dw, programs, shape, dw.stride(), 128, 16, num_warps=4)
+        sum_kernel[(-(-dw.numel() // 16),)](
+            products, dw, programs, shape, dw.stride(), 128, 16, num_warps=4
+        )
     return dw
 
 
 @torch.library.custom_op(
-    "torchrex::narrow_conv", mutates_args=(), device_types="cuda", schema="(Tensor x, Tensor weight) -> Tensor"
+    "torchrex::narrow_conv",
+    mutates_args=(),
+    device_types="cuda",
+    schema="(Tensor x, Tensor weight) -> Tensor",
 )
 def narrow_conv(x: Tensor, weight: Tensor) -> Tensor:
-    """A 3x3 convolution of bfloat16 x, padded by one, with `weight` rounded to bfloat16. Its gradient has no gradient."""
+    """A 3x3 convolution of bfloat16 x, padded by one, with `weight` rounded to bfloat16. Its
+    gradient has no gradient.
+    """
     return convolve(x, weight, PLANS[weight.shape[1], weight.shape[0]][0])
 
 
 @torch.library.custom_op(
-    "torchrex::narrow_conv_input", mutates_args=(), device_types="cuda", schema="(Tensor dy, Tensor w) -> Tensor"
+    "torchrex::narrow_conv_input",
+    mutates_args=(),
+    device_types="cuda",
+    schema="(Tensor dy, Tensor w) -> Tensor",
 )
 def narrow_conv_input(dy: Tensor, w: Tensor) -> Tensor:
     return convolve(dy, w, PLANS[w.shape[1], w.shape[0]][0], turned=True)
 
 
 @torch.library.custom_op(
-    "torchrex::narrow_conv_weight", mutates_args=(), device_types="cuda", schema="(Tensor x, Tensor dy, Tensor weight) -> Tensor"
+    "torchrex::narrow_conv_weight",
+    mutates_args=(),
+    device_types="cuda",
+    schema="(Tensor x, Tensor dy, Tensor weight) -> Tensor",
 )
 def narrow_conv_weight(x: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
     return correlate(x, dy, weight, PLANS[weight.shape[1], weight.shape[0]][1])
@@ -232,33 +313,58 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
 narrow_conv.register_fake(lambda x, weight: images_like(x, weight.shape[0]))
 narrow_conv_input.register_fake(lambda dy, w: images_like(dy, w.shape[1]))
 narrow_conv_weight.register_fake(lambda x, dy, weight: torch.empty_like(weight))
-narrow_conv.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+narrow_conv.register_autograd(
+    _backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
 
 
 class NarrowConv2d(nn.Conv2d):
-    """nn.Conv2d that uses the kernels of this file where they are made for it, and cuDNN or the CPU for all else.
+    """nn.Conv2d that uses the kernels of this file where they are made for it, and cuDNN or the CPU
+    for all else.
 
-    They are used for 3x3 kernels without bias, stride 1 and padding 1, 3 to 16, 16 to 16 or 32 to 32 channels, on channels-last
-    images of even width in bfloat16 or under autocast to it, on a Hopper GPU with Triton. Parameters and state dict are the same.
+    They are used for 3x3 kernels without bias, stride 1 and padding 1, 3 to 16, 16 to 16 or 32 to
+    32 channels, on channels-last images of even width in bfloat16 or under autocast to it, on a
+    Hopper GPU with Triton. Parameters and state dict are the same.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        return narrow_conv(x.to(torch.bfloat16), self.weight) if self._fits(x) else super().forward(x)
+        return (
+            narrow_conv(x.to(torch.bfloat16), self.weight) if self._fits(x) else super().forward(x)
+        )
 
     def _fits(self, x: Tensor) -> bool:
         """Whether the kernels of this file are made for this layer, this input and this device."""
-        if triton is None or not (x.is_cuda and self.weight.is_cuda and x.ndim == 4 and x.numel() > 0):
+        if triton is None or not (
+            x.is_cuda and self.weight.is_cuda and x.ndim == 4 and x.numel() > 0
+        ):
             return False
-        if torch.cuda.get_device_properties(x.device).major != 9 or not x.is_contiguous(memory_format=torch.channels_last):
+        if torch.cuda.get_device_properties(x.device).major != 9 or not x.is_contiguous(
+            memory_format=torch.channels_last
+        ):
             return False
-        layer = (self.kernel_size, self.stride, self.padding, self.dilation, self.groups, self.padding_mode)
+        layer = (
+            self.kernel_size,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
+            self.padding_mode,
+        )
         if layer != ((3, 3), (1, 1), (1, 1), (1, 1), 1, "zeros") or self.bias is not None:
             return False
         if (self.in_channels, self.out_channels) not in PLANS:
             return False
-        if x.shape[1] != self.in_channels or x.shape[3] % 2 or x.numel() // x.shape[1] * self.out_channels >= 2**31:
+        if (
+            x.shape[1] != self.in_channels
+            or x.shape[3] % 2
+            or x.numel() // x.shape[1] * self.out_channels >= 2**31
+        ):
             return False
         if not torch.is_autocast_enabled("cuda"):
             return x.dtype == self.weight.dtype == torch.bfloat16
         known = (torch.bfloat16, torch.float32)
-        return torch.get_autocast_dtype("cuda") == torch.bfloat16 and x.dtype in known and self.weight.dtype in known
+        return (
+            torch.get_autocast_dtype("cuda") == torch.bfloat16
+            and x.dtype in known
+            and self.weight.dtype in known
+        )

@@ -25,10 +25,14 @@ NETS: dict[str, Callable[[int], nn.Module]] = {  # each takes the number of clas
 def build_net(name: str, n_classes: int) -> nn.Module:
     """A new network with random weights from torch's own generator."""
     if name not in NETS:
-        likeness = {known: difflib.SequenceMatcher(None, str(name).lower(), known).ratio() for known in NETS}
+        likeness = {
+            known: difflib.SequenceMatcher(None, str(name).lower(), known).ratio() for known in NETS
+        }
         near = max(NETS, key=likeness.__getitem__)
         advice = f"did you mean {near!r}?" if likeness[near] > 0.3 else "take one of these."
-        raise InvalidArgumentError(f"no network is called {name!r}; {advice} There are {', '.join(NETS)}.")
+        raise InvalidArgumentError(
+            f"no network is called {name!r}; {advice} There are {', '.join(NETS)}."
+        )
     if isinstance(n_classes, bool) or not isinstance(n_classes, int) or n_classes < 1:
         raise InvalidArgumentError(f"n_classes must be a whole number from 1 on, got {n_classes!r}")
     return NETS[name](n_classes)

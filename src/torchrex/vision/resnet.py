@@ -1,14 +1,14 @@
 """Residual networks for 32 x 32 images (He et al. 2016), in the form the paper's authors used.
 
-Widths 16-32-64; where a block changes the shape its shortcut is a 1x1 convolution with BatchNorm; He fan-out initialisation. With
-10 classes:
+Widths 16-32-64; where a block changes the shape its shortcut is a 1x1 convolution with BatchNorm;
+He fan-out initialisation. With 10 classes:
 
     resnet20, resnet32    3 and 5 basic blocks per stage         272,474 and 466,906 parameters
     resnet56              9 bottleneck blocks per stage          869,530
     resnet56_basic        9 basic blocks per stage               855,770 (853,018 if the shortcuts had no parameters)
 
-The authors' "ResNet-56" is the third: they counted blocks as if they were basic ones, (56 - 2) / 6 = 9, so that it is 83 layers
-deep. With (56 - 2) / 9 = 6 blocks it would have 591,322 parameters.
+The authors' "ResNet-56" is the third: they counted blocks as if they were basic ones, (56 - 2) / 6
+= 9, so that it is 83 layers deep. With (56 - 2) / 9 = 6 blocks it would have 591,322 parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def shortcut(width_in: int, width_out: int, stride: int) -> nn.Module:
     """The identity where it fits, else a projection."""
     if stride == 1 and width_in == width_out:
         return nn.Identity()
-    return nn.Sequential(nn.Conv2d(width_in, width_out, 1, stride, bias=False), nn.BatchNorm2d(width_out))
+    return nn.Sequential(
+        nn.Conv2d(width_in, width_out, 1, stride, bias=False), nn.BatchNorm2d(width_out)
+    )
 
 
 class BasicBlock(nn.Module):
@@ -46,7 +48,9 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 1x1 convolution to `width` channels, a 3x3 one, which has the stride, a 1x1 one to four times as many, and a shortcut."""
+    """A 1x1 convolution to `width` channels, a 3x3 one, which has the stride, a 1x1 one to four
+    times as many, and a shortcut.
+    """
 
     expansion = 4
 
@@ -71,7 +75,13 @@ class Bottleneck(nn.Module):
 class ResNet(nn.Module):
     """Three stages of `n_blocks` blocks: depth 6 n + 2 with basic ones, 9 n + 2 with bottlenecks."""
 
-    def __init__(self, n_blocks: int, n_classes: int = 10, *, block: type[BasicBlock] | type[Bottleneck] = BasicBlock) -> None:
+    def __init__(
+        self,
+        n_blocks: int,
+        n_classes: int = 10,
+        *,
+        block: type[BasicBlock] | type[Bottleneck] = BasicBlock,
+    ) -> None:
         super().__init__()
         self.conv1 = NarrowConv2d(3, 16, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)

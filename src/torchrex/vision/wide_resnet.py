@@ -1,8 +1,9 @@
-"""Wide residual networks WRN-d-k (Zagoruyko & Komodakis 2016): pre-activation blocks, k times as wide, no dropout.
+"""Wide residual networks WRN-d-k (Zagoruyko & Komodakis 2016): pre-activation blocks, k times as
+wide, no dropout.
 
-BatchNorm and ReLU come before each convolution, and before the classifier. Where a block changes the shape its shortcut is a 1x1
-convolution of the activated input, without BatchNorm. He fan-out initialisation. With 10 classes WRN-16-8 has 10,961,370
-parameters and WRN-28-10 36,479,194.
+BatchNorm and ReLU come before each convolution, and before the classifier. Where a block changes
+the shape its shortcut is a 1x1 convolution of the activated input, without BatchNorm. He fan-out
+initialisation. With 10 classes WRN-16-8 has 10,961,370 parameters and WRN-28-10 36,479,194.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class WideResNet(nn.Module):
     def __init__(self, depth: int, widening: int, n_classes: int = 10) -> None:
         super().__init__()
         if depth < 10 or (depth - 4) % 6:
-            raise InvalidArgumentError(f"depth must be 6 n + 4, like 10, 16, 22 or 28, got {depth!r}")
+            raise InvalidArgumentError(
+                f"depth must be 6 n + 4, like 10, 16, 22 or 28, got {depth!r}"
+            )
         if widening < 1:
             raise InvalidArgumentError(f"widening must be at least 1, got {widening!r}")
         self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)

@@ -1,7 +1,9 @@
-"""What doctor says of the runs on a page, as plain data: the only place where the page calls doctor.
+"""What doctor says of the runs on a page, as plain data: the only place where the page calls
+doctor.
 
-A page is never lost because doctor stumbles over one run: the page then says so. And it does not wait long: long draws take
-doctor about a second each, so the quick runs are asked first, and those left when the time is used up are named as not asked.
+A page is never lost because doctor stumbles over one run: the page then says so. And it does not
+wait long: long draws take doctor about a second each, so the quick runs are asked first, and those
+left when the time is used up are named as not asked.
 """
 
 from __future__ import annotations
@@ -25,12 +27,18 @@ def advice_for(runs: Sequence[LoadedRun], seconds: float = SECONDS) -> dict[int,
     found = {}
     until = time.monotonic() + seconds
     for run in sorted(runs, key=_size):
-        found[id(run)] = advice_of(run, quick=math.isfinite(seconds)) if time.monotonic() < until else _unknown(NOT_ASKED)
+        found[id(run)] = (
+            advice_of(run, quick=math.isfinite(seconds))
+            if time.monotonic() < until
+            else _unknown(NOT_ASKED)
+        )
     return found
 
 
 def advice_of(run: LoadedRun, *, quick: bool = False) -> Advice:
-    """All findings about one run, the gravest first; what the page says of missing and damaged files anyway is left out."""
+    """All findings about one run, the gravest first; what the page says of missing and damaged
+    files anyway is left out.
+    """
     # Imported here, because doctor itself takes the command that repeats a run from this package.
     try:
         from torchrex.report.doctor import diagnose
@@ -39,8 +47,15 @@ def advice_of(run: LoadedRun, *, quick: bool = False) -> Advice:
         findings = [(each.severity, each.title, each.words) for each in diagnosis.findings]
     except Exception as error:  # whatever it is, the page goes on
         return _unknown(f"doctor failed on this run ({type(error).__name__}: {error})")
-    told = [[*each] for each in findings if not any(each[2].startswith(problem) for problem in run.problems)]
-    counts = {word: sum(severity == word for severity, _, _ in findings) for word in ("problem", "warning")}
+    told = [
+        [*each]
+        for each in findings
+        if not any(each[2].startswith(problem) for problem in run.problems)
+    ]
+    counts = {
+        word: sum(severity == word for severity, _, _ in findings)
+        for word in ("problem", "warning")
+    }
     seen = {"verdict": diagnosis.verdict, "quick": diagnosis.quick}
     return {**seen, "problems": counts["problem"], "warnings": counts["warning"], "findings": told}
 

@@ -1,7 +1,8 @@
 """The page: one file, nothing loaded from anywhere, summary first.
 
-Everything that comes from a run folder is text: escaped in the tables here, JSON without a `<` for the script, which makes text
-nodes of it. And the page forbids the browser any script but its own, by its hash, and any picture that is not in the page.
+Everything that comes from a run folder is text: escaped in the tables here, JSON without a `<` for
+the script, which makes text nodes of it. And the page forbids the browser any script but its own,
+by its hash, and any picture that is not in the page.
 """
 
 from __future__ import annotations
@@ -48,20 +49,31 @@ def write_page(
     doctor_seconds: float = SECONDS,
     progress: Callable[[int, int], None] | None = None,
 ) -> Written:
-    """Read all runs at or below `roots` and write the page. After `doctor_seconds` doctor is asked about no further run."""
+    """Read all runs at or below `roots` and write the page. After `doctor_seconds` doctor is asked
+    about no further run.
+    """
     if out.is_dir():
-        raise RunFolderError(f"--out {out} is a folder; give the file to write, such as {out / 'page.html'}")
+        raise RunFolderError(
+            f"--out {out} is a folder; give the file to write, such as {out / 'page.html'}"
+        )
     if out.exists() and MARK.encode() not in out.read_bytes()[:200]:
-        raise RunFolderError(f"--out {out} exists and is not a report of torchrex, so it is left alone; give another name")
+        raise RunFolderError(
+            f"--out {out} exists and is not a report of torchrex, so it is left alone; give another name"
+        )
     paths = list(dict.fromkeys(path.resolve() for root in roots for path in find_runs(root)))
     # A folder that was asked for and holds no run is as empty as one that is named like a run.
-    barren = [[root] if not find_runs(root) and not find_empty(root) else find_empty(root) for root in roots]
+    barren = [
+        [root] if not find_runs(root) and not find_empty(root) else find_empty(root)
+        for root in roots
+    ]
     empty = list(dict.fromkeys(path.resolve() for each in barren for path in each))
     if not paths:
         of_runs = sum(len(find_empty(root)) for root in roots)
         words = f"{plural(of_runs, 'folder')} {'is' if of_runs == 1 else 'are'} named like a run but empty"
         hint = f" ({words})" if of_runs else ""
-        raise RunFolderError(f"there is no run in {', '.join(map(str, roots))}{hint}; give a folder that holds RECIPE/seed=S")
+        raise RunFolderError(
+            f"there is no run in {', '.join(map(str, roots))}{hint}; give a folder that holds RECIPE/seed=S"
+        )
     runs = []
     for done, path in enumerate(paths):
         runs.append(load_run(path))
@@ -78,7 +90,12 @@ def write_page(
 
 
 def page_of(
-    runs: Sequence[LoadedRun], out: Path, *, title: str, empty: Sequence[Path] = (), doctor_seconds: float = SECONDS
+    runs: Sequence[LoadedRun],
+    out: Path,
+    *,
+    title: str,
+    empty: Sequence[Path] = (),
+    doctor_seconds: float = SECONDS,
 ) -> str:
     """The page as text. Links to run folders are relative to `out`."""
     advice = advice_for(runs, doctor_seconds)
@@ -96,7 +113,10 @@ def page_of(
     script = "\n".join((HERE / name).read_text() for name in ASSETS)
     own = f"style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:"  # pictures are in the page itself
     policy = f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'"
-    data = "\n".join(f'<script type="application/json" id="{name}">{_json(value)}</script>' for name, value in blobs)
+    data = "\n".join(
+        f'<script type="application/json" id="{name}">{_json(value)}</script>'
+        for name, value in blobs
+    )
     return (
         f'<!doctype html>{MARK}\n<html lang="en"><head><meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -109,7 +129,9 @@ def page_of(
 
 
 def _json(value: Any) -> str:
-    """JSON that cannot end the element it is in; JSON has < > & only inside strings, where the escape means the same."""
+    """JSON that cannot end the element it is in; JSON has < > & only inside strings, where the
+    escape means the same.
+    """
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

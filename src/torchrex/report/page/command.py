@@ -21,11 +21,15 @@ class Command(NamedTuple):
 
 
 def command_to_repeat(run: LoadedRun, out: str = "runs/again") -> Command:
-    """Checked: applied to the recipe, the settings give back the config of the run, or the note says which do not."""
+    """Checked: applied to the recipe, the settings give back the config of the run, or the note
+    says which do not.
+    """
     try:
         recipe = get_recipe(run.recipe)
     except RecipeError:
-        return Command("", "This version has no recipe of that name; the config below is all there is.")
+        return Command(
+            "", "This version has no recipe of that name; the config below is all there is."
+        )
     if not run.config:
         return Command("", "Its config.json is missing or damaged, so the settings are not known.")
     usual = to_json(recipe)
@@ -33,8 +37,12 @@ def command_to_repeat(run: LoadedRun, out: str = "runs/again") -> Command:
     try:
         again = to_json(override(recipe, assignments))
     except (TorchrexError, ValueError, TypeError, ArithmeticError) as error:
-        return Command("", f"The settings of its config.json cannot be given to this version ({error}).")
-    different = sorted(key for key in {*again, *run.config} if again.get(key) != run.config.get(key))
+        return Command(
+            "", f"The settings of its config.json cannot be given to this version ({error})."
+        )
+    different = sorted(
+        key for key in {*again, *run.config} if again.get(key) != run.config.get(key)
+    )
     note = f"Not the same in this version: {', '.join(different)}." if different else ""
     words = ["torchrex", "run", run.recipe, "--seed", str(max(0, run.seed))]
     for assignment in assignments:
@@ -42,7 +50,9 @@ def command_to_repeat(run: LoadedRun, out: str = "runs/again") -> Command:
     return Command(shlex.join([*words, "--out", out]), note)
 
 
-def _differences(recipe: Any, usual: Mapping[str, Any], there: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _differences(
+    recipe: Any, usual: Mapping[str, Any], there: Mapping[str, Any], prefix: str = ""
+) -> Iterator[str]:
     for field in dataclasses.fields(recipe):
         name, value = field.name, there.get(field.name)
         if not field.metadata.get("settable", True) or name not in there or value == usual[name]:

@@ -11,7 +11,12 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
-from torchrex.diagnostics import acceptance_from_energies, allowed_acceptance, observed_acceptance, round_trips
+from torchrex.diagnostics import (
+    acceptance_from_energies,
+    allowed_acceptance,
+    observed_acceptance,
+    round_trips,
+)
 from torchrex.errors import InvalidArgumentError
 from torchrex.experiments.config import dumps
 from torchrex.experiments.gan import GanConfig
@@ -32,7 +37,9 @@ def details_of(run: LoadedRun, page: Path) -> dict[str, Any]:
     result = run.result or {}
     about = {
         "date": result.get("date"),
-        "wall time": f"{result['wall_seconds']:,.1f} s" if isinstance(result.get("wall_seconds"), int | float) else None,
+        "wall time": f"{result['wall_seconds']:,.1f} s"
+        if isinstance(result.get("wall_seconds"), int | float)
+        else None,
         "device": result.get("device"),
         "versions": _versions(result.get("versions")),
         "steps done": result.get("steps_done"),
@@ -59,7 +66,10 @@ def link_to(folder: Path, page: Path) -> dict[str, str]:
     """A relative address, so that page and runs can be moved together, and the words to show."""
     relative = os.path.relpath(folder.resolve(), page.resolve().parent)
     # "./" keeps a name such as javascript:... a path
-    return {"href": "./" + quote(Path(relative).as_posix()) + "/", "text": Path(relative).as_posix()}
+    return {
+        "href": "./" + quote(Path(relative).as_posix()) + "/",
+        "text": Path(relative).as_posix(),
+    }
 
 
 def table(title: str, head: Sequence[str], rows: list[list[str]], note: str = "") -> dict[str, Any]:
@@ -67,7 +77,11 @@ def table(title: str, head: Sequence[str], rows: list[list[str]], note: str = ""
 
 
 def _versions(value: Any) -> str | None:
-    return ", ".join(f"{name} {each}" for name, each in value.items()) if isinstance(value, dict) else None
+    return (
+        ", ".join(f"{name} {each}" for name, each in value.items())
+        if isinstance(value, dict)
+        else None
+    )
 
 
 def _ladder(run: LoadedRun) -> dict[str, Any]:
@@ -75,21 +89,43 @@ def _ladder(run: LoadedRun) -> dict[str, Any]:
     if run.ladder is not None and isinstance(settings, GanConfig) and settings.warm_start > 0:
         begins = settings.decay(settings.warm_start)
         pairs = zip(run.ladder.temperatures, run.ladder.lrs, strict=True)
-        rows = [[str(rung), f"{tau:g}", f"{lr:.4g}", f"{lr * begins:.4g}"] for rung, (tau, lr) in enumerate(pairs)]
+        rows = [
+            [str(rung), f"{tau:g}", f"{lr:.4g}", f"{lr * begins:.4g}"]
+            for rung, (tau, lr) in enumerate(pairs)
+        ]
         note = (
             f"Adam, which has no temperature, descends for {settings.warm_start:,} steps, and SGHMC samples after them. Learning "
             f"rates are those at the first step of each, on the scale of the summed energy."
         )
-        return table("Ladder", ("rung", "temperature", "learning rate of Adam", "of SGHMC"), rows, note)
+        return table(
+            "Ladder", ("rung", "temperature", "learning rate of Adam", "of SGHMC"), rows, note
+        )
     if run.ladder is not None:
         pairs = zip(run.ladder.temperatures, run.ladder.lrs, strict=True)
-        rows = [[str(rung), f"{temperature:g}", f"{lr:.4g}"] for rung, (temperature, lr) in enumerate(pairs)]
-    return table("Ladder", ("rung", "temperature", "learning rate"), rows, "At the first step, before annealing.")
+        rows = [
+            [str(rung), f"{temperature:g}", f"{lr:.4g}"]
+            for rung, (temperature, lr) in enumerate(pairs)
+        ]
+    return table(
+        "Ladder",
+        ("rung", "temperature", "learning rate"),
+        rows,
+        "At the first step, before annealing.",
+    )
 
 
 def _pairs(run: LoadedRun) -> dict[str, Any]:
     """Swaps of every pair with what the energies promise, and the noise that decides it."""
-    head = ("rungs", "swaps made", "tested", "accepted, %", "from the energies, %", "σ², nats²", "noise s", "2Φ(−s/2), %")
+    head = (
+        "rungs",
+        "swaps made",
+        "tested",
+        "accepted, %",
+        "from the energies, %",
+        "σ², nats²",
+        "noise s",
+        "2Φ(−s/2), %",
+    )
     history = run.history
     if history is None or not len(history.steps) or history.n_pairs == 0:
         return table("Swaps", head, [])
@@ -100,7 +136,11 @@ def _pairs(run: LoadedRun) -> dict[str, Any]:
         expected = None
     level, noise = settled_noise(last_quarter(while_swapping(run, history)))
     # One chain of a running mean tells no error.
-    error = level.error if run.draws is None or history.n_chains > 1 else torch.full_like(level.error, torch.nan)
+    error = (
+        level.error
+        if run.draws is None or history.n_chains > 1
+        else torch.full_like(level.error, torch.nan)
+    )
     allowed = allowed_acceptance(noise)
     rows = []
     for pair in range(history.n_pairs):
@@ -110,8 +150,12 @@ def _pairs(run: LoadedRun) -> dict[str, Any]:
                 f"{pair}–{pair + 1}",
                 f"{made:,}",
                 f"{tested:,}",
-                _with_error(100 * observed.value[pair], 100 * observed.error[pair]) if tested else "",
-                "" if expected is None else _with_error(100 * expected.value[pair], 100 * expected.error[pair]),
+                _with_error(100 * observed.value[pair], 100 * observed.error[pair])
+                if tested
+                else "",
+                ""
+                if expected is None
+                else _with_error(100 * expected.value[pair], 100 * expected.error[pair]),
                 _with_error(level.value[pair], error[pair]),
                 f"{float(noise[pair]):.3g}",
                 f"{100 * float(allowed[pair]):.3g}",
@@ -120,7 +164,11 @@ def _pairs(run: LoadedRun) -> dict[str, Any]:
     travel = round_trips(history)
     total, chains = int(travel.round_trips.sum()), history.n_chains
     trips = f"{'' if travel.exact else 'at least '}{total:,} round trips, all {history.n_rungs} replicas"
-    trips += f" of all {chains} chains together ({total / chains:,.3g} a chain)" if chains > 1 else " together"
+    trips += (
+        f" of all {chains} chains together ({total / chains:,.3g} a chain)"
+        if chains > 1
+        else " together"
+    )
     note = (
         f"In brackets the standard error of the last digit(s); σ², s and what it allows are those of the last quarter of the "
         f"run, as doctor tells them; {trips}."
@@ -142,4 +190,8 @@ def _metrics(run: LoadedRun) -> dict[str, Any]:
 
 def _with_error(value: Tensor, error: Tensor) -> str:
     known = bool(torch.isfinite(error))
-    return "" if number(float(value), 8) is None else shown("", float(value), float(error) if known else None)
+    return (
+        ""
+        if number(float(value), 8) is None
+        else shown("", float(value), float(error) if known else None)
+    )

@@ -8,7 +8,9 @@ from torchrex.report.page.html import Cell, table
 from torchrex.report.page.overview import Family, Row, cell, columns, label, paper_of
 from torchrex.report.runs import swap_counts
 
-AUTHORS_COUNT = "The authors count the newest network alone, without the images that it calls generated."
+AUTHORS_COUNT = (
+    "The authors count the newest network alone, without the images that it calls generated."
+)
 
 
 def family_section(family: Family, k: int, has_charts: bool) -> str:

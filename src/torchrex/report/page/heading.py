@@ -1,4 +1,6 @@
-"""The top of the page: how many runs and how long they took, which of them are not whole, and what doctor thinks of them."""
+"""The top of the page: how many runs and how long they took, which of them are not whole, and what
+doctor thinks of them.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,18 @@ def is_whole(run: LoadedRun) -> bool:
     return run.status == "finished" and not run.problems
 
 
-def summary(runs: Sequence[LoadedRun], details: Mapping[int, Mapping[str, Any]], empty: Sequence[Path], out: Path) -> str:
+def summary(
+    runs: Sequence[LoadedRun],
+    details: Mapping[int, Mapping[str, Any]],
+    empty: Sequence[Path],
+    out: Path,
+) -> str:
     finished = sum(run.status == "finished" for run in runs)
     n_recipes = len({run.recipe for run in runs})
-    facts = [(str(n), word if n == 1 else f"{word}s") for n, word in ((len(runs), "run"), (n_recipes, "recipe"))]
+    facts = [
+        (str(n), word if n == 1 else f"{word}s")
+        for n, word in ((len(runs), "run"), (n_recipes, "recipe"))
+    ]
     facts += [(str(finished), "finished"), (str(len(runs) - finished), "not finished")]
     facts += [(str(len(empty)), "empty")] if empty else []
     facts += [(in_words(total_seconds(runs)), "of computing")]
@@ -40,7 +50,12 @@ def summary(runs: Sequence[LoadedRun], details: Mapping[int, Mapping[str, Any]],
     )
 
 
-def _not_whole(runs: Sequence[LoadedRun], details: Mapping[int, Mapping[str, Any]], empty: Sequence[Path], out: Path) -> str:
+def _not_whole(
+    runs: Sequence[LoadedRun],
+    details: Mapping[int, Mapping[str, Any]],
+    empty: Sequence[Path],
+    out: Path,
+) -> str:
     lines = []
     for k, run in enumerate(runs):
         if is_whole(run):
@@ -50,12 +65,21 @@ def _not_whole(runs: Sequence[LoadedRun], details: Mapping[int, Mapping[str, Any
             words.append(str((run.result or {})["error"]))
         inner = "".join(f"<li>{escape(word)}</li>" for word in words)
         where = escape(details[id(run)]["folder"]["text"])
-        lines.append(f'<li><a href="#runs" data-show="{k}">{escape(run.name)}</a> {badges(run)} in {where}<ul>{inner}</ul></li>')
-    lines += [f"<li>{escape(link_to(path, out)['text'])} {badge('empty')} it holds nothing of a run</li>" for path in empty]
+        lines.append(
+            f'<li><a href="#runs" data-show="{k}">{escape(run.name)}</a> {badges(run)} in {where}<ul>{inner}</ul></li>'
+        )
+    lines += [
+        f"<li>{escape(link_to(path, out)['text'])} {badge('empty')} it holds nothing of a run</li>"
+        for path in empty
+    ]
     if not lines:
         return ""
     n = len(runs) + len(empty)
-    how_many = f"{len(lines)} of {n} folders {'is' if len(lines) == 1 else 'are'}" if n > 1 else "The folder is"
+    how_many = (
+        f"{len(lines)} of {n} folders {'is' if len(lines) == 1 else 'are'}"
+        if n > 1
+        else "The folder is"
+    )
     opened = " open" if len(lines) <= OPEN else ""
     return (
         f'<details class="problems"{opened}><summary>{how_many} not whole: what is there is shown, tables use finished runs '
@@ -68,7 +92,9 @@ def _doctor(runs: Sequence[LoadedRun], details: Mapping[int, Mapping[str, Any]])
     advice = [details[id(run)]["doctor"] for run in runs]
     asked = [each for each in advice if each["problems"] is not None]
     counts = [("with problems", sum(each["problems"] > 0 for each in asked))]
-    counts += [("with warnings alone", sum(each["problems"] == 0 < each["warnings"] for each in asked))]
+    counts += [
+        ("with warnings alone", sum(each["problems"] == 0 < each["warnings"] for each in asked))
+    ]
     counts += [("with neither", sum(each["problems"] == each["warnings"] == 0 for each in asked))]
     told = ", ".join(f"{n} {words}" for words, n in counts if n)
     line = f"Doctor looked at {plural(len(asked), 'run')}: {told}." if asked else ""

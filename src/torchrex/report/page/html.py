@@ -27,9 +27,16 @@ def plural(n: int, word: str) -> str:
     return f"{n:,} {word}{'' if n == 1 else 's'}"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[Cell]], *, text_columns: int, id_: str = "") -> str:
-    """A table whose heads sort it. The first columns are text, the others are numbers where they can be."""
-    heads = "".join(f'<th scope="col" aria-sort="none"><button type="button">{escape(name)}</button></th>' for name in head)
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[Cell]], *, text_columns: int, id_: str = ""
+) -> str:
+    """A table whose heads sort it. The first columns are text, the others are numbers where they
+    can be.
+    """
+    heads = "".join(
+        f'<th scope="col" aria-sort="none"><button type="button">{escape(name)}</button></th>'
+        for name in head
+    )
     body = []
     for row in rows:
         cells = []

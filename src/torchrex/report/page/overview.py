@@ -1,8 +1,10 @@
-"""Runs side by side: which of them are one row, the numbers of a row beside the paper's, and the charts with a line for each row.
+"""Runs side by side: which of them are one row, the numbers of a row beside the paper's, and the
+charts with a line for each row.
 
-Runs of one recipe that differ in more than the seed are different rows, and what differs is said. The table also says what is not
-as the recipe has it: a shorter run stands beside the paper's number there. A run whose config.json is missing or damaged stays
-with the runs of its folder, but not in their numbers: nobody knows whether it was made as they were.
+Runs of one recipe that differ in more than the seed are different rows, and what differs is said.
+The table also says what is not as the recipe has it: a shorter run stands beside the paper's number
+there. A run whose config.json is missing or damaged stays with the runs of its folder, but not in
+their numbers: nobody knows whether it was made as they were.
 """
 
 from __future__ import annotations
@@ -88,18 +90,26 @@ class Row:
 
     @property
     def finished(self) -> list[LoadedRun]:
-        """The runs whose numbers are shown: of a seed that was run or copied into several folders, the first."""
-        return _one_of_each_seed([run for run in with_known_settings(self.runs) if run.status == "finished"])
+        """The runs whose numbers are shown: of a seed that was run or copied into several folders,
+        the first.
+        """
+        return _one_of_each_seed(
+            [run for run in with_known_settings(self.runs) if run.status == "finished"]
+        )
 
     @property
     def drawn(self) -> list[LoadedRun]:
-        """The runs whose curves are shown, one of a seed likewise; what there is of those that are not finished."""
+        """The runs whose curves are shown, one of a seed likewise; what there is of those that are
+        not finished.
+        """
         return _one_of_each_seed(sorted(self.runs, key=lambda run: run.status != "finished"))
 
     @property
     def again(self) -> int:
         """How many finished runs are left out because their seed is there already."""
-        return sum(run.status == "finished" for run in with_known_settings(self.runs)) - len(self.finished)
+        return sum(run.status == "finished" for run in with_known_settings(self.runs)) - len(
+            self.finished
+        )
 
 
 def _one_of_each_seed(runs: Iterable[LoadedRun]) -> list[LoadedRun]:
@@ -119,14 +129,23 @@ class Family:
 
 
 def families(runs: Sequence[LoadedRun], empty: Sequence[Path] = ()) -> list[Family]:
-    """Rows of runs with the same settings, in families; empty run folders are told with the row whose runs lie beside them."""
+    """Rows of runs with the same settings, in families; empty run folders are told with the row
+    whose runs lie beside them.
+    """
     found: dict[str, Family] = {}
     rows: dict[tuple[str, str], Row] = {}
-    for run in sorted(runs, key=lambda run: not run.settings_known):  # those that join others come last
+    for run in sorted(
+        runs, key=lambda run: not run.settings_known
+    ):  # those that join others come last
         row = None if run.settings_known else _row_of_folder(rows.values(), run)
         if row is None:
-            matter = {name: _as_float(value) for name, value in run.config.items() if name not in NAMES}
-            key = (run.recipe, json.dumps(matter, sort_keys=True, default=str) if run.settings_known else "")
+            matter = {
+                name: _as_float(value) for name, value in run.config.items() if name not in NAMES
+            }
+            key = (
+                run.recipe,
+                json.dumps(matter, sort_keys=True, default=str) if run.settings_known else "",
+            )
             row = rows.setdefault(key, Row(run.recipe, run.config if run.settings_known else {}))
         row.runs.append(run)
     first = {id(run): k for k, run in enumerate(runs)}
@@ -154,8 +173,12 @@ def _row_of_folder(rows: Iterable[Row], run: LoadedRun) -> Row | None:
 def _name_differences(family: Family) -> None:
     known = recipes()
     for row in family.rows:
-        same = [other.config for other in family.rows if other.recipe == row.recipe and other is not row]
-        told = {key: own for other in same for key, (own, _) in differing(row.config, other).items()}
+        same = [
+            other.config for other in family.rows if other.recipe == row.recipe and other is not row
+        ]
+        told = {
+            key: own for other in same for key, (own, _) in differing(row.config, other).items()
+        }
         told = dict(sorted(told.items()))  # they come first: by them rows are told apart
         row.difference = _in_words(told) or ("no config" if same else "")
         if row.recipe in known and row.config:
@@ -172,7 +195,9 @@ def _in_words(settings: Mapping[str, Any]) -> str:
 
 
 def columns(family: Family) -> list[str]:
-    """The metrics a table shows: those that have a label here if any run has one, else the first few numbers."""
+    """The metrics a table shows: those that have a label here if any run has one, else the first
+    few numbers.
+    """
     there = {name for row in family.rows for run in row.runs for name in metrics_of(run)}
     chosen = [name for name in LABELS if name in there]
     return (chosen or sorted(name for name in there if not name.endswith("_se")))[:MOST_COLUMNS]
@@ -187,7 +212,9 @@ def metrics_of(run: LoadedRun) -> dict[str, float]:
     found = (run.result or {}).get("metrics")
     each = found.items() if isinstance(found, dict) else ()
     return {
-        str(name): float(v) for name, v in each if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)
+        str(name): float(v)
+        for name, v in each
+        if isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)
     }
 
 
@@ -196,18 +223,26 @@ def scale(metric: str) -> float:
 
 
 def cell(row: Row, metric: str) -> tuple[str, float | None]:
-    """`94.20(8)` and the value to sort by: mean over finished seeds; the error of the mean applies to the last digits shown."""
+    """`94.20(8)` and the value to sort by: mean over finished seeds; the error of the mean applies
+    to the last digits shown.
+    """
     known = [metrics_of(run) for run in row.finished]
     values = [each[metric] * scale(metric) for each in known if metric in each]
     if not values:
         return "", None
-    errors = [each[f"{metric}_se"] * scale(metric) if f"{metric}_se" in each else None for each in known if metric in each]
+    errors = [
+        each[f"{metric}_se"] * scale(metric) if f"{metric}_se" in each else None
+        for each in known
+        if metric in each
+    ]
     mean = statistics.fmean(values)
     return shown(metric, mean, error_of_mean(values, errors)), number(mean, 8)
 
 
 def shown(metric: str, value: float, error: float | None) -> str:
-    """A number of the page: to the digits that its error leaves it, what is exact to four decimals, large ones written out."""
+    """A number of the page: to the digits that its error leaves it, what is exact to four decimals,
+    large ones written out.
+    """
     if not error and metric == "left_weight_true":
         return f"{value:.4f}"
     if not error and MANY <= abs(value) < 1e15:
@@ -221,7 +256,11 @@ def paper_of(row: Row) -> dict[str, Paper]:
     stated = row.config.get("paper")
     for metric, value in stated.items() if isinstance(stated, dict) else ():
         if isinstance(value, int | float):
-            text = "none" if metric == "acceptance_rate" and value == 0 else f"{value * scale(metric):g}"
+            text = (
+                "none"
+                if metric == "acceptance_rate" and value == 0
+                else f"{value * scale(metric):g}"
+            )
             found[metric] = Paper(value * scale(metric), text)
     settings = next((run.settings for run in row.runs if run.settings is not None), None)
     if isinstance(settings, ImageConfig) and settings.method in METHOD_COLUMN:
@@ -231,14 +270,17 @@ def paper_of(row: Row) -> dict[str, Paper]:
                 note = f"{PAPER_EPOCHS} epochs, {PAPER_SEEDS} seeds, ± 2 standard deviations"
                 metric = HEADLINE.get(row.recipe.split("/")[0], "accuracy")
                 found[metric] = Paper(mean, f"{mean:.2f} ± {two_sd:.2f}", note)
-    if isinstance(settings, GanConfig) and (told := paper_number(settings.data, settings.n_labelled, settings.method)):
+    if isinstance(settings, GanConfig) and (
+        told := paper_number(settings.data, settings.n_labelled, settings.method)
+    ):
         note = f"{PAPER_STEPS:,} steps, {PAPER_SEEDS} seeds, ± 2 standard deviations"
         found["accuracy"] = Paper(told[0], f"{told[0]:.2f} ± {told[1]:.2f}", note)
     return found
 
 
 def overlays(family: Family, charts: dict[int, list[Chart]]) -> list[Chart]:
-    """Charts of one kind and key with a line for each row: the mean over seeds where their x agree, else the first seed.
+    """Charts of one kind and key with a line for each row: the mean over seeds where their x agree,
+    else the first seed.
 
     `charts` are those of every run by `id`.
     """
@@ -248,7 +290,11 @@ def overlays(family: Family, charts: dict[int, list[Chart]]) -> list[Chart]:
         own = [[each for each in charts[id(run)] if "key" in each] for run in row.drawn]
         for place, first in enumerate(next((each for each in own if each), [])):
             name = (first["kind"], first["key"])
-            same = [each[place] for each in own if len(each) > place and each[place]["kind"] == first["kind"]]
+            same = [
+                each[place]
+                for each in own
+                if len(each) > place and each[place]["kind"] == first["kind"]
+            ]
             if name in made and "yLow" in first:
                 made[name]["yLow"] = min(made[name].get("yLow", first["yLow"]), first["yLow"])
             if name not in made:
@@ -260,12 +306,20 @@ def overlays(family: Family, charts: dict[int, list[Chart]]) -> list[Chart]:
                 if line.get("own") and line["type"] != "band":
                     y, pooled = _mean([each["series"][k] for each in same])
                     if not pooled:
-                        made[name]["note"] = "Where the x of several seeds differ, the first seed is drawn."
-                    made[name]["series"].append({**line, "name": row.label, "y": y, "style": style, "type": line["type"]})
+                        made[name]["note"] = (
+                            "Where the x of several seeds differ, the first seed is drawn."
+                        )
+                    made[name]["series"].append(
+                        {**line, "name": row.label, "y": y, "style": style, "type": line["type"]}
+                    )
     for name, chart in made.items():
         if chart["kind"] == "accuracy":
             chart["title"] = f"Accuracy of the {chart['of']} against number of draws"
-        common = _common_prefix(members[name]).rstrip("-_ ") if len(members[name]) > 1 else members[name][0]
+        common = (
+            _common_prefix(members[name]).rstrip("-_ ")
+            if len(members[name]) > 1
+            else members[name][0]
+        )
         title = chart["title"]
         title = title if title[:2].isupper() or title[1].isdigit() else title[0].lower() + title[1:]
         chart["title"] = f"{common}: {title}" if common else chart["title"]
@@ -274,12 +328,22 @@ def overlays(family: Family, charts: dict[int, list[Chart]]) -> list[Chart]:
 
 def _common_prefix(words: Sequence[str]) -> str:
     first, last = min(words), max(words)
-    same = next((k for k, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    same = next(
+        (k for k, (a, b) in enumerate(zip(first, last, strict=False)) if a != b),
+        min(len(first), len(last)),
+    )
     return first[:same]
 
 
 def _mean(lines: list[dict[str, Any]]) -> tuple[list[Any], bool]:
     """The mean of lines over the same x, and whether all of them are in it."""
-    alike = [line["y"] for line in lines if line["x"] == lines[0]["x"] and len(line["y"]) == len(lines[0]["y"])]
-    mean = [None if None in values else number(statistics.fmean(values)) for values in zip(*alike, strict=True)]
+    alike = [
+        line["y"]
+        for line in lines
+        if line["x"] == lines[0]["x"] and len(line["y"]) == len(lines[0]["y"])
+    ]
+    mean = [
+        None if None in values else number(statistics.fmean(values))
+        for values in zip(*alike, strict=True)
+    ]
     return mean, len(alike) == len(lines)

@@ -1,6 +1,8 @@
-"""Pictures that a run left, for the page: what the generators of a GAN make. They are in the page itself, up to a size.
+"""Pictures that a run left, for the page: what the generators of a GAN make. They are in the page
+itself, up to a size.
 
-A picture comes from a run folder, where anybody may have put anything: it is a whole PNG file of moderate size, or is not shown.
+A picture comes from a run folder, where anybody may have put anything: it is a whole PNG file of
+moderate size, or is not shown.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ MOST_PIXELS = 2**22
 MOST_TOGETHER = 2**23  # bytes of all pictures of a page; a link tells where the others are
 SMALL = 400  # pixels of width up to which a picture is enlarged, by whole numbers
 
-Picture = dict[str, Any]  # "title", "note", "width" on the page, "src"; without "src" it is too much for the page
+Picture = dict[
+    str, Any
+]  # "title", "note", "width" on the page, "src"; without "src" it is too much for the page
 
 
 def pictures_of(run: LoadedRun) -> tuple[list[Picture], str]:
@@ -54,11 +58,15 @@ def within_the_page(pictures: list[list[Picture]]) -> None:
         room -= len(picture["src"])
         if room < 0:
             del picture["src"]
-            picture["note"] = f"{picture['note']} There are too many for this page: see {SAMPLES} in the folder."
+            picture["note"] = (
+                f"{picture['note']} There are too many for this page: see {SAMPLES} in the folder."
+            )
 
 
 def size_of(data: bytes) -> tuple[int, int]:
-    """Width and height of a PNG file; ValueError if it is none, is not whole, or would be too large to look at."""
+    """Width and height of a PNG file; ValueError if it is none, is not whole, or would be too large
+    to look at.
+    """
     chunks = list(_chunks(data))
     if not chunks or chunks[0][0] != b"IHDR" or len(chunks[0][1]) != 13:
         raise ValueError("it is no PNG file")
@@ -88,7 +96,11 @@ def _chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 def _generators(settings: GanConfig) -> str:
     shown = min(settings.n_generators, 10)
-    return f"{shown} generators" if shown == settings.n_generators else f"{shown} of {settings.n_generators} generators"
+    return (
+        f"{shown} generators"
+        if shown == settings.n_generators
+        else f"{shown} of {settings.n_generators} generators"
+    )
 
 
 __all__ = ["pictures_of", "size_of", "within_the_page"]

@@ -1,7 +1,8 @@
-"""How a long run becomes small: which recorded rows the page keeps, and how many digits of a number.
+"""How a long run becomes small: which recorded rows the page keeps, and how many digits of a
+number.
 
-Rows are chosen, never averaged, so that every point on the page was really recorded: the lowest and highest energies of each
-stretch, and every row near the first swaps, into which a reader zooms.
+Rows are chosen, never averaged, so that every point on the page was really recorded: the lowest and
+highest energies of each stretch, and every row near the first swaps, into which a reader zooms.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def few_marks(steps: Tensor) -> Tensor:
 
 
 def numbers(values: Tensor | Iterable[Any], digits: int = DIGITS) -> list[float | int | None]:
-    """For JSON: so many significant digits, whole numbers without a point, None for what is not a finite number."""
+    """For JSON: so many significant digits, whole numbers without a point, None for what is not a
+    finite number.
+    """
     each = values.tolist() if isinstance(values, Tensor) else values
     return [number(value, digits) for value in each]
 

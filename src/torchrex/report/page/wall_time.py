@@ -1,4 +1,6 @@
-"""Whose time the seconds of a run are: runs that trained side by side share theirs, and it is counted once."""
+"""Whose time the seconds of a run are: runs that trained side by side share theirs, and it is
+counted once.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ def seconds_of(run: LoadedRun) -> float | None:
 def groups(runs: Sequence[LoadedRun]) -> list[list[LoadedRun]]:
     """Runs that tell their time, those that shared it together.
 
-    A group that trains together has one clock, so all its runs have the same seconds to the last digit, on the same device. And
-    they ended less than that time apart: runs one after the other cannot. Configs without a `company` always run alone.
+    A group that trains together has one clock, so all its runs have the same seconds to the last
+    digit, on the same device. And they ended less than that time apart: runs one after the other
+    cannot. Configs without a `company` always run alone.
     """
     clocks: dict[tuple[float, Any], list[list[LoadedRun]]] = {}
     for run in runs:
@@ -54,11 +57,15 @@ def _at_once(one: LoadedRun, other: LoadedRun, seconds: float) -> bool:
     if _alone(one) or _alone(other):
         return False
     ends = [_end(run) for run in (one, other)]
-    return ends[0] is not None and ends[1] is not None and abs(ends[0] - ends[1]) < max(seconds, 1.0)
+    return (
+        ends[0] is not None and ends[1] is not None and abs(ends[0] - ends[1]) < max(seconds, 1.0)
+    )
 
 
 def _alone(run: LoadedRun) -> bool:
-    """Newer results tell how many replicas ran side by side; no more than its own means that nothing was shared."""
+    """Newer results tell how many replicas ran side by side; no more than its own means that
+    nothing was shared.
+    """
     company = getattr(run.settings, "company", None)
     if run.settings is not None and (company is None or company(0) is None):
         return True

@@ -1,4 +1,6 @@
-"""Semi-supervised Bayesian GANs: several generators against a discriminator that also knows the classes (section 5.3)."""
+"""Semi-supervised Bayesian GANs: several generators against a discriminator that also knows the
+classes (section 5.3).
+"""
 
 from torchrex.vision.bayesian_gan.batches import WithLabelled, to_unit_range
 from torchrex.vision.bayesian_gan.losses import gan_losses, gan_terms, supervised_losses

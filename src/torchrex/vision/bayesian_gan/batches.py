@@ -1,6 +1,8 @@
-"""Batches for a semi-supervised GAN: unlabelled images in the loader's order, with labelled ones and latents drawn beside them.
+"""Batches for a semi-supervised GAN: unlabelled images in the loader's order, with labelled ones
+and latents drawn beside them.
 
-All replicas see the same batch, latents included: what the swap test compares differs by the networks alone.
+All replicas see the same batch, latents included: what the swap test compares differs by the
+networks alone.
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ def to_unit_range(channels: int) -> Normalise:
 
 @dataclass(frozen=True)
 class WithLabelled:
-    """For `DeviceLoader((unlabelled images,), ..., augment=WithLabelled(...))`: gives (labelled, labels, unlabelled, latent).
+    """For `DeviceLoader((unlabelled images,), ..., augment=WithLabelled(...))`: gives (labelled,
+    labels, unlabelled, latent).
 
-    Images are bytes (n, height, width, channels) and come out as (n, channels, height, width) in [-1, 1]. As many labelled images
-    as the batch has unlabelled ones are drawn, with replacement; the latents (latents, n_generators, latent) are uniform there.
+    Images are bytes (n, height, width, channels) and come out as (n, channels, height, width) in
+    [-1, 1]. As many labelled images as the batch has unlabelled ones are drawn, with replacement;
+    the latents (latents, n_generators, latent) are uniform there.
     """
 
     images: Tensor = field(repr=False)
@@ -43,7 +47,9 @@ class WithLabelled:
                 f"there must be a label for each labelled image, got {len(self.images)} images and {len(self.labels)} labels"
             )
 
-    def __call__(self, batch: Any, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def __call__(
+        self, batch: Any, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         (unlabelled,) = batch
         n, device = len(unlabelled), unlabelled.device
         normalise = to_unit_range(unlabelled.shape[-1])

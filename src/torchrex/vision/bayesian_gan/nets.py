@@ -1,7 +1,9 @@
-"""The networks of the Bayesian GAN: a discriminator with one class more than the data, and generators side by side.
+"""The networks of the Bayesian GAN: a discriminator with one class more than the data, and
+generators side by side.
 
-All generators of a replica are one network: as many kernels as one generator has, whatever their number. Their transposed
-convolutions are batched matrix products, and BatchNorm over all channels of all generators is that of each generator alone.
+All generators of a replica are one network: as many kernels as one generator has, whatever their
+number. Their transposed convolutions are batched matrix products, and BatchNorm over all channels
+of all generators is that of each generator alone.
 """
 
 from __future__ import annotations
@@ -23,14 +25,25 @@ KERNEL, STRIDE, PADDING = 5, 2, 2
 class Discriminator(nn.Module):
     """Strided convolutions down to 2 x 2, then `n_classes` + 1 logits; the last says "generated"."""
 
-    def __init__(self, n_classes: int, *, size: int = 32, channels: int = 3, width: int = 64) -> None:
+    def __init__(
+        self, n_classes: int, *, size: int = 32, channels: int = 3, width: int = 64
+    ) -> None:
         super().__init__()
         n_layers = _layers(size)
         widths = [channels, *(width * 2**k for k in range(n_layers))]
         layers: list[nn.Module] = []
         for k in range(n_layers):
             normalised = 0 < k < 4  # not the first, which would hide the range of the pixels
-            layers.append(nn.Conv2d(widths[k], widths[k + 1], KERNEL, stride=STRIDE, padding=PADDING, bias=not normalised))
+            layers.append(
+                nn.Conv2d(
+                    widths[k],
+                    widths[k + 1],
+                    KERNEL,
+                    stride=STRIDE,
+                    padding=PADDING,
+                    bias=not normalised,
+                )
+            )
             layers += [nn.BatchNorm2d(widths[k + 1])] if normalised else []
             layers.append(nn.LeakyReLU(0.2))
         self.features = nn.Sequential(*layers)
@@ -43,15 +56,19 @@ class Discriminator(nn.Module):
 
 
 class Upsampling(nn.Module):
-    """A transposed convolution for each of some groups, which doubles the size: (groups, n, h, w, into) to (..., 2h, 2w, out).
+    """A transposed convolution for each of some groups, which doubles the size: (groups, n, h, w,
+    into) to (..., 2h, 2w, out).
 
-    Every pixel gives a matrix product for each place of the kernel. An output pixel in an even row takes three of those rows and
-    one in an odd row two, so that nothing is scattered: sums in another order would make other numbers on a GPU.
+    Every pixel gives a matrix product for each place of the kernel. An output pixel in an even row
+    takes three of those rows and one in an odd row two, so that nothing is scattered: sums in
+    another order would make other numbers on a GPU.
     """
 
     def __init__(self, groups: int, into: int, out: int, *, bias: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(groups, into, KERNEL * KERNEL * out) * WEIGHT_STD)  # by row, column, channel
+        self.weight = nn.Parameter(
+            torch.randn(groups, into, KERNEL * KERNEL * out) * WEIGHT_STD
+        )  # by row, column, channel
         self.bias = nn.Parameter(torch.zeros(groups, out)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,15 +81,20 @@ class Upsampling(nn.Module):
 
 
 def _interleaved(products: Tensor, *, across: int, kernel: int) -> Tensor:
-    """Twice as many pixels along `across`, from what each pixel gives to its neighbours by the places of the kernel.
+    """Twice as many pixels along `across`, from what each pixel gives to its neighbours by the
+    places of the kernel.
 
-    Output 2p takes places 0, 2, 4 of the pixels p + 1, p, p - 1; output 2p + 1 takes places 1, 3 of p + 1, p.
+    Output 2p takes places 0, 2, 4 of the pixels p + 1, p, p - 1; output 2p + 1 takes places 1, 3 of
+    p + 1, p.
     """
     before = products.select(kernel, 4)
     zero = torch.zeros_like(before.narrow(across, 0, 1))
 
     def of_next(place: int) -> Tensor:
-        return torch.cat([products.select(kernel, place).narrow(across, 1, products.shape[across] - 1), zero], across)
+        return torch.cat(
+            [products.select(kernel, place).narrow(across, 1, products.shape[across] - 1), zero],
+            across,
+        )
 
     of_previous = torch.cat([zero, before.narrow(across, 0, products.shape[across] - 1)], across)
     even = of_next(0) + products.select(kernel, 2) + of_previous
@@ -81,61 +103,99 @@ def _interleaved(products: Tensor, *, across: int, kernel: int) -> Tensor:
 
 
 class Generators(nn.Module):
-    """`n_generators` generators: latent (n, generators, latent) to images (n, generators, channels, size, size) in [-1, 1].
+    """`n_generators` generators: latent (n, generators, latent) to images (n, generators, channels,
+    size, size) in [-1, 1].
 
     A generator that makes something that is not a number is remembered by its place in `broken`.
     """
 
     broken: Tensor
 
-    def __init__(self, n_generators: int, *, size: int = 32, channels: int = 3, width: int = 64, latent: int = LATENT) -> None:
+    def __init__(
+        self,
+        n_generators: int,
+        *,
+        size: int = 32,
+        channels: int = 3,
+        width: int = 64,
+        latent: int = LATENT,
+    ) -> None:
         super().__init__()
         if n_generators < 1:
             raise InvalidArgumentError(f"n_generators must be at least 1, got {n_generators}")
         n_layers = _layers(size)
         self.n_generators, self.channels, self.latent = n_generators, channels, latent
         widths = [*(width * 2**k for k in reversed(range(n_layers))), channels]
-        self.first = nn.Parameter(torch.randn(n_generators, latent, SMALLEST**2 * widths[0]) * WEIGHT_STD)
-        self.layers = nn.ModuleList(
-            Upsampling(n_generators, widths[k], widths[k + 1], bias=k == n_layers - 1) for k in range(n_layers)
+        self.first = nn.Parameter(
+            torch.randn(n_generators, latent, SMALLEST**2 * widths[0]) * WEIGHT_STD
         )
-        self.norms = nn.ModuleList(nn.BatchNorm1d(n_generators * channels) for channels in widths[:-1])
+        self.layers = nn.ModuleList(
+            Upsampling(n_generators, widths[k], widths[k + 1], bias=k == n_layers - 1)
+            for k in range(n_layers)
+        )
+        self.norms = nn.ModuleList(
+            nn.BatchNorm1d(n_generators * channels) for channels in widths[:-1]
+        )
         self.register_buffer("broken", torch.tensor(-1))
 
     def forward(self, z: Tensor) -> Tensor:
         x = torch.bmm(z.transpose(0, 1), self.first)
         x = x.view(self.n_generators, len(z), SMALLEST, SMALLEST, -1)
         for norm, layer in zip(self.norms, self.layers, strict=True):
-            pixels = x.flatten(1, 3).transpose(0, 1)  # (n h w, generators, channels): each has statistics of its own
-            x = layer(F.relu(norm(pixels.flatten(1))).view_as(pixels).transpose(0, 1).reshape(x.shape))
+            pixels = x.flatten(1, 3).transpose(
+                0, 1
+            )  # (n h w, generators, channels): each has statistics of its own
+            x = layer(
+                F.relu(norm(pixels.flatten(1))).view_as(pixels).transpose(0, 1).reshape(x.shape)
+            )
         images = x.tanh().permute(1, 0, 4, 2, 3)
         self._look_at(images)
         return images
 
     def first_broken(self) -> int:
-        """The place of the generator that broke first, or whose weights were the first to; -1 if none did, or all at once."""
+        """The place of the generator that broke first, or whose weights were the first to; -1 if
+        none did, or all at once.
+        """
         if int(self.broken) >= 0:
             return int(self.broken)
-        weights = (self.first, *(parameter for layer in self.layers for parameter in layer.parameters()))
-        finite = torch.stack([weight.detach().isfinite().flatten(1).all(1) for weight in weights]).all(0).tolist()
+        weights = (
+            self.first,
+            *(parameter for layer in self.layers for parameter in layer.parameters()),
+        )
+        finite = (
+            torch.stack([weight.detach().isfinite().flatten(1).all(1) for weight in weights])
+            .all(0)
+            .tolist()
+        )
         return finite.index(False) if any(finite) and not all(finite) else -1
 
     @torch.no_grad()
     def _look_at(self, images: Tensor) -> None:
-        """Remember the first generator ever found broken: afterwards the discriminator spreads it to all of them."""
+        """Remember the first generator ever found broken: afterwards the discriminator spreads it
+        to all of them.
+        """
         bad = ~images.isfinite().all(-1).all(-1).all(-1).all(0)
         found = torch.where(bad.any(), bad.int().argmax(), self.broken)
         self.broken.copy_(torch.where(self.broken < 0, found, self.broken))
 
 
 class BayesianGAN(nn.Module):
-    """What a replica is: a discriminator and its generators, or a discriminator alone with `n_generators=0`.
+    """What a replica is: a discriminator and its generators, or a discriminator alone with
+    `n_generators=0`.
 
-    Called on images it gives the logits of the real classes: what the image shows, if it is no generated one.
+    Called on images it gives the logits of the real classes: what the image shows, if it is no
+    generated one.
     """
 
     def __init__(
-        self, n_classes: int, n_generators: int, *, size: int = 32, channels: int = 3, width: int = 64, latent: int = LATENT
+        self,
+        n_classes: int,
+        n_generators: int,
+        *,
+        size: int = 32,
+        channels: int = 3,
+        width: int = 64,
+        latent: int = LATENT,
     ) -> None:
         super().__init__()
         self.n_classes = n_classes
@@ -150,7 +210,11 @@ class BayesianGAN(nn.Module):
     def what_broke(self) -> str | None:
         """For the error message of a run whose energy is not finite."""
         broken = -1 if self.generators is None else self.generators.first_broken()
-        return None if broken < 0 or self.generators is None else f"generator {broken} of {self.generators.n_generators}"
+        return (
+            None
+            if broken < 0 or self.generators is None
+            else f"generator {broken} of {self.generators.n_generators}"
+        )
 
 
 def _layers(size: int) -> int:

@@ -1,4 +1,6 @@
-"""Image sets: CIFAR-10, CIFAR-100 and SVHN from a checked cache, how they get there, and how to divide them."""
+"""Image sets: CIFAR-10, CIFAR-100 and SVHN from a checked cache, how they get there, and how to
+divide them.
+"""
 
 from torchrex.vision.data.cache import ImageSet, data_folder, load_images, save_images
 from torchrex.vision.data.download import fetch_images

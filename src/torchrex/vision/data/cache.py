@@ -1,4 +1,6 @@
-"""The cache: one checked safetensors file per image set, there whole or not at all, and where that file lies."""
+"""The cache: one checked safetensors file per image set, there whole or not at all, and where that
+file lies.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from torchrex.errors import DataError
 from torchrex.vision.data.sources import PARTS, PICTURE, Source, source_of
 
 SCHEMA = 1
-# What has been checked in this process: a set that is loaded for each of many runs is hashed once, unless its file changes.
+# What has been checked in this process: a set that is loaded for each of many runs is hashed once,
+# unless its file changes.
 _verified: dict[Path, tuple[int, int, int]] = {}
 
 
@@ -70,9 +73,13 @@ def cache_path(name: str, folder: Path | str | None = None) -> Path:
 
 
 def save_images(images: ImageSet, folder: Path | str | None = None) -> Path:
-    """Write the cache file of a set. If the disk is full nothing of it stays, and an older file stays as it was."""
+    """Write the cache file of a set. If the disk is full nothing of it stays, and an older file
+    stays as it was.
+    """
     path = cache_path(images.name, folder)
-    tensors = {name: getattr(images, name).contiguous() for name in source_of(images.name).array_names()}
+    tensors = {
+        name: getattr(images, name).contiguous() for name in source_of(images.name).array_names()
+    }
     about = {
         "schema": SCHEMA,
         "name": images.name,
@@ -86,12 +93,15 @@ def save_images(images: ImageSet, folder: Path | str | None = None) -> Path:
         with contextlib.suppress(OSError):
             path.with_name(f"{path.name}.part").unlink()  # the name replace_file writes under
         advice = "free some space" if error.errno == errno.ENOSPC else "choose another folder"
-        raise DataError(f"cannot write {path} ({error.strerror or error}); nothing was written, {advice}") from None
+        raise DataError(
+            f"cannot write {path} ({error.strerror or error}); nothing was written, {advice}"
+        ) from None
     return path
 
 
 def load_images(name: str, folder: Path | str | None = None) -> ImageSet:
-    """The image set `name` (cifar10, cifar100 or svhn) from the cache; its checksums are checked once per process.
+    """The image set `name` (cifar10, cifar100 or svhn) from the cache; its checksums are checked
+    once per process.
 
     `folder` is by default TORCHREX_DATA, else torchrex/data in the user's cache folder.
     """
@@ -110,13 +120,19 @@ def load_images(name: str, folder: Path | str | None = None) -> ImageSet:
     if _verified.get(path.resolve()) != standing:
         for key, tensor in tensors.items():
             if _sha256(tensor) != cached.sha256.get(key):
-                raise _damaged(source, path, f"the {key.replace('_', ' ')} have another sha256 than the file says")
+                raise _damaged(
+                    source,
+                    path,
+                    f"the {key.replace('_', ' ')} have another sha256 than the file says",
+                )
         _verified[path.resolve()] = standing
     return ImageSet(source.name, source.n_classes, **tensors, provenance=cached.provenance)
 
 
 def read_about(name: str, folder: Path | str | None = None) -> Cached:
-    """What the cache file of a set says about itself; DataError if there is none or it cannot be read."""
+    """What the cache file of a set says about itself; DataError if there is none or it cannot be
+    read.
+    """
     source, path = source_of(name), cache_path(name, folder)
     try:
         there = path.is_file()
@@ -131,28 +147,52 @@ def read_about(name: str, folder: Path | str | None = None) -> Cached:
     try:
         with safe_open(str(path), framework="pt") as file:
             about: dict[str, Any] = parse_json((file.metadata() or {})["torchrex"].encode())
-            n_images = sum(file.get_slice(f"{part}_images").get_shape()[0] for part in ("train", "test"))
+            n_images = sum(
+                file.get_slice(f"{part}_images").get_shape()[0] for part in ("train", "test")
+            )
         if about["schema"] != SCHEMA or about["name"] != source.name:
-            raise ValueError(f"it holds {about['name']} in schema {about['schema']}, and schema {SCHEMA} is read here")
+            raise ValueError(
+                f"it holds {about['name']} in schema {about['schema']}, and schema {SCHEMA} is read here"
+            )
         if not isinstance(about["provenance"], str):
             raise ValueError("its provenance is no text")
         return Cached(path, printable(about["provenance"]), dict(about["sha256"]), n_images)
-    except (SafetensorError, OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (
+        SafetensorError,
+        OSError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+    ) as error:
         raise _damaged(source, path, str(error)) from None
 
 
 def _check_form(source: Source, tensors: Mapping[str, Tensor]) -> None:
-    """What the checksums of a file, which it states itself, do not tell. That a set is whole is for the one who imports it."""
+    """What the checksums of a file, which it states itself, do not tell. That a set is whole is for
+    the one who imports it.
+    """
     for part in PARTS:
         images, n = tensors[f"{part}_images"], len(tensors[f"{part}_labels"].reshape(-1))
         if images.dtype != torch.uint8 or tuple(images.shape) != (n, *PICTURE):
-            raise ValueError(f"the {part} images are {images.dtype} of shape {tuple(images.shape)} for {n} labels")
+            raise ValueError(
+                f"the {part} images are {images.dtype} of shape {tuple(images.shape)} for {n} labels"
+            )
         for kind, classes in (("labels", source.n_classes), ("coarse_labels", source.n_coarse)):
             labels = tensors.get(f"{part}_{kind}")
             if labels is not None and (labels.dtype != torch.int64 or tuple(labels.shape) != (n,)):
-                raise ValueError(f"the {part} {kind} are {labels.dtype} of shape {tuple(labels.shape)}")
-            if labels is not None and n and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-                raise ValueError(f"the {part} {kind} lie between {int(labels.min())} and {int(labels.max())}")
+                raise ValueError(
+                    f"the {part} {kind} are {labels.dtype} of shape {tuple(labels.shape)}"
+                )
+            if (
+                labels is not None
+                and n
+                and not 0 <= int(labels.min()) <= int(labels.max()) < classes
+            ):
+                raise ValueError(
+                    f"the {part} {kind} lie between {int(labels.min())} and {int(labels.max())}"
+                )
 
 
 def _damaged(source: Source, path: Path, why: str) -> DataError:

@@ -1,4 +1,6 @@
-"""Downloading the official files: pooch holds them to their checksums, a downloader of ours goes on where a connection broke."""
+"""Downloading the official files: pooch holds them to their checksums, a downloader of ours goes on
+where a connection broke.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrex.errors import DataError, MissingDependencyError
-from torchrex.posterior.progress import Callback
+from torchrex.recording.progress import Callback
 from torchrex.vision.data.cache import cache_path, data_folder, load_images
 from torchrex.vision.data.importing import OFFICIAL, import_images
 from torchrex.vision.data.sources import Archive, source_of
@@ -26,12 +28,17 @@ TIMEOUT = 30.0  # seconds without a byte
 
 
 def fetch_images(
-    name: str, folder: Path | str | None = None, progress: Callback | None = None, base_url: str | None = None
+    name: str,
+    folder: Path | str | None = None,
+    progress: Callback | None = None,
+    base_url: str | None = None,
 ) -> Path:
-    """Download the official files of an image set, check them, and write the cache; what is there already stays.
+    """Download the official files of an image set, check them, and write the cache; what is there
+    already stays.
 
-    After a broken connection the same call goes on. `progress(bytes done, bytes of the file)` counts file by file, with 0 for a
-    size the server does not tell. `base_url` is a mirror of the official place; the checksums are the same.
+    After a broken connection the same call goes on. `progress(bytes done, bytes of the file)`
+    counts file by file, with 0 for a size the server does not tell. `base_url` is a mirror of the
+    official place; the checksums are the same.
     """
     source = source_of(name)
     with contextlib.suppress(DataError):
@@ -55,13 +62,19 @@ def _retrieve(archive: Archive, url: str, folder: Path, progress: Callback | Non
     try:
         import pooch  # type: ignore[import-untyped]
     except ImportError:
-        raise MissingDependencyError("downloading image sets needs pooch: pip install 'torchrex[data]'") from None
+        raise MissingDependencyError(
+            "downloading image sets needs pooch: pip install 'torchrex[data]'"
+        ) from None
     part = folder / f"{archive.file}.part"
     downloader = ResumingDownloader(part, progress)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _quiet(pooch.get_logger()):
-            return Path(pooch.retrieve(url, f"md5:{archive.md5}", archive.file, folder, downloader=downloader))
+            return Path(
+                pooch.retrieve(
+                    url, f"md5:{archive.md5}", archive.file, folder, downloader=downloader
+                )
+            )
     except DataError:
         raise
     except OSError as error:
@@ -76,7 +89,9 @@ def _retrieve(archive: Archive, url: str, folder: Path, progress: Callback | Non
 
 
 class ResumingDownloader:
-    """A downloader for pooch that keeps its beginning in `part` and asks the server for the rest only."""
+    """A downloader for pooch that keeps its beginning in `part` and asks the server for the rest
+    only.
+    """
 
     def __init__(self, part: Path, progress: Callback | None = None) -> None:
         self.part, self.progress, self.complete = part, progress, False
@@ -89,8 +104,11 @@ class ResumingDownloader:
         except urllib.error.HTTPError as error:
             error.close()
             if error.code != 416 or not have:
-                raise DataError(f"{url} answered {error.code} {error.reason}; try again later, or from a mirror") from None
-            # Nothing comes after what we have: it is the whole file, and the checksum decides, or the file has changed.
+                raise DataError(
+                    f"{url} answered {error.code} {error.reason}; try again later, or from a mirror"
+                ) from None
+            # Nothing comes after what we have: it is the whole file, and the checksum decides, or
+            # the file has changed.
             if _total_of(error.headers.get("Content-Range")) != have:
                 self.part.unlink()
                 return self(url, output_file, pooch)
@@ -110,14 +128,18 @@ class ResumingDownloader:
 
     def _open(self, url: str, have: int) -> http.client.HTTPResponse:
         headers = {"User-Agent": "torchrex"} | ({"Range": f"bytes={have}-"} if have else {})
-        response: http.client.HTTPResponse = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT)
+        response: http.client.HTTPResponse = urllib.request.urlopen(
+            urllib.request.Request(url, headers=headers), timeout=TIMEOUT
+        )
         return response
 
     def _save(self, url: str, response: http.client.HTTPResponse, have: int) -> None:
         given = response.headers.get("Content-Range") or ""
         goes_on = response.status == 206 and given.startswith(f"bytes {have}-")
         if response.status == 206 and not goes_on:
-            raise DataError(f"{url} answered with {given!r} to a request from byte {have}; remove {self.part} and try again")
+            raise DataError(
+                f"{url} answered with {given!r} to a request from byte {have}; remove {self.part} and try again"
+            )
         done = have if goes_on else 0  # a server that ignores Range begins anew
         length = response.headers.get("Content-Length")
         total = done + int(length) if length is not None else 0
@@ -142,7 +164,8 @@ class ResumingDownloader:
             raise self._cut(url, str(error) or type(error).__name__) from None
 
     def _file(self, mode: str) -> io.FileIO:
-        # Unbuffered: what a full disk or Ctrl-C leaves is a beginning of the file, and closing it cannot fail.
+        # Unbuffered: what a full disk or Ctrl-C leaves is a beginning of the file, and closing it
+        # cannot fail.
         try:
             return io.FileIO(self.part, mode)
         except OSError as error:
@@ -152,12 +175,16 @@ class ResumingDownloader:
         return DataError(f"the connection to {url} broke ({why}){self._kept()}")
 
     def _kept(self) -> str:
-        return "; what came is kept, and the same command goes on from there" if self._have() else ""
+        return (
+            "; what came is kept, and the same command goes on from there" if self._have() else ""
+        )
 
 
 def _cannot_write(path: Path, error: OSError) -> DataError:
     if error.errno == errno.ENOSPC:
-        return DataError(f"the disk is full, cannot write {path}; free some space, and the same command goes on from there")
+        return DataError(
+            f"the disk is full, cannot write {path}; free some space, and the same command goes on from there"
+        )
     return DataError(f"cannot write {path} ({error.strerror or error}); choose another folder")
 
 

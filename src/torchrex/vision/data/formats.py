@@ -1,7 +1,8 @@
-"""The official files and plain arrays: bytes on disk into arrays, in the order of the official files. No pickle is ever loaded.
+"""The official files and plain arrays: bytes on disk into arrays, in the order of the official
+files. No pickle is ever loaded.
 
-CIFAR's binary files hold records of one label byte (CIFAR-100: coarse, then fine) and 3,072 bytes of picture, plane by plane.
-SVHN's cropped digits are MATLAB files, with label 10 for the digit 0.
+CIFAR's binary files hold records of one label byte (CIFAR-100: coarse, then fine) and 3,072 bytes
+of picture, plane by plane. SVHN's cropped digits are MATLAB files, with label 10 for the digit 0.
 """
 
 from __future__ import annotations
@@ -28,11 +29,15 @@ def check_md5(path: Path, archive: Archive) -> None:
     """Before anything else is done with an official file."""
     try:
         with path.open("rb") as file:
-            found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+            found = hashlib.file_digest(
+                file, lambda: hashlib.md5(usedforsecurity=False)
+            ).hexdigest()
     except OSError as error:
         raise DataError(f"cannot read {path} ({error.strerror})") from None
     if found != archive.md5:
-        raise DataError(f"{path} has md5 {found} instead of {archive.md5} of the official {archive.file}; download it again")
+        raise DataError(
+            f"{path} has md5 {found} instead of {archive.md5} of the official {archive.file}; download it again"
+        )
 
 
 def read_tar(source: Source, path: Path) -> Arrays:
@@ -45,7 +50,9 @@ def read_tar(source: Source, path: Path) -> Arrays:
                 if member.name not in wanted:
                     continue
                 if not member.isfile() or member.size != wanted[member.name]:
-                    raise DataError(f"{member.name} in {path} has {member.size:,} bytes instead of {wanted[member.name]:,}")
+                    raise DataError(
+                        f"{member.name} in {path} has {member.size:,} bytes instead of {wanted[member.name]:,}"
+                    )
                 stream = archive.extractfile(member)
                 found[member.name] = b"" if stream is None else stream.read()
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
@@ -53,7 +60,9 @@ def read_tar(source: Source, path: Path) -> Arrays:
             raise
         raise DataError(f"cannot read {path} ({error}); download it again") from None
     if missing := [name for name in wanted if name not in found]:
-        raise DataError(f"{path} does not hold {missing[0]}; it is not the binary version of {source.name}")
+        raise DataError(
+            f"{path} does not hold {missing[0]}; it is not the binary version of {source.name}"
+        )
     return _from_records(source, lambda name: found[name])
 
 
@@ -66,7 +75,9 @@ def read_binary(source: Source, folder: Path) -> Arrays:
         try:
             size = path.stat().st_size
             if size != expected:
-                raise DataError(f"{path} has {size:,} bytes instead of {expected:,}; extract the official archive again")
+                raise DataError(
+                    f"{path} has {size:,} bytes instead of {expected:,}; extract the official archive again"
+                )
             return path.read_bytes()
         except OSError as error:
             if isinstance(error, DataError):
@@ -88,8 +99,19 @@ def read_mat(source: Source, paths: dict[Part, Path]) -> Arrays:
             pictures, labels = content["X"], content["y"]
             arrays[f"{part}_images"] = np.ascontiguousarray(pictures.transpose(3, 0, 1, 2))
             labels = labels.astype(np.int64).ravel()
-        except (OSError, ValueError, TypeError, KeyError, NotImplementedError, EOFError, zlib.error, MatReadError) as error:
-            raise DataError(f"{path} does not hold the pictures X and labels y of {source.name} ({error})") from None
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            NotImplementedError,
+            EOFError,
+            zlib.error,
+            MatReadError,
+        ) as error:
+            raise DataError(
+                f"{path} does not hold the pictures X and labels y of {source.name} ({error})"
+            ) from None
         if (labels == 0).any():
             raise DataError(f"{path} has label 0; the official files have 10 for the digit 0")
         labels[labels == 10] = 0
@@ -98,21 +120,30 @@ def read_mat(source: Source, paths: dict[Part, Path]) -> Arrays:
 
 
 def read_npy(source: Source, folder: Path) -> Arrays:
-    """Plain arrays: {set}_{part}_x.npy (n, 32, 32, 3) uint8, _y.npy, and _ycoarse.npy for CIFAR-100."""
+    """Plain arrays: {set}_{part}_x.npy (n, 32, 32, 3) uint8, _y.npy, and _ycoarse.npy for
+    CIFAR-100.
+    """
     arrays: Arrays = {}
     for name, file in npy_files(source).items():
         try:
-            # Mapped, because a header may promise any size; this reads npy alone and refuses objects, that is pickles.
+            # Mapped, because a header may promise any size; this reads npy alone and refuses
+            # objects, that is pickles.
             require_file(folder / file)
             mapped = np.lib.format.open_memmap(folder / file, mode="r")
         except UNREADABLE as error:
-            raise DataError(f"cannot read {folder / file} as an array of numbers ({one_line(error)})") from None
+            raise DataError(
+                f"cannot read {folder / file} as an array of numbers ({one_line(error)})"
+            ) from None
         n = source.count("train" if name.startswith("train") else "test")
         expected = (n, *PICTURE) if name.endswith("images") else (n,)
         kinds = "u" if name.endswith("images") else "iu"
         if mapped.shape != expected or mapped.dtype.kind not in kinds:
-            raise DataError(f"{folder / file} has {mapped.dtype} of shape {mapped.shape} instead of whole numbers of {expected}")
-        arrays[name] = np.array(mapped, order="C") if name.endswith("images") else np.array(mapped, np.int64)
+            raise DataError(
+                f"{folder / file} has {mapped.dtype} of shape {mapped.shape} instead of whole numbers of {expected}"
+            )
+        arrays[name] = (
+            np.array(mapped, order="C") if name.endswith("images") else np.array(mapped, np.int64)
+        )
     return arrays
 
 

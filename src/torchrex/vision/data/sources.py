@@ -1,4 +1,6 @@
-"""What each image set is: its sizes, classes, official files and checksums. Everything that reads a set is held to this."""
+"""What each image set is: its sizes, classes, official files and checksums. Everything that reads a
+set is held to this.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Source:
     train_files: tuple[str, ...] = ()  # the official binary files, as the archive names them
     test_files: tuple[str, ...] = ()
     n_coarse: int = 0
-    sha256: Mapping[str, str] = field(default_factory=dict)  # of the arrays of the official set, where they are known
+    sha256: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of the arrays of the official set, where they are known
     recropped: bool = False  # true if the packed form was made anew from the full frames
 
     @property
@@ -69,7 +73,13 @@ SOURCES: dict[str, Source] = {
         "cifar10",
         train_per_class=(5000,) * 10,
         test_per_class=(1000,) * 10,
-        archives=(Archive("cifar-10-binary.tar.gz", f"{KRIZ}/cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530"),),
+        archives=(
+            Archive(
+                "cifar-10-binary.tar.gz",
+                f"{KRIZ}/cifar-10-binary.tar.gz",
+                "c32a1d4ab5d03f1284b67883e8d87530",
+            ),
+        ),
         train_files=tuple(f"cifar-10-batches-bin/data_batch_{k}.bin" for k in (1, 2, 3, 4, 5)),
         test_files=("cifar-10-batches-bin/test_batch.bin",),
         sha256={
@@ -83,7 +93,13 @@ SOURCES: dict[str, Source] = {
         "cifar100",
         train_per_class=(500,) * 100,
         test_per_class=(100,) * 100,
-        archives=(Archive("cifar-100-binary.tar.gz", f"{KRIZ}/cifar-100-binary.tar.gz", "03b5dce01913d631647c71ecec9e9cb8"),),
+        archives=(
+            Archive(
+                "cifar-100-binary.tar.gz",
+                f"{KRIZ}/cifar-100-binary.tar.gz",
+                "03b5dce01913d631647c71ecec9e9cb8",
+            ),
+        ),
         train_files=("cifar-100-binary/train.bin",),
         test_files=("cifar-100-binary/test.bin",),
         n_coarse=20,
@@ -96,14 +112,23 @@ SOURCES: dict[str, Source] = {
             "test_coarse_labels": "e2f01c218d5f70ed60e3d80cb12337f835005bcae62b64fefcaa2b647612af83",
         },
     ),
-    # No sha256 here: nothing of ours was ever compared with the whole of the official files, so only their own md5 vouches.
+    # No sha256 here: nothing of ours was ever compared with the whole of the official files, so
+    # only their own md5 vouches.
     "svhn": Source(
         "svhn",
         train_per_class=(4948, 13861, 10585, 8497, 7458, 6882, 5727, 5595, 5045, 4659),
         test_per_class=(1744, 5099, 4149, 2882, 2523, 2384, 1977, 2019, 1660, 1595),
         archives=(
-            Archive("train_32x32.mat", f"{HOUSENUMBERS}/train_32x32.mat", "e26dedcc434d2e4c54c9b2d4a06d8373"),
-            Archive("test_32x32.mat", f"{HOUSENUMBERS}/test_32x32.mat", "eb5a983be6a315427106f1b164d9cef3"),
+            Archive(
+                "train_32x32.mat",
+                f"{HOUSENUMBERS}/train_32x32.mat",
+                "e26dedcc434d2e4c54c9b2d4a06d8373",
+            ),
+            Archive(
+                "test_32x32.mat",
+                f"{HOUSENUMBERS}/test_32x32.mat",
+                "eb5a983be6a315427106f1b164d9cef3",
+            ),
         ),
         recropped=True,
     ),
@@ -124,7 +149,9 @@ def sha256_of(array: npt.NDArray[Any]) -> str:
 
 
 def check_arrays(source: Source, arrays: Arrays, where: str) -> None:
-    """Shapes, types, label ranges and the number of images in every class; `where` names the origin in the message."""
+    """Shapes, types, label ranges and the number of images in every class; `where` names the origin
+    in the message.
+    """
 
     def wrong(what: str) -> DataError:
         return DataError(f"{where} is not {source.name}: {what}")
@@ -133,23 +160,33 @@ def check_arrays(source: Source, arrays: Arrays, where: str) -> None:
         n = source.count(part)
         images, labels = arrays[f"{part}_images"], arrays[f"{part}_labels"]
         if images.shape != (n, *PICTURE) or images.dtype != np.uint8:
-            raise wrong(f"the {part} images are {images.dtype} of shape {images.shape} instead of uint8 {(n, *PICTURE)}")
+            raise wrong(
+                f"the {part} images are {images.dtype} of shape {images.shape} instead of uint8 {(n, *PICTURE)}"
+            )
         _check_labels(labels, n, source.n_classes, f"{part} labels", wrong)
         per_class = tuple(np.bincount(labels, minlength=source.n_classes).tolist())
         if per_class != source.per_class(part):
             label, found, expected = next(
-                (k, a, b) for k, (a, b) in enumerate(zip(per_class, source.per_class(part), strict=True)) if a != b
+                (k, a, b)
+                for k, (a, b) in enumerate(zip(per_class, source.per_class(part), strict=True))
+                if a != b
             )
             raise wrong(f"class {label} has {found:,} {part} images instead of {expected:,}")
         if source.n_coarse:
-            _check_labels(arrays[f"{part}_coarse_labels"], n, source.n_coarse, f"{part} coarse labels", wrong)
+            _check_labels(
+                arrays[f"{part}_coarse_labels"], n, source.n_coarse, f"{part} coarse labels", wrong
+            )
 
 
 def _check_labels(labels: npt.NDArray[Any], n: int, n_classes: int, what: str, wrong: Any) -> None:
     if labels.shape != (n,) or labels.dtype != np.int64:
-        raise wrong(f"the {what} are {labels.dtype} of shape {labels.shape} instead of int64 ({n},)")
+        raise wrong(
+            f"the {what} are {labels.dtype} of shape {labels.shape} instead of int64 ({n},)"
+        )
     if labels.min() < 0 or labels.max() >= n_classes:
-        raise wrong(f"the {what} lie between {labels.min()} and {labels.max()} instead of 0 and {n_classes - 1}")
+        raise wrong(
+            f"the {what} lie between {labels.min()} and {labels.max()} instead of 0 and {n_classes - 1}"
+        )
 
 
 def check_sha256(arrays: Arrays, expected: Mapping[str, str], where: str) -> None:

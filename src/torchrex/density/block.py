@@ -1,0 +1,166 @@
+"""Randomness in blocks: everything that a fixed number of consecutive steps takes from outside,
+drawn at once.
+
+The block length depends on the sizes of the problem alone and is part of the random stream: a run
+of 1,000 steps is the beginning of a run of 100,000, and a resumed run draws the block it was
+stopped in again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchrex.density.tensor_ensemble import TensorEnsemble
+from torchrex.exchange.algorithm import Rules, StepInputs
+from torchrex.exchange.noise import RepeatedDraws
+from torchrex.rng import Streams
+from torchrex.targets import Noise
+
+BYTES_PER_BLOCK = (
+    2**22
+)  # little enough to stay near the core, long enough that many steps share one Python call
+SHORTEST, LONGEST = 32, 65536
+
+
+class Block(NamedTuple):
+    """The inputs of `length` steps from step `start`, stacked along a first axis."""
+
+    start: int
+    length: int
+    inputs: StepInputs
+    measure_noise: Noise | None  # one entry for each step of the block at which sigma2 is measured
+    n_usable: int  # steps from the first on for which the schedules have values
+
+
+def block_length(rules: Rules, ensemble: TensorEnsemble) -> int:
+    """A power of two between SHORTEST and LONGEST, smaller for larger problems."""
+    feed = measures(rules)
+    every = feed.every if feed else 1
+    one = draw_block(
+        Streams(0, ensemble.position.device), rules, ensemble, every, 1
+    )  # with a measurement, if there are any
+    fitting = max(
+        1, int(BYTES_PER_BLOCK // (_bytes(one.inputs) + _bytes(one.measure_noise) / every))
+    )
+    return min(LONGEST, max(SHORTEST, 1 << (fitting.bit_length() - 1)))
+
+
+def _bytes(tree: Any) -> int:
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for tensor in pytree.tree_leaves(tree)
+        if tensor is not None
+    )
+
+
+def measures(rules: Rules) -> RepeatedDraws | None:
+    """The feed by repeated draws, if the estimator has one."""
+    return rules.noise.feed if isinstance(rules.noise.feed, RepeatedDraws) else None
+
+
+def measured_steps(rules: Rules, start: int, stop: int) -> range:
+    """The steps in [start, stop) that begin with a measurement of sigma2: every 100th, say."""
+    feed = measures(rules)
+    if feed is None:
+        return range(0)
+    every = feed.every
+    first = max(rules.noise.first_measurement, -(-start // every) * every)
+    return range(first, stop, every)
+
+
+class ExchangeInputs(NamedTuple):
+    """What the exchange of consecutive steps takes from outside, whatever the ensemble, stacked
+    along a first axis.
+
+    NaN where a schedule has no usable value, see `Ladder.table`.
+    """
+
+    temperature: Tensor
+    lr: Tensor
+    move_temperature: Tensor
+    first_gap: Tensor
+    proposed: Tensor
+    uniform: Tensor
+
+
+def draw_exchange_inputs(
+    streams: Streams,
+    rules: Rules,
+    start: int,
+    length: int,
+    *,
+    runs: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> ExchangeInputs:
+    """The schedules' values, the pairs to be tested and the uniforms of the swaps, for `length`
+    steps from `start`.
+    """
+    n_pairs = rules.ladder.n_pairs
+    temperature, lr, move_temperature = rules.ladder.table(
+        start, length, device=device, dtype=dtype
+    )
+    first_temperature, *_ = rules.ladder.table(0, 1, device=device, dtype=dtype)
+    first_gap = (1.0 / first_temperature).neg().diff() if n_pairs else first_temperature[:, :0]
+    steps = torch.arange(start, start + length, device=device)
+    due = (steps % rules.swap_interval == 0) & (steps >= rules.swap_start)
+    if n_pairs:
+        proposed = rules.pairing.propose(
+            streams["pairing"], steps // rules.swap_interval, n_pairs, runs
+        )
+        always = rules.swap_interval == 1 and rules.swap_start == 0
+        proposed = proposed if always else proposed & due[:, None, None, None]
+    else:
+        proposed = torch.zeros(length, 0, 0, 1, dtype=torch.bool, device=device)
+    shape = (length, rules.pairing.n_rounds(n_pairs), n_pairs, runs)
+    uniform = torch.rand(shape, generator=streams["swap"], dtype=dtype, device=device)
+    return ExchangeInputs(
+        temperature, lr, move_temperature, first_gap.expand(length, -1), proposed, uniform
+    )
+
+
+def n_usable(inputs: ExchangeInputs | StepInputs) -> int:
+    """How many steps from the first on have values of all schedules."""
+    values = torch.cat([inputs.lr, inputs.move_temperature], 1)
+    unusable = (~values.isfinite().all(1)).nonzero()
+    return int(unusable[0]) if len(unusable) else len(values)
+
+
+def draw_block(
+    streams: Streams, rules: Rules, ensemble: TensorEnsemble, start: int, length: int
+) -> Block:
+    """Draw the block that begins at `start`. Each stream is read by one consumer, in this order,
+    whatever the others do.
+    """
+    replicas, runs, _ = ensemble.position.shape
+    dtype, device, shape = ensemble.position.dtype, ensemble.position.device, (replicas, runs)
+    common = draw_exchange_inputs(
+        streams, rules, start, length, runs=runs, device=device, dtype=dtype
+    )
+    n_rounds = rules.pairing.n_rounds(rules.ladder.n_pairs)
+
+    target = ensemble.target
+    rounds = tuple(
+        target.draw_noise(streams["target"], length, shape, dtype) for _ in range(max(1, n_rounds))
+    )
+    measure_noise, feed = None, measures(rules)
+    if feed is not None:
+        n_measured = len(measured_steps(rules, start, start + length))
+        measure_noise = target.draw_noise(
+            streams["measure"], n_measured, (feed.n_draws, *shape), dtype
+        )
+    move_noise = ensemble.draw_move_noise(
+        streams["move"], length, refresh=rules.momentum == "refresh"
+    )
+    inputs = StepInputs(*common, target_noise=rounds, move_noise=move_noise)
+    return Block(
+        start,
+        length,
+        inputs,
+        measure_noise,
+        n_usable(common) if rules.ladder.has_schedules else length,
+    )

@@ -1,0 +1,371 @@
+"""Run a traced step many times from C: record Inductor's kernels once, then replay them in a loop.
+
+Inductor turns a step into one or a few C++ kernels that take raw pointers; calling them from Python
+costs fifty times what they do. So the step is compiled, run once while its kernel calls are
+recorded, and a C loop of a few lines, made for it, calls the same kernels with pointers that
+advance along the stacked inputs and outputs. That is a CUDA graph, for the CPU. Torch's `scan` with
+the C++ wrapper does the same job, but allocates its buffers anew in every iteration: 30 times
+slower at one run, 2 times at 64 (benchmarks/README.md).
+
+This leans on internals of Inductor, so nothing is taken on trust: a graph that does anything but
+call its own kernels is refused, the caller compares the first steps with eager ones, and falls back
+to the eager loop with a logged reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrex.errors import TargetError
+
+ALLOWED_CALLS = {
+    "empty_strided_cpu",
+    "assert_size_stride",
+    "assert_alignment",
+    "reinterpret_tensor",
+    "clear",
+}
+
+
+LARGEST_SCALAR = 8  # numbers in a tensor; up to here plain scalar code is faster than masked vectors (0.07 against 0.13 us)
+LARGEST_PRODUCT = 2**20  # multiplications of a matrix product that is unrolled into the kernels
+
+
+class CannotReplayError(RuntimeError):
+    """The step cannot be recorded; the text is the reason to log."""
+
+
+@dataclass
+class Recording:
+    """Kernel calls of one execution: addresses, the tensors they touched (kept alive), and the
+    outputs.
+    """
+
+    kernels: list[tuple[int, tuple[Tensor, ...]]]
+    outputs: list[Tensor]
+
+
+def record(function: Callable[..., Sequence[Tensor]], args: Sequence[Tensor]) -> Recording:
+    """Compile a pure function of CPU tensors and record the kernel calls of one execution on
+    `args`.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    if any(tensor.device.type != "cpu" for tensor in args):
+        raise CannotReplayError("the recorded loop runs on the CPU")
+    # Fake tensors: a branch on a value raises instead of being burnt in.
+    table = {**select_decomp_table(), **_small_products()}
+    # Functionalised: Inductor would miss what the target writes in place.
+    pure = torch.func.functionalize(function, remove="mutations")
+    trace = make_fx(
+        pure, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True
+    )
+    try:
+        with torch.no_grad():
+            graph = trace(*args)
+    except GuardOnDataDependentSymNode:
+        raise CannotReplayError(
+            "the target branches on the values of its tensors (torch.distributions do, unless made with validate_args=False)"
+        ) from None
+    for node in graph.graph.nodes:
+        if (
+            isinstance(node.target, torch._ops.OpOverload)
+            and torch.Tag.nondeterministic_seeded in node.target.tags
+        ):
+            raise CannotReplayError(f"the target draws random numbers of its own ({node.target})")
+    # One thread: a step is too short to share out, and a parallel region in each of them would cost
+    # more than it saves.
+    settings = {
+        "cpp_wrapper": False,
+        "compile_threads": 1,
+        "graph_partition": False,
+        "cpp.threads": 1,
+    }
+    values = [
+        node.meta["val"] for node in graph.graph.nodes if isinstance(node.meta.get("val"), Tensor)
+    ]
+    if max(value.numel() for value in values) <= LARGEST_SCALAR:
+        settings["cpp.simdlen"] = 1
+    with torch.no_grad(), config.patch(settings):
+        compiled: Any = compile_fx_inner(graph, list(args))
+    call = compiled.current_callable
+    names = call.__globals__
+    kernels = {name: value for name, value in names.items() if name.startswith("cpp_fused")}
+    _require_only_kernels(compiled.source_code, set(kernels))
+
+    calls: list[tuple[int, tuple[Tensor, ...]]] = []
+
+    def recorder(kernel: Any) -> Callable[..., None]:
+        address = ctypes.cast(ctypes.CDLL(kernel.__self__.__file__).kernel, ctypes.c_void_p).value
+        assert address is not None
+
+        def run(*tensors: Any) -> None:
+            if not all(isinstance(tensor, Tensor) for tensor in tensors):
+                raise CannotReplayError("a kernel takes arguments other than tensors")
+            calls.append((address, tensors))
+            kernel(*tensors)
+
+        return run
+
+    try:
+        names.update({name: recorder(kernel) for name, kernel in kernels.items()})
+        outputs = list(call(list(args)))
+    finally:
+        names.update(kernels)
+    return Recording(calls, outputs)
+
+
+def _small_products() -> dict[Any, Callable[..., Any]]:
+    """Matrix products as multiply and sum, which Inductor fuses into the step; as library calls
+    they could not be recorded.
+    """
+    aten = torch.ops.aten
+
+    def mm(a: Tensor, b: Tensor) -> Any:
+        small = a.shape[0] * a.shape[1] * b.shape[1] <= LARGEST_PRODUCT
+        return (a.unsqueeze(2) * b.unsqueeze(0)).sum(1) if small else NotImplemented
+
+    def bmm(a: Tensor, b: Tensor) -> Any:
+        small = a.numel() * b.shape[2] <= LARGEST_PRODUCT
+        return (a.unsqueeze(3) * b.unsqueeze(1)).sum(2) if small else NotImplemented
+
+    def addmm(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+        product = mm(a, b)
+        return NotImplemented if product is NotImplemented else beta * c + alpha * product
+
+    def mv(a: Tensor, v: Tensor) -> Any:
+        return (a * v).sum(1) if a.numel() <= LARGEST_PRODUCT else NotImplemented
+
+    return {
+        aten.mm.default: mm,
+        aten.bmm.default: bmm,
+        aten.addmm.default: addmm,
+        aten.mv.default: mv,
+    }
+
+
+def _require_only_kernels(source: str, kernels: set[str]) -> None:
+    """Refuse a graph whose code calls a library function (a matrix product, say): it would be
+    missing from the recording.
+    """
+    tree = ast.parse(source)
+    bodies = [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "call"
+    ]
+    if not bodies:
+        raise CannotReplayError("Inductor's code has an unknown form")
+    for node in ast.walk(bodies[0]):
+        if isinstance(node, ast.Call):
+            name = (
+                node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "?")
+            )
+            if name not in kernels | ALLOWED_CALLS:
+                raise CannotReplayError(
+                    f"the step calls {ast.unparse(node.func)}, which is not one of its own kernels"
+                )
+
+
+class Replay:
+    """A C loop over a recorded step, with an optional second program that runs before every
+    `every`-th step.
+
+    `carry` are the tensors that persist: both programs take them first and return their new values
+    first, in the same order.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Sequence[Tensor]],
+        carry: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        measure: Callable[..., Sequence[Tensor]] | None = None,
+        measure_inputs: Sequence[Tensor] = (),
+    ) -> None:
+        """`inputs` and `measure_inputs` are examples for one step, without the stacking axis."""
+        # Clones: tensors are told apart by their storage, so no two may share one.
+        self.carry = [_own(tensor) for tensor in carry]
+        self._examples = [_own(example) for example in inputs]
+        self._step = record(step, [*self.carry, *self._examples])
+        self._measure = None
+        self._measure_examples = [_own(example) for example in measure_inputs]
+        if measure is not None:
+            self._measure = record(measure, [*self.carry, *self._measure_examples])
+        self._output_like = self._step.outputs[len(self.carry) :]
+        self._pointers: list[tuple[str, int]] = []
+        self._function = self._build()
+
+    def _build(self) -> Any:
+        """Write, compile and load the C loop."""
+        source = "\n".join(
+            [
+                "#include <string.h>",
+                "#include <exception>",
+                'extern "C" int replay(long n, long next, long every, char** p, char* error, long size) {',
+                "  try {",
+                "  for (long t = 0, j = 0; t < n; t++) {",
+                "    if (t == next) {" if self._measure else "    if (0) {",
+                *(
+                    self._program(self._measure, self._measure_examples, "j", [])
+                    if self._measure
+                    else []
+                ),
+                "      next += every; j++;",
+                "    }",
+                *self._program(self._step, self._examples, "t", self._output_like),
+                "  }",
+                "  } catch (const std::exception& e) { strncpy(error, e.what(), size - 1); return 1; }",
+                "  return 0;",
+                "}",
+            ]
+        )
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        with tempfile.TemporaryDirectory(prefix="torchrex-") as folder:
+            code, library = Path(folder, "loop.cpp"), Path(folder, "loop.so")
+            code.write_text(source)
+            command = [get_cpp_compiler(), "-O2", "-shared", "-fPIC", str(code), "-o", str(library)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise CannotReplayError(
+                    f"the C++ compiler failed: {done.stderr.strip().splitlines()[-1:]}"
+                )
+            return ctypes.CDLL(str(library)).replay
+
+    def _program(
+        self, recording: Recording, examples: list[Tensor], index: str, outputs: list[Tensor]
+    ) -> list[str]:
+        """C statements of one program. A pointer is a row of `p` and, for stacked tensors, a step
+        along the stacking axis.
+        """
+        role: dict[int, tuple[str, int]] = {}  # storage address -> (what it is, which one)
+        for tensor in self.carry:
+            role[_storage(tensor)] = ("fixed", self._slot("address", tensor.data_ptr()))
+        kind = "input" if index == "t" else "measure"
+        for which, tensor in enumerate(examples):
+            role[_storage(tensor)] = (kind, self._slot(kind, which))
+        # An output that a kernel writes for itself alone goes straight to its place; any other is
+        # copied there.
+        written = {_storage(tensor) for _, tensors in recording.kernels for tensor in tensors}
+        shared = {_storage(tensor) for tensor in recording.outputs[: len(self.carry)]}
+        copies = []
+        for which, tensor in enumerate(outputs):
+            if not tensor.is_contiguous():
+                raise CannotReplayError("an output is not contiguous")
+            slot, address = self._slot("output", which), _storage(tensor)
+            whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+            if whole and address in written and address not in role and address not in shared:
+                role[address] = ("output", slot)
+            else:
+                copies.append((slot, tensor))
+
+        def pointer(tensor: Tensor) -> str:
+            what, slot = role.get(_storage(tensor), ("", -1))
+            if slot < 0:
+                what, slot = role.setdefault(
+                    _storage(tensor), ("fixed", self._slot("address", _storage(tensor)))
+                )
+            offset = tensor.data_ptr() - _storage(tensor)
+            return f"p[{slot}] + {offset}L" + (
+                "" if what == "fixed" else f" + {index} * (long)p[{slot + 1}]"
+            )
+
+        lines = []
+        for address, tensors in recording.kernels:
+            slot = self._slot("address", address)
+            types, values = (
+                ", ".join(["char*"] * len(tensors)),
+                ", ".join(pointer(tensor) for tensor in tensors),
+            )
+            lines.append(f"((void (*)({types}))p[{slot}])({values});")
+        for slot, tensor in copies:
+            size = tensor.numel() * tensor.element_size()
+            lines.append(
+                f"memcpy(p[{slot}] + {index} * (long)p[{slot + 1}], {pointer(tensor)}, {size});"
+            )
+        for old, new in zip(self.carry, recording.outputs, strict=False):
+            if new.data_ptr() == old.data_ptr():
+                continue
+            if (
+                _storage(new) in {_storage(tensor) for tensor in self.carry}
+                or not new.is_contiguous()
+            ):
+                raise CannotReplayError("the step permutes its own state")
+            if (new.shape, new.dtype) != (old.shape, old.dtype):
+                raise CannotReplayError(
+                    f"the step changes its state from {old.dtype} to {new.dtype}"
+                )
+            lines.append(
+                f"memcpy({pointer(old)}, {pointer(new)}, {old.numel() * old.element_size()});"
+            )
+        return ["      " + line for line in lines]
+
+    def _slot(self, kind: str, which: int) -> int:
+        """A row of the pointer table; stacked tensors take a second row for their stride in bytes."""
+        self._pointers.append((kind, which))
+        if kind != "address":
+            self._pointers.append((kind + " stride", which))
+        return len(self._pointers) - (1 if kind == "address" else 2)
+
+    def outputs(self, n: int) -> list[Tensor]:
+        """Buffers for the outputs of `n` steps."""
+        return [torch.empty((n, *tensor.shape), dtype=tensor.dtype) for tensor in self._output_like]
+
+    def run(
+        self,
+        n: int,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        measure_inputs: Sequence[Tensor] = (),
+        *,
+        measure_at: int = -1,
+        every: int = 0,
+    ) -> None:
+        """`n` steps over stacked inputs; a measurement before step `measure_at`, counted from here,
+        and each `every` after.
+        """
+        stacked = {"input": inputs, "output": outputs, "measure": measure_inputs}
+        table = (ctypes.c_void_p * len(self._pointers))()
+        for row, (kind, which) in enumerate(self._pointers):
+            if kind == "address":
+                table[row] = which
+            elif stacked[kind.removesuffix(" stride")]:
+                tensor = stacked[kind.removesuffix(" stride")][which]
+                table[row] = (
+                    tensor.stride(0) * tensor.element_size()
+                    if kind.endswith("stride")
+                    else tensor.data_ptr()
+                )
+        error = ctypes.create_string_buffer(500)
+        failed = self._function(
+            ctypes.c_long(n),
+            ctypes.c_long(measure_at),
+            ctypes.c_long(every),
+            table,
+            error,
+            ctypes.c_long(len(error)),
+        )
+        if failed:  # a kernel checks the bounds of an index, say
+            reason = error.value.decode(errors="replace").splitlines()[0].split(", ")[-1]
+            raise TargetError(f"the target failed inside the compiled loop: {reason}")
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,354 @@
+"""The run of a tensor target: all randomness drawn in blocks ahead, and a loop over each block,
+compiled where it pays.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrex.density.block import Block, block_length, draw_block
+from torchrex.density.loop import (
+    STEPS_WORTH_COMPILING,
+    CompiledLoop,
+    EagerLoop,
+    Loop,
+    make_loop,
+    require_same_numbers,
+)
+from torchrex.density.replay import CannotReplayError
+from torchrex.density.tensor_ensemble import TensorEnsemble
+from torchrex.density.threads import few_threads
+from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyError
+from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo
+from torchrex.exchange.noise import NoiseShape
+from torchrex.exchange.run import ReplicaExchange, joined, require_every
+from torchrex.exchange.standing import take
+from torchrex.rng import Streams, derive_seed
+
+logger = logging.getLogger("torchrex")
+
+# For the shape of the noise: runs, minibatches of each position, and energies of each where there
+# are no examples.
+MOST_LOOKED_AT, BATCHES, REPEATS = 64, 25, 500
+IN_THE_DATA = "The data of the target hold NaN or infinite values: look at them first."
+
+
+class DensityExchange(ReplicaExchange, ensemble=TensorEnsemble):
+    """Replica exchange on a tensor target, all independent runs at once."""
+
+    def _start(
+        self, ensemble: TensorEnsemble, rules: Rules, seed: int, compiled: bool | None
+    ) -> None:
+        replicas, runs, _ = ensemble.position.shape
+        if replicas != rules.ladder.n_rungs:
+            raise LadderError(
+                f"the ladder has {rules.ladder.n_rungs} rungs but the ensemble {replicas} replicas; they must be as many"
+            )
+        device, dtype = ensemble.position.device, ensemble.position.dtype
+        self._ensemble = ensemble
+        self._state = ExchangeState.start(rules, runs, device=device, dtype=dtype)
+        self.streams = Streams(seed, device)
+        self._compiled = compiled
+        self._loop: Loop | None = None
+        self._compiling_tried = False
+        self._shares_loop = False  # with other runs, whose steps overwrite the loop's buffers
+        self._block_length = block_length(rules, ensemble)
+        self._block: Block | None = None
+        self._streams_at_block = self.streams.state_dict()
+
+    @property
+    def ensemble(self) -> TensorEnsemble:
+        """The replicas now, as a copy that later steps do not touch."""
+        velocity = None if self._ensemble.velocity is None else self._ensemble.velocity.clone()
+        return replace(self._ensemble, position=self._ensemble.position.clone(), velocity=velocity)
+
+    def step(self, batch: Any = None) -> StepInfo:
+        """One step of every run."""
+        info = next(self.advance(1))
+        return StepInfo(*(values[0].clone() for values in info))
+
+    def advance(
+        self, n_steps: int, data: Any = None, *, every: int | None = None
+    ) -> Iterator[StepInfo]:
+        """Run `n_steps` steps; yields the information of up to a block of them at a time, stacked
+        along a first axis.
+
+        What is yielded is overwritten by the next block: copy what is to be kept. Raises
+        NonFiniteEnergyError after yielding the steps before it. With `every` it yields whenever
+        `run.n_steps` is a multiple of `every`, and at the end.
+        """
+        require_every(every)
+        if n_steps < 0:
+            raise InvalidArgumentError(f"n_steps must be at least 0, got {n_steps}")
+        if data is not None:
+            raise InvalidArgumentError(
+                f"{self._ensemble.target!r} brings its own data; leave data out"
+            )
+        last = self.n_steps + n_steps
+        while self.n_steps < last:
+            if every is None:
+                yield from self.stretch(last - self.n_steps, worth=n_steps)
+            else:
+                yield from self._up_to(
+                    min(last, (self.n_steps // every + 1) * every), worth=n_steps
+                )
+
+    def _up_to(self, step: int, *, worth: int) -> Iterator[StepInfo]:
+        """All steps before that one, together."""
+        done: list[StepInfo] = []
+        try:
+            while self.n_steps < step:
+                for info in self.stretch(step - self.n_steps, worth=worth):
+                    # The loop's memory is used again by the next stretch.
+                    done.append(
+                        info
+                        if self.n_steps == step and not done
+                        else StepInfo(*(values.clone() for values in info))
+                    )
+        except NonFiniteEnergyError:
+            if done:
+                yield joined(done)
+            raise
+        yield joined(done)
+
+    def stretch(self, most: int, *, worth: int = 0) -> Iterator[StepInfo]:
+        """The next steps, at most so many, as `advance` does and yields them: one stretch of the
+        loop so far, or of the one that `worth` steps are worth. Where stretches end has no
+        influence on the numbers.
+        """
+        before = (self.n_steps, self.ensemble, self.state)
+        try:
+            with few_threads(self._ensemble.position.numel()):
+                block = self._current_block()
+                first = self.n_steps - block.start
+                if first >= block.n_usable:
+                    self.rules.ladder.refuse(self.n_steps)
+                loop = self._choose_loop(worth)
+                n = min(most, block.n_usable - first, loop.stretch)
+                self._ensemble, self._state, info = loop.run(
+                    self._ensemble, self._state, block, first, n
+                )
+                if self._shares_loop:
+                    self._ensemble, self._state = self.ensemble, self.state
+                # The sum is one cheap pass; only if it is not finite are the energies looked at one
+                # by one.
+                healthy = bool(info.energy.sum().isfinite()) or bool(info.energy.isfinite().all())
+            self.n_steps += n
+        except (
+            BaseException
+        ):  # Ctrl-C or a failing target in the middle: as if this stretch had not begun
+            self.n_steps, self._ensemble, self._state = before
+            raise
+        if not healthy:
+            yield from self._up_to_failure(info, before[2].replica_at)
+        yield info
+
+    def noise_shape(self, batch: Any = None, *more: Any) -> NoiseShape | None:
+        """Is the energy noise at the present positions Gaussian? From fresh random numbers; None
+        without noise or swaps.
+        """
+        target = self._ensemble.target
+        if not target.has_noise or not self.rules.swaps:
+            return None
+        position, replica_at = (
+            self._ensemble.position[:, :MOST_LOOKED_AT],
+            self._state.replica_at[:, :MOST_LOOKED_AT],
+        )
+        generator = torch.Generator(position.device).manual_seed(
+            derive_seed(self.streams.seed, "noise shape")
+        )
+        noise = target.draw_noise(
+            generator,
+            1,
+            (REPEATS if target.n_data is None else BATCHES, *position.shape[:2]),
+            position.dtype,
+        )
+        with torch.no_grad(), few_threads(position.numel()):
+            energy = target.energy(position, {name: values[0] for name, values in noise.items()})
+        gap = (1.0 / self.temperatures_at(max(0, self.n_steps - 1))).neg().diff()
+        if energy.per_example is None or target.n_data is None:
+            return NoiseShape.of(
+                take(energy.total.movedim(0, -1), replica_at).cpu(), gap, paired=True
+            )
+        n, terms = energy.per_example.shape[-1], energy.per_example.movedim(0, -2).flatten(-2)
+        scale, paired = float(target.n_data), target.shares_minibatch
+        return NoiseShape.of(
+            take(terms, replica_at).cpu(), gap, paired=paired, scale=scale, n_summed=n
+        )
+
+    # Which loop: compiled and eager steps agree to rounding only, so a run that is to go on exactly
+    # goes on with the same one.
+
+    @property
+    def is_compiled(self) -> bool:
+        """Is the loop so far a compiled one?"""
+        return isinstance(self._loop, CompiledLoop)
+
+    def will_compile(self, n_steps: int) -> bool:
+        """Would `prepare` try to compile, or has it done so?"""
+        return self.is_compiled or (not self._compiling_tried and self._is_worth_compiling(n_steps))
+
+    def prepare(
+        self, n_steps: int, *, compiled: bool | None = None, beside: DensityExchange | None = None
+    ) -> None:
+        """Choose the loop for `n_steps` steps to come, which `stretch` then uses; with
+        `compiled=False` the eager one.
+
+        A run `beside` this one that was prepared before, with the same target, rules and sizes,
+        lends its compiled loop, which is tried from where this run stands as one of its own would
+        be.
+        """
+        if compiled is False:
+            self._loop, self._compiling_tried = EagerLoop(self.rules), True
+            return
+        with few_threads(self._ensemble.position.numel()):
+            if (
+                beside is not None
+                and beside.is_compiled
+                and self._loop is None
+                and self._is_worth_compiling(n_steps)
+            ):
+                self._borrow(beside)
+            self._choose_loop(n_steps)
+
+    def _borrow(self, beside: DensityExchange) -> None:
+        loop = beside._loop
+        if (
+            not isinstance(loop, CompiledLoop)
+            or beside._ensemble.position.shape != self._ensemble.position.shape
+        ):
+            return
+        self._compiling_tried = True
+        beside._ensemble, beside._state = (
+            beside.ensemble,
+            beside.state,
+        )  # out of the buffers that the trial overwrites
+        try:
+            require_same_numbers(EagerLoop(self.rules), loop, self._ensemble, self._state)
+        except CannotReplayError as error:
+            logger.warning(
+                "running eagerly, with the same numbers but slower, because the loop cannot be compiled: %s",
+                error,
+            )
+            self._loop = EagerLoop(self.rules)
+            return
+        self._loop, self._shares_loop, beside._shares_loop = loop, True, True
+
+    def _is_worth_compiling(self, n_steps: int) -> bool:
+        if self._compiled is not None:
+            return self._compiled
+        return n_steps >= STEPS_WORTH_COMPILING and self._ensemble.position.device.type == "cpu"
+
+    def _choose_loop(self, n_steps: int) -> Loop:
+        """The loop so far, or a compiled one if that is asked for or the steps ahead are worth it;
+        it is tried once.
+        """
+        compiled = self._is_worth_compiling(n_steps)
+        if self._loop is None or (compiled and not self._compiling_tried):
+            self._loop = make_loop(self.rules, self._ensemble, self._state, compiled=compiled)
+            self._compiling_tried = compiled
+        return self._loop
+
+    def _current_block(self) -> Block:
+        if self._block is None or self.n_steps >= self._block.start + self._block.length:
+            start = self.n_steps - self.n_steps % self._block_length
+            self._streams_at_block = self.streams.state_dict()
+            self._block = None  # freed first, so that its memory serves again
+            try:
+                self._block = draw_block(
+                    self.streams, self.rules, self._ensemble, start, self._block_length
+                )
+            except BaseException:  # Ctrl-C while it is drawn
+                self.streams.load_state_dict(self._streams_at_block)
+                raise
+        return self._block
+
+    def _up_to_failure(self, info: StepInfo, stood: Tensor) -> Iterator[StepInfo]:
+        """Yield the good steps of this stretch, then say which energy was the first that is not
+        finite.
+        """
+        k, rung, run = (int(i) for i in (~info.energy.isfinite()).nonzero()[0])
+        replica = stood[rung, run] if k == 0 else info.replica_at[k - 1, rung, run]
+        if k:
+            yield StepInfo(*(values[:k] for values in info))
+        data = [
+            part for part in getattr(self._ensemble.target, "data", ()) if isinstance(part, Tensor)
+        ]
+        finite = all(bool(part.isfinite().all()) for part in data if part.is_floating_point())
+        raise NonFiniteEnergyError(
+            replica=int(replica),
+            rung=rung,
+            run=run,
+            step=self.n_steps - len(info.energy) + k,
+            value=float(info.energy[k, rung, run]),
+            advice="" if finite else IN_THE_DATA,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next step needs; with `load_state_dict` a run goes on exactly as if it had
+        not stopped.
+        """
+        velocity = (
+            {} if self._ensemble.velocity is None else {"velocity": self._ensemble.velocity.clone()}
+        )
+        drawn = self._block is not None and self.n_steps < self._block.start + self._block.length
+        return {
+            "setting": self.setting,
+            "seed": self.streams.seed,
+            "n_steps": self.n_steps,
+            "block_length": self._block_length,
+            "position": self._ensemble.position.clone(),
+            **velocity,
+            **{name: tensor.clone() for name, tensor in self._state._asdict().items()},
+            # As they were before the current block was drawn, or as they are if it is used up.
+            "streams": self._streams_at_block if drawn else self.streams.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict()` of a run with the same target, ladder and rules."""
+        self._require_same(state.get("setting"), self.setting)
+        if tuple(state["position"].shape) != tuple(self._ensemble.position.shape):
+            raise InvalidArgumentError(
+                f"the state is of (rungs, runs, dim) = {tuple(state['position'].shape)}, this run has "
+                f"{tuple(self._ensemble.position.shape)}"
+            )
+        # Everything is made before anything is changed: a state of another form leaves the run as
+        # it was.
+        position = state["position"].to(self._ensemble.position, copy=True)
+        velocity = (
+            None if self._ensemble.velocity is None else state["velocity"].to(position, copy=True)
+        )
+        mine = self._state._asdict()
+        for name, tensor in mine.items():
+            if (state[name].shape, state[name].dtype) != (tensor.shape, tensor.dtype):
+                raise InvalidArgumentError(
+                    f"the state has a {name} of another form: {tuple(state[name].shape)} {state[name].dtype}"
+                )
+        exchange = ExchangeState(
+            *(state[name].to(tensor.device, copy=True) for name, tensor in mine.items())
+        )
+        streams = Streams(state["seed"], position.device)
+        streams.load_state_dict(state["streams"])
+        n_steps, length = state["n_steps"], state["block_length"]
+        start = n_steps - n_steps % length
+        ensemble = replace(self._ensemble, position=position, velocity=velocity)
+        block = (
+            draw_block(streams, self.rules, ensemble, start, length) if n_steps > start else None
+        )
+        self._ensemble, self._state, self.streams, self._block = ensemble, exchange, streams, block
+        self.n_steps, self._block_length, self._streams_at_block = n_steps, length, state["streams"]
+
+    @property
+    def setting(self) -> dict[str, str]:
+        """What must agree between a state and the run that loads it."""
+        target, sampler = repr(self._ensemble.target), repr(self._ensemble.sampler)
+        return {"target": target, "sampler": sampler, **self._rule_settings()}
+
+    def __repr__(self) -> str:
+        return f"ReplicaExchange({self._ensemble!r}, {self.rules.ladder!r}, step {self.n_steps})"

@@ -1,0 +1,105 @@
+"""All trainable parameters of a module in one row of numbers, so that a move is one pass over one
+tensor.
+
+The module's parameters become views into the row. Tied weights are one parameter and stand there
+once; frozen ones stay out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from torchrex.errors import TargetError
+
+ALIGNED = 16  # numbers: parameters of such sizes come first, so that nearly all begin where vector loads can begin
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Where each parameter lies in the row."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    channels_last: tuple[bool, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(
+        module: nn.Module,
+        *,
+        channels_last: bool = False,
+        only: Callable[[str], bool] = lambda name: True,
+    ) -> FlatLayout:
+        """Of the trainable parameters with names that are wanted."""
+        named = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad and only(name)
+        }
+        if not named:
+            raise TargetError(
+                f"{type(module).__name__} has no parameter that requires a gradient, so there is nothing to sample"
+            )
+        for name, parameter in named.items():
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise TargetError(
+                    f"parameter {name} has no shape yet: run one batch through the model before it is copied"
+                )
+        dtypes = {parameter.dtype: name for name, parameter in named.items()}
+        advice = "convert the model (model.float()) and use autocast=torch.bfloat16 for speed"
+        if len(dtypes) > 1:
+            listed = ", ".join(
+                f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items()
+            )
+            raise TargetError(
+                f"all trainable parameters must have one dtype, but {listed}; {advice}"
+            )
+        (dtype,) = dtypes
+        if dtype not in (torch.float32, torch.float64):
+            raise TargetError(
+                f"parameters must be float32 or float64, got {dtype}: a sampler's small steps vanish in fewer digits; {advice}"
+            )
+        ordered = sorted(
+            named.items(), key=lambda item: item[1].numel() % ALIGNED != 0
+        )  # stable: otherwise as in the module
+        return FlatLayout(
+            tuple(name for name, _ in ordered),
+            tuple(tuple(parameter.shape) for _, parameter in ordered),
+            tuple(channels_last and parameter.ndim == 4 for _, parameter in ordered),
+            dtype,
+        )
+
+    @property
+    def size(self) -> int:
+        return sum(map(math.prod, self.shapes))
+
+    def empty_rows(self, n: int, device: torch.device) -> Tensor:
+        """(n, size) of zeros, each row beginning at an aligned address."""
+        stride = -(-self.size // 64) * 64
+        return torch.zeros(n, stride, dtype=self.dtype, device=device)[:, : self.size]
+
+    def views(self, row: Tensor) -> dict[str, Tensor]:
+        """The row's parameters by name, in their shapes and without copying."""
+        views, begin = {}, 0
+        for name, shape, last in zip(self.names, self.shapes, self.channels_last, strict=True):
+            part = row[begin : begin + math.prod(shape)]
+            if last:
+                out, into, height, width = shape
+                views[name] = part.view(out, height, width, into).permute(0, 3, 1, 2)
+            else:
+                views[name] = part.view(shape)
+            begin += math.prod(shape)
+        return views
+
+    def gather(self, tensors: Sequence[Tensor | None], row: Tensor) -> None:
+        """Write gradients, None meaning 0, into the row, in one kernel."""
+        parts = []
+        for tensor, shape, last in zip(tensors, self.shapes, self.channels_last, strict=True):
+            given = row.new_zeros(shape) if tensor is None else tensor
+            parts.append((given.permute(0, 2, 3, 1) if last else given).reshape(-1))
+        torch.cat(parts, out=row)
