@@ -4,16 +4,17 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: install demo test lint bench docs clean
+.PHONY: install demo test test-all lint bench docs clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo   set everything up, draw figure 1 of the paper in a shorter form, train on digits"
-	@echo "make test   set everything up and run the tests"
-	@echo "make lint   ruff and mypy"
-	@echo "make bench  time densities and small networks against JAX, blackjax and posteriors (installs them)"
-	@echo "make docs   build the documentation into build/site (installs mkdocs)"
-	@echo "make clean  remove what the other targets made"
+	@echo "make demo      set everything up, draw figure 1 of the paper in a shorter form, train on digits"
+	@echo "make test      set everything up and run the tests, in less than five minutes on two cores"
+	@echo "make test-all  also the slow ones: killed processes, torchrun, terminals, a browser, fuzzing"
+	@echo "make lint      ruff and mypy"
+	@echo "make bench     time densities and small networks against JAX, blackjax and posteriors (installs them)"
+	@echo "make docs      build the documentation into build/site (installs mkdocs)"
+	@echo "make clean     remove what the other targets made"
 
 install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -26,8 +27,12 @@ demo: install
 	$(BIN)/torchrex reproduce figure1 --set n_steps=20000 --out runs/demo --overwrite
 	$(BIN)/torchrex reproduce digits --out runs/demo --overwrite
 
+PYTEST := PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 test: install
-	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+	$(PYTEST) -m "not slow"
+
+test-all: install
+	$(PYTEST)
 
 lint: install
 	$(BIN)/ruff check .
