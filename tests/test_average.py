@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchrex.errors import CheckpointError, InvalidArgumentError, MissingDependencyError
-from torchrex.posterior.average import PosteriorAverage
-from torchrex.posterior.metrics import classification_metrics, predictive_entropy
-from torchrex.posterior.store import DrawStore
+from torchrex.posterior import (
+    DrawStore,
+    PosteriorAverage,
+    classification_metrics,
+    predictive_entropy,
+)
 
 N, CLASSES, FEATURES = 50, 4, 6
 

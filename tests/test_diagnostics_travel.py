@@ -20,8 +20,8 @@ from torchrex.diagnostics import (
     round_trips,
     rung_occupancy,
 )
-from torchrex.diagnostics.travel import count_trips, rung_of
 from torchrex.errors import InvalidArgumentError
+from torchrex.exchange import count_trips, rung_of
 
 
 def test_trips_of_written_paths():

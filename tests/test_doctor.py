@@ -16,8 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from torchrex.cli.doctor import doctor
-from torchrex.diagnostics import round_trips
-from torchrex.diagnostics.estimate import Estimate
+from torchrex.diagnostics import Estimate, round_trips
 from torchrex.errors import MissingDependencyError, RunFolderError
 from torchrex.experiments import get_recipe, run_recipe
 from torchrex.report import doctor_advice, doctor_draws

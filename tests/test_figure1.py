@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchrex.diagnostics.distance import MixtureQuantiles, wasserstein
+from torchrex.diagnostics import MixtureQuantiles, wasserstein
 from torchrex.experiments.recipes import get_recipe
 
 

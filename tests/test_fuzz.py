@@ -27,13 +27,12 @@ from torch import nn
 from fuzz.mutations import SPECIAL
 from fuzz.specimens import TINY, checkpoint_state, look_at_views, make_kinds, seal_checkpoint
 from fuzz.trial import Finding, limited, standing, try_one
-from torchrex.checkpoint import Checkpoints
-from torchrex.checkpoint.files import one_line, parse_json, printable
+from torchrex.checkpoint import Checkpoints, one_line, parse_json, printable
 from torchrex.errors import CheckpointError, DataError, RunFolderError, TorchrexError
 from torchrex.experiments import get_recipe, run_recipe
 from torchrex.experiments.run_folder import RunFolder
 from torchrex.posterior import Draws, DrawStore
-from torchrex.recording.jsonlines import read_log
+from torchrex.recording import read_log
 from torchrex.report.runs import load_run, salvage
 from torchrex.vision.data import import_images, load_images, packed_coder
 from torchrex.vision.data.packed import read_manifest

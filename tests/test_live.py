@@ -34,12 +34,12 @@ from torchrex.recording import (
     Observer,
     TensorBoard,
     Watched,
+    Windows,
     live,
     read_log,
 )
 from torchrex.recording.live_picture import Line, draw
 from torchrex.recording.live_resize import extra_rows, reflows
-from torchrex.recording.observer import Windows
 
 N_STEPS = 90
 

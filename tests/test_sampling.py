@@ -21,9 +21,8 @@ from torchrex.errors import (
     RunInterrupted,
     TargetError,
 )
-from torchrex.exchange.swap_report import PairReport, percent
-from torchrex.posterior.draws import mean_error
-from torchrex.posterior.draws_file import SHAPES
+from torchrex.exchange import PairReport, percent
+from torchrex.posterior import SHAPES, mean_error
 
 
 def gaussian(x):

@@ -24,8 +24,8 @@ import torchrex as tr  # noqa: E402
 from scaling_measure import split  # noqa: E402
 from scaling_model import bytes_each, fit_ring, ring_seconds, step_seconds  # noqa: E402
 from scaling_pages import TABLES  # noqa: E402
-from torchrex.diagnostics.travel import count_trips, rung_of  # noqa: E402
 from torchrex.distributed import replica_mesh  # noqa: E402
+from torchrex.exchange import count_trips, rung_of  # noqa: E402
 
 # What travels
 

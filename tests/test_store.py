@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from assertions import assert_mean_is, assert_mean_is_not
 from torchrex.errors import CheckpointError, InvalidArgumentError
-from torchrex.posterior.average import PosteriorAverage
-from torchrex.posterior.store import DrawStore
+from torchrex.posterior import DrawStore, PosteriorAverage
 from torchrex.posterior.store_files import load_into
 from torchrex.posterior.store_index import slot_of
 from torchrex.rng import derive_seed
@@ -646,7 +645,7 @@ def test_prediction_in_another_process_equals_the_average(stored, tmp_path):
     program = MODEL_SOURCE + (
         "import json, sys\n"
         "from safetensors.torch import load_file, save_file\n"
-        "from torchrex.posterior.store import DrawStore\n"
+        "from torchrex.posterior import DrawStore\n"
         "store, t = DrawStore.load(sys.argv[1]), load_file(sys.argv[2])\n"
         "p = store.predict(make_model, [(t['0.x'], t['0.y']), (t['1.x'], t['1.y'])])\n"
         "save_file({'p': p.probabilities, 'h': p.entropy, 'mi': p.mutual_information, 'y': p.labels}, sys.argv[3])\n"

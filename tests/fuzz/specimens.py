@@ -27,7 +27,7 @@ from torchrex.checkpoint import Checkpoints
 from torchrex.experiments import get_recipe, run_recipe
 from torchrex.experiments.run_folder import RunFolder, is_finished
 from torchrex.posterior import Draws, DrawStore
-from torchrex.recording.jsonlines import read_log
+from torchrex.recording import read_log
 from torchrex.report.compare import compare_folders
 from torchrex.report.compare_text import lines
 from torchrex.report.doctor import as_text, diagnose

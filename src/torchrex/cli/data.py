@@ -15,7 +15,7 @@ from torchrex.cli.interrupts import loading, told
 from torchrex.errors import DataError
 
 if TYPE_CHECKING:
-    from torchrex.recording.progress import Callback
+    from torchrex.recording import Callback
 
 data_app = typer.Typer(
     help="Image sets: get them, and see which are there.",

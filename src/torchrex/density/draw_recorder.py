@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrex.posterior.draws import Draws
+from torchrex.posterior import Draws
 
 FIELDS = ("values", "noise_variance", "replica_at", "energy", "steps")
 

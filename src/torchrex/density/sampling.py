@@ -22,12 +22,18 @@ from torchrex.errors import (
     RunInterrupted,
     require_on_interrupt,
 )
-from torchrex.exchange import FactorRule, Ladder, NoiseEstimator, Pairing, ReplicaExchange
+from torchrex.exchange import (
+    FactorRule,
+    Ladder,
+    NoiseEstimator,
+    Pairing,
+    ReplicaExchange,
+    warn_of_dead_pairs,
+)
 from torchrex.exchange.momentum import MomentumPolicy
 from torchrex.exchange.run import steps_on
-from torchrex.exchange.swap_report import warn_of_dead_pairs
-from torchrex.posterior.draws import Draws
-from torchrex.recording.progress import Callback, progress_bar
+from torchrex.posterior import Draws
+from torchrex.recording import Callback, progress_bar
 from torchrex.rng import Streams, derive_seed
 from torchrex.samplers import Sampler
 from torchrex.targets import LogDensity, Target

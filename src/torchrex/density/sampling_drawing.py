@@ -24,7 +24,7 @@ from torchrex.density.draw_recorder import DrawRecorder
 from torchrex.density.run import DensityExchange
 from torchrex.density.threads import few_threads
 from torchrex.errors import CheckpointError, InvalidArgumentError
-from torchrex.posterior.draws import Draws
+from torchrex.posterior import Draws
 
 logger = logging.getLogger("torchrex")
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torchrex.density.sampling_drawing import Drawing
 from torchrex.errors import NonFiniteEnergyError
-from torchrex.recording.progress import Callback
+from torchrex.recording import Callback
 
 logger = logging.getLogger("torchrex")
 

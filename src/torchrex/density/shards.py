@@ -34,8 +34,8 @@ from torchrex.errors import (
     TorchrexError,
 )
 from torchrex.exchange.noise import warn_of_shape
-from torchrex.posterior.draws import Draws
-from torchrex.recording.progress import Callback
+from torchrex.posterior import Draws
+from torchrex.recording import Callback
 from torchrex.rng import derive_seed
 
 CHAIN_AXIS = {

@@ -7,11 +7,16 @@ from torchrex.diagnostics.acceptance import (
     factor_for_acceptance,
     observed_acceptance,
 )
-from torchrex.diagnostics.convergence import Convergence, convergence
+from torchrex.diagnostics.convergence import AT_ONE_POINT, FEWEST_DRAWS, Convergence, convergence
 from torchrex.diagnostics.disagreement import Disagreement, replica_disagreement
-from torchrex.diagnostics.distance import distance_curve, mean_and_error, wasserstein
+from torchrex.diagnostics.distance import (
+    MixtureQuantiles,
+    distance_curve,
+    mean_and_error,
+    wasserstein,
+)
 from torchrex.diagnostics.estimate import Estimate, batch_means, mean_of, over_chains
-from torchrex.diagnostics.history import History, Swaps
+from torchrex.diagnostics.history import History, Swaps, temperatures_at
 from torchrex.diagnostics.noise_level import (
     allowed_acceptance,
     effective_noise,
@@ -43,11 +48,14 @@ from torchrex.diagnostics.travel import (
 )
 
 __all__ = [
+    "AT_ONE_POINT",
+    "FEWEST_DRAWS",
     "Convergence",
     "CorrectionSize",
     "Disagreement",
     "Estimate",
     "History",
+    "MixtureQuantiles",
     "Occupancy",
     "Swaps",
     "Tail",
@@ -81,6 +89,7 @@ __all__ = [
     "rungs_for_noise",
     "same_law_distance",
     "sliced_w2",
+    "temperatures_at",
     "transported",
     "wasserstein",
 ]

@@ -15,8 +15,7 @@ from rich.table import Table
 from torch import Tensor
 
 from torchrex.errors import InvalidArgumentError
-from torchrex.posterior import Draws
-from torchrex.posterior.arviz_export import coordinate_labels, import_extra
+from torchrex.posterior import Draws, coordinate_labels, import_extra
 
 AT_ONE_POINT = (
     "All runs started at one point: R-hat cannot show a mode that none of them has found."

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrex.diagnostics.estimate import Estimate, over_chains
 from torchrex.diagnostics.history import History
 from torchrex.errors import InvalidArgumentError
-from torchrex.exchange.swap_report import count_trips, rung_of
+from torchrex.exchange import count_trips, rung_of
 
 
 class Travel(NamedTuple):

@@ -21,6 +21,15 @@ from torchrex.exchange.noise import (
 )
 from torchrex.exchange.pairing import AllInTurn, EvenOdd, NoSwaps, Pairing, RandomPair
 from torchrex.exchange.run import ReplicaExchange
+from torchrex.exchange.swap_report import (
+    PairReport,
+    count_trips,
+    in_words,
+    percent,
+    report_pairs,
+    rung_of,
+    warn_of_dead_pairs,
+)
 
 __all__ = [
     "AllInTurn",
@@ -33,6 +42,7 @@ __all__ = [
     "Ladder",
     "NoSwaps",
     "NoiseEstimator",
+    "PairReport",
     "PairedVariance",
     "Pairing",
     "PerExample",
@@ -46,6 +56,12 @@ __all__ = [
     "StepInfo",
     "TargetAcceptance",
     "acceptance_probability",
+    "count_trips",
     "expected_acceptance",
+    "in_words",
     "log_swap_ratio",
+    "percent",
+    "report_pairs",
+    "rung_of",
+    "warn_of_dead_pairs",
 ]

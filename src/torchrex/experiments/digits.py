@@ -26,8 +26,7 @@ from torchrex.experiments.jobs import Job, Trained
 from torchrex.experiments.place import Place
 from torchrex.network import ModuleEnsemble, Outcome, train
 from torchrex.posterior import PosteriorAverage
-from torchrex.recording import Trace
-from torchrex.recording.progress import Callback
+from torchrex.recording import Callback, Trace
 from torchrex.samplers import SGHMC
 from torchrex.schedules import hold_then_decay
 from torchrex.targets import DeviceLoader, PosteriorEnergy, from_sgd

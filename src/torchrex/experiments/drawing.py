@@ -31,8 +31,7 @@ from torchrex.experiments.run_folder import (
 )
 from torchrex.experiments.slot import Slot
 from torchrex.posterior import Draws
-from torchrex.recording import count_swaps
-from torchrex.recording.progress import Callback
+from torchrex.recording import Callback, count_swaps
 
 FEWEST_DRAWS = 2  # of an unfinished run that are worth measuring
 

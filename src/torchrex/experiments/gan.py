@@ -22,7 +22,7 @@ from torchrex.exchange.run import steps_on
 from torchrex.experiments.jobs import Job, Trained
 from torchrex.experiments.place import Place, Precision
 from torchrex.network import ModuleEnsemble, ModuleExchange, Outcome
-from torchrex.recording.progress import Callback
+from torchrex.recording import Callback
 from torchrex.samplers import SGHMC, AdamStart, Sampler
 from torchrex.targets import GaussianPrior, PosteriorEnergy, from_sgd
 from torchrex.vision.bayesian_gan import BayesianGAN, gan_losses, supervised_losses

@@ -21,7 +21,7 @@ from torchrex.experiments.members import member_of
 from torchrex.network import Member, ModuleExchange, Outcome, train_together
 from torchrex.network.work import evaluating
 from torchrex.posterior import PosteriorAverage
-from torchrex.recording.progress import Callback
+from torchrex.recording import Callback
 from torchrex.rng import derive_seed
 from torchrex.targets import DeviceLoader, aside
 from torchrex.vision.augment import evaluation_batches

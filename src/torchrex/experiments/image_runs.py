@@ -16,7 +16,7 @@ from torchrex.experiments.jobs import Job, Trained
 from torchrex.experiments.members import member_of
 from torchrex.network import Member, Outcome, train_together
 from torchrex.posterior import PosteriorAverage
-from torchrex.recording.progress import Callback
+from torchrex.recording import Callback
 from torchrex.rng import derive_seed
 from torchrex.targets import DeviceLoader
 from torchrex.vision.augment import Augment, Normalise, evaluation_batches

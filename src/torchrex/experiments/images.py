@@ -35,7 +35,7 @@ from torchrex.exchange.run import steps_on
 from torchrex.experiments.jobs import Job, Trained
 from torchrex.experiments.place import Place, Precision
 from torchrex.network import ModuleEnsemble, ModuleExchange, Outcome
-from torchrex.recording.progress import Callback
+from torchrex.recording import Callback
 from torchrex.samplers import SGHMC
 from torchrex.schedules import Schedule
 from torchrex.targets import PosteriorEnergy, from_sgd

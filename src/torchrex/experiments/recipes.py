@@ -25,7 +25,7 @@ from torchrex.experiments.place import Place
 from torchrex.experiments.tall import tall_recipes
 from torchrex.network import Outcome
 from torchrex.posterior import Draws
-from torchrex.recording.progress import Callback
+from torchrex.recording import Callback
 
 MOST_NAMED = 4  # recipes in a hint
 LEAST_LIKENESS = 0.5  # of a name to one that may have been meant; 1 is the same

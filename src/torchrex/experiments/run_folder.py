@@ -18,13 +18,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 import torchrex
-from torchrex.checkpoint.files import one_line, parse_json, printable, read_file, require_file
+from torchrex.checkpoint import one_line, parse_json, printable, read_file, require_file
 from torchrex.durable import replace_file
 from torchrex.errors import NonFiniteEnergyError, RunFolderError
 from torchrex.experiments.config import to_json
 from torchrex.experiments.place import Place
 from torchrex.experiments.recipes import Config
-from torchrex.posterior.draws_file import checksums, with_another_sha256
+from torchrex.posterior import checksums, with_another_sha256
 
 RECIPE = re.compile(
     r"[A-Za-z0-9][\w.+-]*(/[A-Za-z0-9][\w.+-]*)*", re.ASCII

@@ -17,8 +17,7 @@ from torchrex.experiments.recipes import Config, DrawingConfig, TrainingConfig
 from torchrex.experiments.run_folder import RunFolder, named, same_config
 from torchrex.experiments.slot import Slot
 from torchrex.network import Outcome
-from torchrex.recording import Observer, open_logs
-from torchrex.recording.progress import Callback
+from torchrex.recording import Callback, Observer, open_logs
 
 logger = logging.getLogger("torchrex")
 

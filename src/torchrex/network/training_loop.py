@@ -15,15 +15,14 @@ from torch import Tensor
 
 from torchrex.distributed import Crew
 from torchrex.errors import DeviceError, InvalidArgumentError, NonFiniteEnergyError
-from torchrex.exchange.swap_report import report_pairs, warn_of_dead_pairs
+from torchrex.exchange import report_pairs, warn_of_dead_pairs
 from torchrex.network.divergence import LOWER_IT
 from torchrex.network.members import Member, name_of, recipe_of
 from torchrex.network.run import ModuleExchange
 from torchrex.network.saving import newest_of, resume, save
 from torchrex.network.side_by_side import SideBySide
 from torchrex.posterior import PosteriorAverage
-from torchrex.recording import Observer, Watched
-from torchrex.recording.observer import counted_so_far, on_host
+from torchrex.recording import Observer, Watched, counted_so_far, on_host
 
 logger = logging.getLogger("torchrex")
 

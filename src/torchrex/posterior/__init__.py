@@ -1,18 +1,31 @@
 """From runs to posterior draws, averages and predictions."""
 
-from torchrex.posterior.arviz_export import to_arviz, trace_to_datatree
+from torchrex.posterior.arviz_export import (
+    coordinate_labels,
+    import_extra,
+    to_arviz,
+    trace_to_datatree,
+)
 from torchrex.posterior.average import PosteriorAverage
-from torchrex.posterior.draws import Draws
+from torchrex.posterior.draws import Draws, mean_error
+from torchrex.posterior.draws_file import SHAPES, check_draws, checksums, with_another_sha256
 from torchrex.posterior.metrics import Prediction, classification_metrics, predictive_entropy
 from torchrex.posterior.store import DrawStore
 
 __all__ = [
+    "SHAPES",
     "DrawStore",
     "Draws",
     "PosteriorAverage",
     "Prediction",
+    "check_draws",
+    "checksums",
     "classification_metrics",
+    "coordinate_labels",
+    "import_extra",
+    "mean_error",
     "predictive_entropy",
     "to_arviz",
     "trace_to_datatree",
+    "with_another_sha256",
 ]

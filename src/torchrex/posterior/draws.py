@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrex.errors import InvalidArgumentError
-from torchrex.exchange.swap_report import PairReport, report_pairs
+from torchrex.exchange import PairReport, report_pairs
 from torchrex.posterior.arviz_export import draws_to_datatree, to_arviz
 from torchrex.posterior.draws_file import SHAPES, read_draws, write_draws
 from torchrex.posterior.draws_plot import plot_draws

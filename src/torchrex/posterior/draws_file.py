@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from torchrex.checkpoint.files import one_line, require_file
+from torchrex.checkpoint import one_line, require_file
 from torchrex.errors import RunFolderError
 
 SHAPES = {

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torchrex import notebook
-from torchrex.exchange.swap_report import count_trips, in_words, percent, rung_of
+from torchrex.exchange import count_trips, in_words, percent, rung_of
 
 if TYPE_CHECKING:
     from torchrex.posterior.draws import Draws

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchrex.checkpoint.files import one_line, require_file
+from torchrex.checkpoint import one_line, require_file
 from torchrex.distributed import is_first
 from torchrex.durable import replace_file
 from torchrex.errors import CheckpointError, InvalidArgumentError

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from torchrex.checkpoint.files import one_line, require_file
+from torchrex.checkpoint import one_line, require_file
 from torchrex.errors import CheckpointError, InvalidArgumentError
 from torchrex.posterior.store_index import INDEX, SCHEMA, StoredDraw
 

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from torch import Tensor
 
-from torchrex.checkpoint.files import parse_json, require_file
+from torchrex.checkpoint import parse_json, require_file
 from torchrex.errors import InvalidArgumentError, RunFolderError
 from torchrex.exchange import StepInfo
 from torchrex.recording.observer import (

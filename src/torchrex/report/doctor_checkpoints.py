@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from torchrex.checkpoint import Checkpoints
+from torchrex.checkpoint import Checkpoints, one_line
 from torchrex.checkpoint.contents import DamagedError, read
-from torchrex.checkpoint.files import one_line
 from torchrex.density.shards import shard_folders
 from torchrex.errors import CheckpointError
 from torchrex.report.doctor_words import several

@@ -14,8 +14,13 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from torchrex.diagnostics import convergence, equipartition_temperature, hill
-from torchrex.diagnostics.convergence import AT_ONE_POINT, FEWEST_DRAWS
+from torchrex.diagnostics import (
+    AT_ONE_POINT,
+    FEWEST_DRAWS,
+    convergence,
+    equipartition_temperature,
+    hill,
+)
 from torchrex.errors import MissingDependencyError
 from torchrex.experiments.mixtures import MixtureConfig
 from torchrex.experiments.tall import LogisticConfig

@@ -24,8 +24,8 @@ from torchrex.diagnostics import (
     effective_noise,
     noise_level,
     round_trips,
+    temperatures_at,
 )
-from torchrex.diagnostics.history import temperatures_at
 from torchrex.errors import TorchrexError
 from torchrex.experiments.gan import GanConfig
 from torchrex.experiments.image_recipes import PAIRED

@@ -11,7 +11,7 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
-from torchrex.checkpoint.files import one_line, parse_json, printable, read_file
+from torchrex.checkpoint import one_line, parse_json, printable, read_file
 
 NEEDED: dict[str, Any] = {"recipe": str, "seed": int, "status": str, "metrics": dict, "swaps": list}
 WHERE_THERE: dict[str, Any] = {

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from torchrex.checkpoint.files import one_line
+from torchrex.checkpoint import one_line
 from torchrex.errors import ConfigError, RecipeError, TorchrexError
 from torchrex.exchange import Ladder
 from torchrex.experiments.digits import N_TEST, DigitsConfig

@@ -11,14 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from torchrex.checkpoint.files import one_line
+from torchrex.checkpoint import one_line
 from torchrex.diagnostics import History
 from torchrex.errors import RunFolderError, TorchrexError
 from torchrex.exchange import Ladder
 from torchrex.experiments.recipes import Config
 from torchrex.experiments.run_folder import UNREADABLE, read_tensors
-from torchrex.posterior import Draws
-from torchrex.posterior.draws_file import check_draws
+from torchrex.posterior import Draws, check_draws
 from torchrex.report.salvage import salvage
 
 ROWS_OF_DRAWS = ("steps", "noise_variance", "replica_at", "energy")  # their first axis is the draws

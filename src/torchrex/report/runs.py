@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from torchrex.checkpoint import Checkpoints
-from torchrex.checkpoint.files import MOST_JSON, one_line, require_file
+from torchrex.checkpoint import MOST_JSON, Checkpoints, one_line, require_file
 from torchrex.density.shards import shard_folders
 from torchrex.diagnostics import History
 from torchrex.errors import RunFolderError, TorchrexError

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrex.checkpoint.files import one_line, parse_json, read_file
-from torchrex.posterior.draws_file import with_another_sha256
+from torchrex.checkpoint import one_line, parse_json, read_file
+from torchrex.posterior import with_another_sha256
 
 MOST = 2**34  # bytes of a damaged file that are read into memory
 MOST_AXES = 64  # of a tensor

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-from torchrex.checkpoint.files import read_file
+from torchrex.checkpoint import read_file
 from torchrex.experiments.gan import GanConfig
 from torchrex.report.runs import LoadedRun
 

@@ -20,7 +20,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from torchrex import durable
-from torchrex.checkpoint.files import one_line, parse_json, printable
+from torchrex.checkpoint import one_line, parse_json, printable
 from torchrex.errors import DataError
 from torchrex.vision.data.sources import PARTS, PICTURE, Source, source_of
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrex.errors import DataError, MissingDependencyError
-from torchrex.recording.progress import Callback
+from torchrex.recording import Callback
 from torchrex.vision.data.cache import cache_path, data_folder, load_images
 from torchrex.vision.data.importing import OFFICIAL, import_images
 from torchrex.vision.data.sources import Archive, source_of

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchrex.checkpoint.files import one_line, require_file
+from torchrex.checkpoint import one_line, require_file
 from torchrex.errors import DataError
 from torchrex.vision.data.packed_coder import UNREADABLE
 from torchrex.vision.data.sources import PARTS, PICTURE, Archive, Arrays, Part, Source

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from torchrex.errors import DataError
-from torchrex.recording.progress import Callback
+from torchrex.recording import Callback
 from torchrex.vision.data.cache import ImageSet, save_images
 from torchrex.vision.data.formats import (
     check_md5,

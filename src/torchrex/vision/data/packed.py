@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchrex.checkpoint.files import one_line, parse_json, read_file
+from torchrex.checkpoint import one_line, parse_json, read_file
 from torchrex.errors import DataError, InvalidArgumentError
-from torchrex.recording.progress import Callback
+from torchrex.recording import Callback
 from torchrex.vision.data import packed_coder
 from torchrex.vision.data.sources import PARTS, PICTURE, Arrays, Source, sha256_of
 
