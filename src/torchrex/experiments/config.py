@@ -1,5 +1,6 @@
-"""Configs: frozen dataclasses of plain values, overridden by `a.b=c`, saved as JSON beside the
-result.
+"""What is to be run: the base class of all configs, the options of a command, and `a.b=c` overrides.
+
+A config is a frozen dataclass of plain values; it is saved as JSON beside the result.
 """
 
 from __future__ import annotations
@@ -12,11 +13,170 @@ import math
 import re
 import types
 import typing
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from torch import Tensor
 
 from torchrex.errors import ConfigError
+from torchrex.exchange import Ladder
+from torchrex.recording import Observer
+from torchrex.recording.progress import Callback
 
 C = TypeVar("C")
+Precision = Literal["auto", "float32", "bfloat16"]  # of the forward pass; auto is bfloat16 on a GPU
+
+
+class Column(NamedTuple):
+    """How a metric is shown. `percent`: tables show 100 times the value of `result.json`."""
+
+    metric: str
+    title: str
+    percent: bool = False
+    decimals: int = 2
+
+
+COLUMNS = {
+    column.metric: column
+    for column in (
+        Column("accuracy", "accuracy", percent=True),
+        Column("logits_best_accuracy", "accuracy of logits, best epoch", percent=True),
+        Column("single_accuracy", "accuracy of one network", percent=True),
+        Column("paper_accuracy", "accuracy as the authors count", percent=True),
+        Column("training_mode_accuracy", "the same, BatchNorm in training mode", percent=True),
+        Column("called_fake", "called generated", percent=True),
+        Column("variety", "variety of a generator (real images: 1)"),
+        Column("pooled_accuracy", "accuracy, all rungs", percent=True),
+        Column("nll", "NLL", decimals=4),
+        Column("single_nll", "NLL of one network", decimals=4),
+        Column("ece", "ECE", percent=True),
+        Column("brier", "Brier score", decimals=4),
+        Column("mutual_information", "mutual information", decimals=4),
+        Column("left_weight", "left weight", decimals=4),
+        Column("left_weight_true", "left weight, exact", decimals=4),
+        Column("w1", "W1 to the exact law", decimals=3),
+        Column("w2", "W2 to the exact law", decimals=3),
+        Column("largest_mean_error_in_sd", "largest error of a mean (sd)", decimals=3),
+        Column("smallest_sd_ratio", "smallest ratio of sds", decimals=3),
+        Column("largest_sd_ratio", "largest ratio of sds", decimals=3),
+        Column("acceptance_rate", "acceptance rate", percent=True),
+        Column("noise_variance", "noise variance"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class ExperimentConfig:
+    """What every config has: runners and reports use only this, never a single experiment.
+
+    Subclasses are frozen dataclasses. A field with a default may replace a property of this class.
+    """
+
+    recipe: str = field(metadata={"settable": False})
+
+    def check(self) -> None:
+        """Raise ConfigError if settings do not go together."""
+
+    # What a run needs
+
+    @property
+    def n_steps(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """One for each rung; empty for plain descent."""
+        raise NotImplementedError
+
+    @property
+    def n_rungs(self) -> int:
+        return max(1, len(self.temperatures))
+
+    @property
+    def swaps(self) -> bool:
+        """False: the rungs are independent and their predictions are pooled."""
+        return True
+
+    @property
+    def swap_start(self) -> int:
+        """The first step with a swap test."""
+        return 0
+
+    @property
+    def correction_factor(self) -> float:
+        """F at the start of the run."""
+        return 1.0
+
+    @property
+    def n_runs(self) -> int:
+        """Independent chains in one run."""
+        return 1
+
+    @property
+    def precision(self) -> Precision:
+        return "float32"
+
+    def ladder(self) -> Ladder:
+        raise NotImplementedError
+
+    # What reports ask
+
+    @property
+    def headline(self) -> str:
+        """The metric that is shown first."""
+        return self.columns[0].metric
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The metrics that are worth a column; a run may lack some of them."""
+        return columns("accuracy", "single_accuracy", "pooled_accuracy", "nll", "ece")
+
+    @property
+    def paper_numbers(self) -> Mapping[str, tuple[float, float | None]]:
+        """Metric -> the paper's value, as in `result.json`, and its standard deviation over seeds."""
+        return {}
+
+    @property
+    def test_size(self) -> int | None:
+        """How many held-out examples the metrics are measured on; None for a density."""
+        return None
+
+    def advice(self, result: Mapping[str, Any]) -> list[str]:
+        """Warnings about a result that only this experiment can give."""
+        return []
+
+    def exact_density(self) -> Callable[[Tensor], Tensor] | None:
+        """The density of rung 0 at points x (n,), where it is known."""
+        return None
+
+    def test_labels(self) -> Tensor | None:
+        """The labels of the held-out examples, where they are quick to get."""
+        return None
+
+
+def columns(*metrics: str) -> tuple[Column, ...]:
+    return tuple(COLUMNS[metric] for metric in metrics)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How runs are carried out; no number of a result depends on it."""
+
+    device: str = "auto"
+    resume: bool = False  # continue unfinished runs, leave finished ones as they are
+    overwrite: bool = False  # replace what is there
+    budget: float | None = None  # seconds until the runs stop with a checkpoint
+    progress: Callback | None = None
+    observers: tuple[Observer, ...] = ()  # of networks
+    log: tuple[str, ...] = ()  # of networks: "jsonl", "tensorboard"
+
+
+def require(config: ExperimentConfig, rules: Sequence[tuple[str, bool, str]]) -> None:
+    """Check rules (setting, whether it is fine, what it must be)."""
+    for name, fine, wanted in rules:
+        if not fine:
+            raise ConfigError(f"setting {name!r} must be {wanted}, got {getattr(config, name)}")
 
 
 def override(config: C, assignments: typing.Sequence[str]) -> C:

@@ -9,7 +9,7 @@ training images; the test images decide nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torchrex.checkpoint import Checkpoints
 from torchrex.density.threads import few_threads
 from torchrex.distributed import replica_mesh
-from torchrex.errors import ConfigError, MissingDependencyError
+from torchrex.errors import MissingDependencyError
 from torchrex.exchange import Ladder, NoSwaps, PairedVariance, ReplicaExchange
 from torchrex.exchange.run import steps_on
+from torchrex.experiments.config import ExperimentConfig, require
 from torchrex.experiments.jobs import Job, Trained
 from torchrex.experiments.place import Place
 from torchrex.network import ModuleEnsemble, Outcome, train
@@ -31,15 +32,14 @@ from torchrex.samplers import SGHMC
 from torchrex.schedules import hold_then_decay
 from torchrex.targets import DeviceLoader, PosteriorEnergy, from_sgd
 
-N_TEST, SPLIT_SEED = 500, 0
+N_TEST, N_TRAINING, SPLIT_SEED = 500, 1297, 0
 
 
 @dataclass(frozen=True)
-class DigitsConfig:
+class DigitsConfig(ExperimentConfig):
     """One method on the digits; learning rates and weight decay are those of a mean loss."""
 
-    recipe: str = field(metadata={"settable": False})
-    temperatures: tuple[float, ...]  # one is SGHMC, none is momentum SGD
+    temperatures: tuple[float, ...] = ()  # one is SGHMC, none is momentum SGD
     swaps: bool = True  # False: independent replicas, pooled
     hidden: int = 64
     batch_size: int = 64
@@ -55,8 +55,8 @@ class DigitsConfig:
 
     def check(self) -> None:
         """Settings that do not go together."""
-        most = 1797 - N_TEST
-        for name, fine, wanted in (
+        most = N_TRAINING
+        rules = (
             ("epochs", self.epochs >= 1, "at least 1"),
             (
                 "burn_in_epochs",
@@ -70,17 +70,12 @@ class DigitsConfig:
             ("momentum", 0 <= self.momentum < 1, "at least 0 and less than 1"),
             ("weight_decay", self.weight_decay >= 0, "at least 0"),
             ("checkpoint_every", self.checkpoint_every >= 1, "at least 1"),
-        ):
-            if not fine:
-                raise ConfigError(f"setting {name!r} must be {wanted}, got {getattr(self, name)}")
-
-    @property
-    def n_rungs(self) -> int:
-        return max(1, len(self.temperatures))
+        )
+        require(self, rules)
 
     @property
     def steps_per_epoch(self) -> int:
-        return (1797 - N_TEST) // self.batch_size
+        return N_TRAINING // self.batch_size
 
     @property
     def n_steps(self) -> int:
@@ -89,8 +84,8 @@ class DigitsConfig:
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(64, self.hidden), nn.ReLU(), nn.Linear(self.hidden, 10))
 
-    def ladder(self, n_data: int) -> Ladder:
-        scale = from_sgd(n_data=n_data, lr=self.lr_of_mean)
+    def ladder(self) -> Ladder:
+        scale = from_sgd(n_data=N_TRAINING, lr=self.lr_of_mean)
         if not self.temperatures:
             return Ladder.descent(
                 scale.lr, decay=hold_then_decay(self.n_steps // 2, 0.99, every=self.steps_per_epoch)
@@ -139,7 +134,7 @@ class DigitsConfig:
                 device=on,
                 mesh=replica_mesh(self.n_rungs, on),
             ),
-            self.ladder(len(x)),
+            self.ladder(),
             noise=PairedVariance(self.smoothing) if self.n_rungs > 1 else None,
             correction_factor=self.correction_factor,
             pairing=None if self.swaps else NoSwaps(),
@@ -181,6 +176,16 @@ class DigitsConfig:
         exchange.
         """
         return 0 if self.swaps else None
+
+    @property
+    def test_size(self) -> int:
+        return N_TEST
+
+    def test_labels(self) -> Tensor | None:
+        try:
+            return digits()[1][1]
+        except MissingDependencyError:
+            return None
 
     def metrics(self, average: PosteriorAverage) -> dict[str, Any]:
         """The average's numbers, those of the last network alone, and those of both rungs pooled."""

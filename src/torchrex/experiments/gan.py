@@ -19,6 +19,7 @@ from torchrex.distributed import ReplicaMesh, replica_mesh
 from torchrex.errors import ConfigError
 from torchrex.exchange import Ladder, NoSwaps, PairedVariance, ReplicaExchange
 from torchrex.exchange.run import steps_on
+from torchrex.experiments.config import ExperimentConfig
 from torchrex.experiments.jobs import Job, Trained
 from torchrex.experiments.place import Place, Precision
 from torchrex.network import ModuleEnsemble, ModuleExchange, Outcome
@@ -51,10 +52,9 @@ KINDS: dict[str, Kind] = {
 
 
 @dataclass(frozen=True)
-class GanConfig:
+class GanConfig(ExperimentConfig):
     """One method on one data set with some labels; learning rates are those of a mean loss."""
 
-    recipe: str = field(metadata={"settable": False})
     data: GanData = field(metadata={"settable": False})
     method: GanMethod = field(metadata={"settable": False})
     n_labelled: int  # class-balanced, chosen by the seed; the rest of the images is unlabelled

@@ -32,6 +32,7 @@ from torchrex.exchange import (
 )
 from torchrex.exchange.momentum import MomentumPolicy
 from torchrex.exchange.run import steps_on
+from torchrex.experiments.config import ExperimentConfig
 from torchrex.experiments.jobs import Job, Trained
 from torchrex.experiments.place import Place, Precision
 from torchrex.network import ModuleEnsemble, ModuleExchange, Outcome
@@ -53,12 +54,11 @@ N_TRAINING, N_CLASSES = 50_000, {"cifar10": 10, "cifar100": 100}
 
 
 @dataclass(frozen=True)
-class ImageConfig:
+class ImageConfig(ExperimentConfig):
     """One method on one data set with one network; learning rate and weight decay are those of a
     mean loss.
     """
 
-    recipe: str = field(metadata={"settable": False})
     data: Literal["cifar10", "cifar100"]  # cifar10 or cifar100
     net: str
     method: Method = field(metadata={"settable": False})

@@ -5,6 +5,7 @@ how one is run.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,8 +16,9 @@ from torch import Tensor
 from torchrex.density import sample
 from torchrex.density.sampling import Progress
 from torchrex.density.threads import few_threads
-from torchrex.exchange import RepeatedDraws, RunningMean
+from torchrex.exchange import Ladder, RepeatedDraws, RunningMean
 from torchrex.exchange.run import steps_on
+from torchrex.experiments.config import Column, ExperimentConfig, columns
 from torchrex.experiments.place import Place
 from torchrex.posterior import Draws
 from torchrex.targets import Gaussian, GaussianMixture, NoiseModel, Noisy, StudentT
@@ -37,10 +39,9 @@ class EnergyNoise:
 
 
 @dataclass(frozen=True)
-class MixtureConfig:
+class MixtureConfig(ExperimentConfig):
     """One method on one mixture."""
 
-    recipe: str = field(metadata={"settable": False})
     weights: tuple[float, ...] = (0.4, 0.6)
     means: tuple[float, ...] = (-3.0, 2.0)
     stds: tuple[float, ...] = (0.7, 0.5)
@@ -65,6 +66,21 @@ class MixtureConfig:
 
     def mixture(self) -> GaussianMixture:
         return GaussianMixture(self.weights, self.means, self.stds)
+
+    def ladder(self) -> Ladder:
+        return Ladder(self.temperatures, self.lr)
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return columns("left_weight", "left_weight_true", "w2", "w1", "acceptance_rate")
+
+    @property
+    def paper_numbers(self) -> dict[str, tuple[float, float | None]]:
+        return {metric: (value, None) for metric, value in self.paper.items()}
+
+    def exact_density(self) -> Callable[[Tensor], Tensor]:
+        mixture = self.mixture()
+        return lambda x: mixture.log_density(x[:, None]).exp()
 
     def place(self, device: str) -> Place:
         return Place(steps_on("cpu" if device == "auto" else device))

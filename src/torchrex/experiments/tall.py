@@ -14,15 +14,16 @@ from torch import Tensor
 
 from torchrex.density import sample
 from torchrex.density.sampling import Progress
-from torchrex.exchange import PairedVariance
+from torchrex.exchange import Ladder, PairedVariance
 from torchrex.exchange.run import steps_on
+from torchrex.experiments.config import Column, ExperimentConfig, columns
 from torchrex.experiments.place import Place
 from torchrex.posterior import Draws
 from torchrex.targets import TallPosterior, laplace, logistic_regression, simulate_logistic
 
 
 @dataclass(frozen=True)
-class LogisticConfig:
+class LogisticConfig(ExperimentConfig):
     """Simulated data, so that it runs anywhere; the learning rate is that of a mean loss.
 
     The gap between the temperatures is small because the noise demands it: with minibatches of n
@@ -30,7 +31,6 @@ class LogisticConfig:
     test (F = 1) accepts only at inverse gaps of the order of its inverse.
     """
 
-    recipe: str = field(metadata={"settable": False})
     n_data: int = 100_000
     dim: int = 4
     batch_size: int = 256
@@ -54,6 +54,15 @@ class LogisticConfig:
         features, labels, _ = simulate_logistic(self.n_data, self.dim, seed=self.data_seed)
         return logistic_regression(
             features, labels, prior_precision=self.prior_precision, batch_size=self.batch_size
+        )
+
+    def ladder(self) -> Ladder:
+        return Ladder(self.temperatures, self.lr_of_mean / self.n_data)
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return columns(
+            "largest_mean_error_in_sd", "smallest_sd_ratio", "largest_sd_ratio", "acceptance_rate"
         )
 
     def place(self, device: str) -> Place:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torchrex.checkpoint import one_line
 from torchrex.errors import ConfigError, RecipeError, TorchrexError
 from torchrex.exchange import Ladder
-from torchrex.experiments.digits import N_TEST, DigitsConfig
+from torchrex.experiments.digits import DigitsConfig
 from torchrex.experiments.images import ImageConfig
 from torchrex.experiments.mixtures import MixtureConfig
 from torchrex.experiments.recipes import Config, get_recipe
@@ -131,5 +131,5 @@ def ladder_of(config: Any) -> Ladder | None:
     if isinstance(config, LogisticConfig):
         return Ladder(config.temperatures, config.lr_of_mean / config.n_data)
     if isinstance(config, DigitsConfig):
-        return config.ladder(1797 - N_TEST)
+        return config.ladder()
     return config.ladder() if isinstance(config, ImageConfig) else None
