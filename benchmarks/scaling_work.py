@@ -114,13 +114,15 @@ def besides(folder: str, repeats: int) -> dict[str, Any]:
             counted.seen.clear()
             began = time.perf_counter()
             if run.mesh.is_spread:
-                run.mesh.send_from(0, output if run.mesh.crew.rank == 0 else None, run.device)
+                run.mesh.send_from(
+                    0, output if run.mesh.process_group.rank == 0 else None, run.device
+                )
             sending.append(time.perf_counter() - began)
             prediction = counted.summary()
             counted.seen.clear()
             state, began = run.state_dict(), time.perf_counter()
             state = {"replicas": state.pop("replicas"), "run": state}
-            Checkpoints(Path(folder)).save(repeat, state, crew=run.mesh.crew)
+            Checkpoints(Path(folder)).save(repeat, state, process_group=run.mesh.process_group)
             saving.append(time.perf_counter() - began)
     return {
         "sending": sending,

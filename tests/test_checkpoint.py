@@ -31,8 +31,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 
-from torchrex.checkpoint import Checkpoint, Checkpoints
-from torchrex.checkpoint.contents import read
+from torchrex.checkpoint import Checkpoint, Checkpoints, read
 from torchrex.checkpoint.tree import DTYPES, encode, tensor_name
 from torchrex.errors import CheckpointError, InvalidArgumentError
 

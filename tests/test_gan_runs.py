@@ -25,7 +25,7 @@ import torchrex as tr
 from command import run_command
 from modules import same
 from torchrex.distributed import ReplicaMesh
-from torchrex.distributed.crew import Crew
+from torchrex.distributed.process_group import ProcessGroup
 from torchrex.errors import ConfigError, DataError
 from torchrex.experiments import gan, gan_runs
 from torchrex.experiments import gan_recipes as made
@@ -437,9 +437,9 @@ def test_bad_settings_are_one_clear_line_and_exit_2(cli, tmp_path, settings, exp
 )
 def test_on_how_many_processes(monkeypatch, recipe, settings, n_processes, expected):
     config = override(get_recipe(recipe), settings)
-    crew = Crew(rank=0, size=n_processes)
+    process_group = ProcessGroup(rank=0, size=n_processes)
     monkeypatch.setattr(
-        gan, "replica_mesh", lambda n_replicas, device: ReplicaMesh(n_replicas, crew)
+        gan, "replica_mesh", lambda n_replicas, device: ReplicaMesh(n_replicas, process_group)
     )
     if expected is None:
         assert list(config.mesh(torch.device("cpu")).mine) == [0]

@@ -131,7 +131,7 @@ def test_a_member_that_fails_ends_alone():
 
     healthy, broken = Told(), Breaks()
     members = [
-        tr.Member(make_run(seed=seed), observers=[told])
+        tr.TrainingRun(make_run(seed=seed), observers=[told])
         for seed, told in enumerate((healthy, broken))
     ]
     assert tr.train_together(members, batches(7), N_STEPS).status == "finished"
@@ -269,7 +269,7 @@ def test_a_run_that_begins_anew_begins_its_log_anew_and_a_log_is_of_one_run(tmp_
     _, trace, _ = go(observers=log)
     assert_covers(read_log(log.path), trace)
     assert sum(line["kind"] == "start" for line in read_log(log.path)) == 1
-    members = [tr.Member(make_run(seed=seed), observers=[log]) for seed in range(2)]
+    members = [tr.TrainingRun(make_run(seed=seed), observers=[log]) for seed in range(2)]
     with pytest.raises(InvalidArgumentError, match="give each run its own"):
         tr.train_together(members, batches(7), 10)
 
@@ -804,7 +804,7 @@ def test_runs_side_by_side_are_drawn_at_one_step(monkeypatch):
     )
     display = LiveDisplay(console=terminal())
     members = [
-        tr.Member(make_run(linear, flat_energy(), seed=seed), observers=[display])
+        tr.TrainingRun(make_run(linear, flat_energy(), seed=seed), observers=[display])
         for seed in range(3)
     ]
     tr.train_together(members, batches(7), 40)

@@ -31,7 +31,7 @@ def objects(tmp_path):
             repeated,
             mixture,
             run.ensemble,
-            tr.Member(run),
+            tr.TrainingRun(run),
             tr.SideBySide([run]),
         ),
         *(

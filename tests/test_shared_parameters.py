@@ -17,7 +17,7 @@ from torch import nn
 import torchrex as tr
 from assertions import assert_mean_is, assert_mean_is_not
 from modules import N_CLASSES, N_DATA, N_FEATURES, batches, same
-from torchrex.distributed.crew import Crew
+from torchrex.distributed.process_group import ProcessGroup
 from torchrex.errors import InvalidArgumentError
 from torchrex.exchange import module_work
 
@@ -427,7 +427,10 @@ def test_mutants_miss_it(monkeypatch):
             {"shared": ("common.",), "shared_batches": False},
             "needs all replicas in one process and on the same minibatches",
         ),
-        ({"mesh": tr.ReplicaMesh(3, Crew(rank=0, size=2))}, "needs all replicas in one process"),
+        (
+            {"mesh": tr.ReplicaMesh(3, ProcessGroup(rank=0, size=2))},
+            "needs all replicas in one process",
+        ),
         (
             {"divergence": "respawn"},
             "through what they share (shared=('common.',)) all of them break with the first",

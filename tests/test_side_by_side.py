@@ -13,7 +13,7 @@ import torchrex as tr
 from modules import same
 from torchrex.errors import CheckpointError, DeviceError, InvalidArgumentError, NonFiniteEnergyError
 from torchrex.exchange import NoSwaps, RepeatedDraws, Smoothing
-from torchrex.network import Member, SideBySide, train_together
+from torchrex.network import SideBySide, TrainingRun, train_together
 
 N = 200
 DEVICES = [
@@ -183,7 +183,7 @@ def test_a_run_that_diverges_is_left_behind(device):
 
 def members(tmp_path, jobs, device="cpu", **options):
     return [
-        Member(
+        TrainingRun(
             make(method, seed, device, **options),
             [
                 tr.PosteriorAverage(
@@ -351,11 +351,11 @@ def test_what_cannot_go_side_by_side():
 def test_members_are_made_from_what_is_natural(tmp_path):
     run = make("paired", 0, "cpu")
     average = tr.PosteriorAverage([next(iter(loaders("cpu")[0]))], every=5)
-    member = Member(run, average, checkpoints=str(tmp_path / "run"))
+    member = TrainingRun(run, average, checkpoints=str(tmp_path / "run"))
     data, extra = loaders("cpu")
     train_together([member], data, 10, extra=extra, checkpoint_every=5)
     assert (average.n_draws, member.checkpoints.steps()) == (2, [5, 10])
     with pytest.raises(InvalidArgumentError, match="takes members"):
         train_together([run], data, 10)
     with pytest.raises(InvalidArgumentError, match="a member is"):
-        Member([run])
+        TrainingRun([run])

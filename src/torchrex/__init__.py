@@ -40,7 +40,14 @@ if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` 
         expected_acceptance,
         log_swap_ratio,
     )
-    from torchrex.network import Member, ModuleEnsemble, Outcome, SideBySide, train, train_together
+    from torchrex.network import (
+        ModuleEnsemble,
+        Outcome,
+        SideBySide,
+        TrainingRun,
+        train,
+        train_together,
+    )
     from torchrex.posterior import Draws, DrawStore, PosteriorAverage, classification_metrics
     from torchrex.recording import JsonLines, LiveDisplay, Observer, TensorBoard, Trace
     from torchrex.samplers import SGHMC, SGLD, AdamStart
@@ -79,7 +86,7 @@ _HOMES = {
         "Target from_sgd logistic_regression"
     ),
     "density": "TensorEnsemble collect sample",
-    "network": "Member ModuleEnsemble Outcome SideBySide train train_together",
+    "network": "TrainingRun ModuleEnsemble Outcome SideBySide train train_together",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 # Rooms that are there after `import torchrex`, whether they are loaded yet or not.
@@ -115,7 +122,6 @@ __all__ = [
     "Ladder",
     "LiveDisplay",
     "LogDensity",
-    "Member",
     "ModuleEnsemble",
     "NoSwaps",
     "Noisy",
@@ -141,6 +147,7 @@ __all__ = [
     "TensorEnsemble",
     "TorchrexError",
     "Trace",
+    "TrainingRun",
     "classification_metrics",
     "collect",
     "expected_acceptance",

@@ -28,9 +28,9 @@ def announced(job, sign, folder):
     """The job, after a sign that all ranks have joined: one killed before leaves the others waiting
     for their time-out.
     """
-    crew = tr.distributed.join()
-    crew.gather(None)
-    Path(f"{sign}-{crew.rank}").touch()
+    process_group = tr.distributed.join()
+    process_group.gather(None)
+    Path(f"{sign}-{process_group.rank}").touch()
     return job(folder)
 
 

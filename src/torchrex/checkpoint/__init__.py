@@ -1,5 +1,6 @@
-"""State trees on disk: saved whole or not at all, checked before they are used, and never executed."""
+"""State trees on disk: saved completely or not at all, checked before use, and never executed."""
 
+from torchrex.checkpoint.contents import DamagedError, read
 from torchrex.checkpoint.files import (
     MOST_JSON,
     one_line,
@@ -14,9 +15,11 @@ __all__ = [
     "MOST_JSON",
     "Checkpoint",
     "Checkpoints",
+    "DamagedError",
     "one_line",
     "parse_json",
     "printable",
+    "read",
     "read_file",
     "require_file",
 ]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchrex.checkpoint.contents import DONE, Contents, DamagedError, read
-from torchrex.distributed import ALONE, Crew
+from torchrex.distributed import ALONE, ProcessGroup
 from torchrex.durable import remove_folder, sync_folder, write_synced
 from torchrex.errors import CheckpointError, InvalidArgumentError
 
@@ -60,14 +60,14 @@ class Checkpoints:
         state: Mapping[str, Any],
         *,
         setting: Mapping[str, Any] | None = None,
-        crew: Crew = ALONE,
+        process_group: ProcessGroup = ALONE,
     ) -> Path:
         """Save a state; when this returns it is on the disk for good, and if this raises the folder
         is as it was.
 
         Of this and the earlier steps the newest `keep` stay. Those of later steps, which a run that
         was set back has still ahead of it, are left alone until the run comes to them. All
-        processes of a `crew` must call this, each with its own replicas in the state: they write
+        processes of a `process_group` must call this, each with its own replicas in the state: they write
         them at the same time, and it is saved for all of them or for none.
         """
         step = operator.index(step)
@@ -80,17 +80,17 @@ class Checkpoints:
         moved = False
         try:
             with (
-                crew.all_or_none("saving of a checkpoint", CheckpointError),
+                process_group.all_or_none("saving of a checkpoint", CheckpointError),
                 self._in_words(complete),
             ):
                 contents = Contents(step, state, setting or {})
-                if crew.is_first:
+                if process_group.is_main:
                     self._make_folder()
                     self._tidy()
                     part.mkdir()
             written = {}
             with (
-                crew.all_or_none("saving of a checkpoint", CheckpointError),
+                process_group.all_or_none("saving of a checkpoint", CheckpointError),
                 self._in_words(complete),
             ):
                 if not part.is_dir():
@@ -100,14 +100,14 @@ class Checkpoints:
                 written = contents.write_replicas(part)
             replicas = {
                 k: each
-                for of_rank in crew.gather(written, "saving of a checkpoint")
+                for of_rank in process_group.gather(written, "saving of a checkpoint")
                 for k, each in of_rank.items()
             }
             with (
-                crew.all_or_none("saving of a checkpoint", CheckpointError),
+                process_group.all_or_none("saving of a checkpoint", CheckpointError),
                 self._in_words(complete),
             ):
-                if crew.is_first:
+                if process_group.is_main:
                     seal = contents.write_rest(part, replicas)
                     if complete.is_dir():
                         os.rename(complete, self.folder / f".{name}.old")
@@ -115,13 +115,13 @@ class Checkpoints:
                     moved = True
                     self._finish(complete, seal)
         except BaseException:
-            if crew.is_first:
+            if process_group.is_main:
                 with contextlib.suppress(OSError):
                     if moved:
                         _remove(complete)
                     self._tidy()
             raise
-        if crew.is_first:
+        if process_group.is_main:
             self._remove_surplus(step)
         return complete
 
@@ -149,7 +149,7 @@ class Checkpoints:
         *,
         setting: Mapping[str, Any] | None = None,
         among: Collection[int] | None = None,
-        crew: Crew = ALONE,
+        process_group: ProcessGroup = ALONE,
         replicas: Collection[int] | None = None,
     ) -> Checkpoint | None:
         """The newest checkpoint that passes every check, or None where none was ever completed; if
@@ -157,25 +157,27 @@ class Checkpoints:
 
         Damaged ones are skipped with a warning, but one of another `setting` or schema version is
         an error: older ones would be so as well. Nothing that is read is executed. Each process of
-        a `crew` reads the `replicas` it is to hold, and all of them go back to the same step.
+        a `process_group` reads the `replicas` it is to hold, and all of them go back to the same step.
         """
         wrong: list[str] = []
-        for step in reversed(crew.first(self.steps())):
+        for step in reversed(process_group.from_main(self.steps())):
             if among is not None and step not in among:
                 continue
             path, damage, state = self.path_of(step), None, {}
-            with crew.all_or_none("reading of a checkpoint", CheckpointError):
+            with process_group.all_or_none("reading of a checkpoint", CheckpointError):
                 try:
                     state = read(path, step, setting, replicas)
                 except DamagedError as found:
                     damage = " ".join(f"{path.name} {found}".split())
             damaged = [
-                each for each in crew.gather(damage, "reading of a checkpoint") if each is not None
+                each
+                for each in process_group.gather(damage, "reading of a checkpoint")
+                if each is not None
             ]
             if damaged:
                 wrong.append(damaged[0])
                 continue
-            if wrong and crew.is_first:
+            if wrong and process_group.is_main:
                 log.warning(
                     "damaged checkpoint skipped in %s: %s; using %s instead",
                     self.folder,

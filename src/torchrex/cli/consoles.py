@@ -6,6 +6,9 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from torchrex.cli.voice import is_first
+from torchrex.cli.voice import is_main_process
 
-stdout, stderr = Console(quiet=not is_first()), Console(stderr=True, quiet=not is_first())
+stdout, stderr = (
+    Console(quiet=not is_main_process()),
+    Console(stderr=True, quiet=not is_main_process()),
+)

@@ -11,7 +11,7 @@ import typer
 
 from torchrex.cli.app import app
 from torchrex.cli.interrupts import Interrupted
-from torchrex.cli.voice import is_first
+from torchrex.cli.voice import is_main_process
 from torchrex.errors import RankError, TorchrexError
 
 
@@ -37,13 +37,13 @@ def call() -> None:
         _tell(f"{error}; {how}", loudly=error.speaks, red=True)
         sys.exit(2)
     except TorchrexError as error:
-        _tell(str(error), loudly=is_first(), red=True)
+        _tell(str(error), loudly=is_main_process(), red=True)
         sys.exit(2)
     except Interrupted as interrupted:
-        _tell(str(interrupted), loudly=is_first())
+        _tell(str(interrupted), loudly=is_main_process())
         sys.exit(interrupted.exit_code)
     except KeyboardInterrupt:
-        _tell("interrupted", loudly=is_first())
+        _tell("interrupted", loudly=is_main_process())
         sys.exit(130)
     finally:
         logger.removeHandler(warnings)

@@ -12,7 +12,7 @@ from torch.distributions import Distribution
 
 from torchrex.density.run import DensityExchange
 from torchrex.density.sampling_drawing import Drawing, Folder, as_checkpoints
-from torchrex.density.shards import Shards, crew_for
+from torchrex.density.shards import Shards, process_group_for
 from torchrex.density.tensor_ensemble import TensorEnsemble
 from torchrex.distributed import ALONE
 from torchrex.errors import (
@@ -137,7 +137,7 @@ def sample(
             "give either ladder=... or temperatures=... and lr=..., not both"
         )
 
-    crew = crew_for(shards, n_runs)
+    process_group = process_group_for(shards, n_runs)
     n_rungs = ladder.n_rungs
     whole = TensorEnsemble.start(
         target,
@@ -148,7 +148,7 @@ def sample(
         device=steps_on(device),
         dtype=dtype,
     )
-    divided = Shards(whole, 1 if shards is None else shards, seed, crew)
+    divided = Shards(whole, 1 if shards is None else shards, seed, process_group)
     folder = as_checkpoints(checkpoints)
 
     def make(k: int) -> Drawing:
@@ -185,7 +185,7 @@ def sample(
     }
     numbers |= {} if folder is None else {"checkpoints": str(folder.folder.absolute())}
     divided.require_same_everywhere(numbers)
-    with crew.all_or_none("look at the checkpoints", CheckpointError):
+    with process_group.all_or_none("look at the checkpoints", CheckpointError):
         divided.require_same_cut(folder)
     settings = {"run": f"ReplicaExchange({whole!r}, {ladder!r})", "seed": seed}
     settings |= {"shards": divided.n_shards} if divided.n_shards > 1 else {}
@@ -196,7 +196,7 @@ def sample(
         settings,
         resume=resume,
         budget=budget,
-        progress=progress if crew.is_first else None,
+        progress=progress if process_group.is_main else None,
         on_interrupt=on_interrupt,
     )
 
@@ -299,7 +299,7 @@ def _draw(
     )
     if draws is None:
         raise KeyboardInterrupt  # there is nothing to keep
-    if draws.status == "finished" and shards.crew.is_first:
+    if draws.status == "finished" and shards.process_group.is_main:
         warn_of_dead_pairs(draws.pairs())
     if draws.status == "interrupted":
         how = f"interrupted after {draws.n_steps:,} of {n_steps:,} steps"
@@ -307,7 +307,7 @@ def _draw(
             raise RunInterrupted(
                 f"{how}; the draws so far are in the `draws` of this exception", draws=draws
             )
-        if shards.crew.is_first:
+        if shards.process_group.is_main:
             logger.warning("%s; the draws so far are kept", how)
     return draws
 

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from torchrex.checkpoint import Checkpoints
-from torchrex.checkpoint.folder import Checkpoint
+from torchrex.checkpoint import Checkpoint, Checkpoints
 from torchrex.density.draw_recorder import DrawRecorder
 from torchrex.density.run import DensityExchange
 from torchrex.density.threads import few_threads

@@ -29,7 +29,7 @@ def draw_all(
     *,
     budget: float | None = None,
     progress: Callback | None = None,
-    told_to_stop: Callable[[], bool] = lambda: False,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> End:
     """Bring all runs to their end, always the one that is furthest behind. Ctrl-C saves all of
     them.
@@ -47,7 +47,7 @@ def draw_all(
             at = _furthest_behind(drawings)
             used_up, stop = (
                 budget is not None and time.monotonic() - began >= budget,
-                told_to_stop(),
+                stop_requested(),
             )
             if (used_up or stop) and 0 < drawings[
                 at

@@ -26,7 +26,7 @@ from torchrex.checkpoint import Checkpoints
 from torchrex.density.sampling_drawing import Drawing
 from torchrex.density.sampling_loop import End, draw_all
 from torchrex.density.tensor_ensemble import TensorEnsemble
-from torchrex.distributed import ALONE, Crew, Rendezvous, join
+from torchrex.distributed import ALONE, ProcessGroup, Rendezvous, join
 from torchrex.errors import (
     CheckpointError,
     InvalidArgumentError,
@@ -64,7 +64,7 @@ def cut(n: int, parts: int) -> list[range]:
     return [range(first, last) for first, last in itertools.pairwise(bounds)]
 
 
-def crew_for(shards: int | None, n_runs: int) -> Crew:
+def process_group_for(shards: int | None, n_runs: int) -> ProcessGroup:
     """The processes that share them; refused if a process would have nothing to do, or a shard."""
     n_shards = 1 if shards is None else shards
     if isinstance(n_shards, bool) or not isinstance(n_shards, int) or n_shards < 1:
@@ -92,11 +92,18 @@ def crew_for(shards: int | None, n_runs: int) -> Crew:
 class Shards:
     """The shards of one call of `sample`, and those among them that are this process's own."""
 
-    def __init__(self, whole: TensorEnsemble, n_shards: int, seed: int, crew: Crew) -> None:
-        self.whole, self.n_shards, self.seed, self.crew = whole, n_shards, seed, crew
+    def __init__(
+        self, whole: TensorEnsemble, n_shards: int, seed: int, process_group: ProcessGroup
+    ) -> None:
+        self.whole, self.n_shards, self.seed, self.process_group = (
+            whole,
+            n_shards,
+            seed,
+            process_group,
+        )
         self.runs = cut(whole.position.shape[1], n_shards)
-        self.of_rank = cut(n_shards, crew.size)
-        self.mine = self.of_rank[crew.rank]
+        self.of_rank = cut(n_shards, process_group.size)
+        self.mine = self.of_rank[process_group.rank]
 
     def ensemble(self, k: int) -> TensorEnsemble:
         if self.n_shards == 1:
@@ -139,7 +146,7 @@ class Shards:
 
     def require_same_everywhere(self, numbers: Mapping[str, Any]) -> None:
         """All processes must have been asked for the same."""
-        said = self.crew.gather(dict(numbers), "agreement on the shards")
+        said = self.process_group.gather(dict(numbers), "agreement on the shards")
         for rank, other in enumerate(said):
             for name, value in said[0].items():
                 if other.get(name) != value:
@@ -159,32 +166,37 @@ class Shards:
         """Sample what is this process's own, wait for the others, and put all together. None if not
         all have begun.
         """
-        crew = self.crew
+        process_group = self.process_group
         drawings: list[Drawing] = []
-        with crew.all_or_none("reading of the checkpoints", CheckpointError):
+        with process_group.all_or_none("reading of the checkpoints", CheckpointError):
             for k in self.mine:
                 drawings.append(make(k))
                 drawings[-1].find(resume=resume)
-        meeting = Rendezvous(crew)
+        meeting = Rendezvous(process_group)
         met: TorchrexError | OSError | None = None
         end = End("interrupted")
-        with crew.telling(), _terminating(crew):
+        with process_group.reporting_errors(), _terminating(process_group):
             try:
                 end = draw_all(
-                    drawings, budget=budget, progress=progress, told_to_stop=meeting.told_to_stop
+                    drawings,
+                    budget=budget,
+                    progress=progress,
+                    stop_requested=meeting.stop_requested,
                 )
             except (TorchrexError, OSError) as error:
                 met = error
             if met is not None or end.status in ("interrupted", "failed"):
-                meeting.ask_to_stop()
+                meeting.request_stop()
             meeting.wait("end of the sampling")
-        with crew.all_or_none("sampling", TorchrexError):
+        with process_group.all_or_none("sampling", TorchrexError):
             if met is not None:
                 raise met
-        ends: list[list[Any]] = crew.gather([end.status, self._failure(end)], "end of the sampling")
+        ends: list[list[Any]] = process_group.gather(
+            [end.status, self._failure(end)], "end of the sampling"
+        )
         status = max((each for each, _ in ends), key=STATUSES.index)
         draws = combine(self._collect(drawings, status, settings))
-        if status == "finished" and crew.is_first and drawings:
+        if status == "finished" and process_group.is_main and drawings:
             run = drawings[0].run
             warn_of_shape(run.noise_shape(), run.correction_factor.mean(1))
         for _, failure in ends:
@@ -210,10 +222,10 @@ class Shards:
             k: drawing.draws(status, settings)
             for k, drawing in zip(self.mine, drawings, strict=True)
         }
-        if self.crew.size == 1:
+        if self.process_group.size == 1:
             return list(mine.values())
         forms = {k: None if draws is None else _form(draws) for k, draws in mine.items()}
-        gathered: list[list[list[Any]]] = self.crew.gather(
+        gathered: list[list[list[Any]]] = self.process_group.gather(
             [[k, form] for k, form in forms.items()], "sending of the draws"
         )
         found: list[Draws | None] = []
@@ -234,25 +246,25 @@ class Shards:
     def _send(
         self, owner: int, draws: Draws | None, name: str, dtype: str, shape: list[int]
     ) -> Tensor:
-        is_here = draws is not None and owner == self.crew.rank
+        is_here = draws is not None and owner == self.process_group.rank
         tensor = (
             getattr(draws, name).contiguous()
             if is_here
             else torch.empty(shape, dtype=getattr(torch, dtype))
         )
         if tensor.numel():
-            self.crew.broadcast(
+            self.process_group.broadcast(
                 tensor.flatten().view(torch.uint8), owner, "sending of the draws"
             )  # gloo has no int16
         return tensor
 
 
 @contextlib.contextmanager
-def _terminating(crew: Crew) -> Iterator[None]:
+def _terminating(process_group: ProcessGroup) -> Iterator[None]:
     """On several processes SIGTERM, which torchrun sends when one of them is gone, saves and stops
     as Ctrl-C does.
     """
-    ours = crew.size > 1 and threading.current_thread() is threading.main_thread()
+    ours = process_group.size > 1 and threading.current_thread() is threading.main_thread()
     if not ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return

@@ -2,17 +2,17 @@
 torch.distributed.
 """
 
-from torchrex.distributed.crew import ALONE, Crew
-from torchrex.distributed.joining import is_first, join, leave
+from torchrex.distributed.joining import is_main_process, join, leave
 from torchrex.distributed.mesh import ReplicaMesh, replica_mesh
+from torchrex.distributed.process_group import ALONE, ProcessGroup
 from torchrex.distributed.rendezvous import Rendezvous
 
 __all__ = [
     "ALONE",
-    "Crew",
+    "ProcessGroup",
     "Rendezvous",
     "ReplicaMesh",
-    "is_first",
+    "is_main_process",
     "join",
     "leave",
     "replica_mesh",

@@ -16,22 +16,22 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from torchrex.distributed.crew import ALONE, Crew
+from torchrex.distributed.process_group import ALONE, ProcessGroup
 from torchrex.distributed.watch import Watch, short
 from torchrex.errors import InvalidArgumentError, RankError
 
 TIMEOUT = 300.0  # seconds that a rank waits for the others; TORCHREX_TIMEOUT says otherwise
 
-_crew: Crew = ALONE
+_process_group: ProcessGroup = ALONE
 
 
-def join() -> Crew:
+def join() -> ProcessGroup:
     """All processes of this job: those of torchrun, those of a process group that is there already,
     or this one alone.
     """
-    global _crew
-    if _crew.size > 1:
-        return _crew
+    global _process_group
+    if _process_group.size > 1:
+        return _process_group
     if not dist.is_available():
         return ALONE
     if not dist.is_initialized():
@@ -46,10 +46,10 @@ def join() -> Crew:
         atexit.register(leave)  # a script need not say that it is over
     if dist.get_world_size() == 1:
         return ALONE
-    _crew = Crew(
+    _process_group = ProcessGroup(
         dist.get_rank(), dist.get_world_size(), Watch(dist.get_rank(), dist.get_world_size())
     )
-    return _crew
+    return _process_group
 
 
 def _open_process_group(backend: str) -> None:
@@ -69,10 +69,10 @@ def _open_process_group(backend: str) -> None:
         ) from None
 
 
-def is_first() -> bool:
+def is_main_process() -> bool:
     """Does this process write what is written once? Known before it has joined the others, too."""
-    if _crew.size > 1:
-        return _crew.is_first
+    if _process_group.size > 1:
+        return _process_group.is_main
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
     return int(os.environ.get("WORLD_SIZE", "1")) < 2 or os.environ.get("RANK", "0") == "0"
@@ -80,10 +80,10 @@ def is_first() -> bool:
 
 def leave() -> None:
     """End what `join` began; torch complains about a process group that is left open."""
-    global _crew
-    if _crew.watch is not None:
-        _crew.watch.stop()
-    _crew = ALONE
+    global _process_group
+    if _process_group.watch is not None:
+        _process_group.watch.stop()
+    _process_group = ALONE
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 

@@ -19,25 +19,27 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
 
-from torchrex.distributed.crew import ALONE, Crew
 from torchrex.distributed.joining import join
+from torchrex.distributed.process_group import ALONE, ProcessGroup
 from torchrex.errors import InvalidArgumentError, TargetError
 
 
 class ReplicaMesh:
-    """The places of `n_replicas` replicas on the processes of a crew; make it with `replica_mesh`."""
+    """The places of `n_replicas` replicas on the processes of a process_group; make it with `replica_mesh`."""
 
-    def __init__(self, n_replicas: int, crew: Crew = ALONE, mesh: DeviceMesh | None = None) -> None:
-        self.n_replicas, self.crew, self.device_mesh = n_replicas, crew, mesh
-        self.n_data_ranks = max(1, crew.size // n_replicas)
-        self.n_replica_ranks = crew.size // self.n_data_ranks
-        self.replica_rank, self.data_rank = divmod(crew.rank, self.n_data_ranks)
+    def __init__(
+        self, n_replicas: int, process_group: ProcessGroup = ALONE, mesh: DeviceMesh | None = None
+    ) -> None:
+        self.n_replicas, self.process_group, self.device_mesh = n_replicas, process_group, mesh
+        self.n_data_ranks = max(1, process_group.size // n_replicas)
+        self.n_replica_ranks = process_group.size // self.n_data_ranks
+        self.replica_rank, self.data_rank = divmod(process_group.rank, self.n_data_ranks)
         self.mine = self.replicas_of(self.replica_rank)
 
     @property
     def is_spread(self) -> bool:
         """Over more than one process?"""
-        return self.crew.size > 1
+        return self.process_group.size > 1
 
     @property
     def shares_examples(self) -> bool:
@@ -65,14 +67,14 @@ class ReplicaMesh:
         form: list[Any] | None = (
             [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] if is_one else None
         )
-        said = self.crew.gather(form, "sending of an output")[owner]
+        said = self.process_group.gather(form, "sending of an output")[owner]
         if said is None:
             raise InvalidArgumentError(
                 "on several processes the model's output must be one tensor; return the logits alone"
             )
         if not is_one:
             tensor = torch.empty(said[1], dtype=getattr(torch, said[0]), device=device)
-        return self.crew.broadcast(tensor.contiguous(), owner, "sending of an output")
+        return self.process_group.broadcast(tensor.contiguous(), owner, "sending of an output")
 
     # Examples
 
@@ -103,7 +105,7 @@ class ReplicaMesh:
         """Add up, in place, what the ranks of one replica have."""
         if self.shares_examples:
             assert self.device_mesh is not None
-            with self.crew.meeting("sum of the gradients"):
+            with self.process_group.collective("sum of the gradients"):
                 dist.all_reduce(tensor, group=self.device_mesh.get_group("data"))
 
     # Energies
@@ -121,8 +123,8 @@ class ReplicaMesh:
             len(self.replicas_of(0)), 1 + max(share.stop - share.start for share in shares)
         )
         padded[: mine.shape[0], : mine.shape[1]] = mine
-        parts = [torch.empty_like(padded) for _ in range(self.crew.size)]
-        with self.crew.meeting("gather of the energies"):
+        parts = [torch.empty_like(padded) for _ in range(self.process_group.size)]
+        with self.process_group.collective("gather of the energies"):
             work = dist.all_gather(parts, padded, async_op=True)
 
         def of_rank(row: int, column: int) -> Tensor:
@@ -131,7 +133,7 @@ class ReplicaMesh:
             return numbers[:, (1 if column else 0) : 1 + width]
 
         def finish() -> Tensor:
-            with self.crew.meeting("gather of the energies"):
+            with self.process_group.collective("gather of the energies"):
                 work.wait()
             ranks = [
                 [of_rank(row, column) for column in range(self.n_data_ranks)]
@@ -162,22 +164,22 @@ def replica_mesh(n_replicas: int, device: torch.device | str | None = None) -> R
     """
     if isinstance(n_replicas, bool) or not isinstance(n_replicas, int) or n_replicas < 1:
         raise InvalidArgumentError(f"n_replicas must be a whole number >= 1, got {n_replicas!r}")
-    crew = join()
-    if crew.size > n_replicas and crew.size % n_replicas:
+    process_group = join()
+    if process_group.size > n_replicas and process_group.size % n_replicas:
         raise InvalidArgumentError(
-            f"{crew.size} processes cannot share {n_replicas} replicas evenly; start at most {n_replicas}, or a multiple of it"
+            f"{process_group.size} processes cannot share {n_replicas} replicas evenly; start at most {n_replicas}, or a multiple of it"
         )
-    if crew.size == 1:
+    if process_group.size == 1:
         return ReplicaMesh(n_replicas)
     kind = (
         torch.device(device).type
         if device is not None
         else ("cuda" if torch.cuda.is_available() else "cpu")
     )
-    data = max(1, crew.size // n_replicas)
-    with crew.meeting("making of the mesh"):
-        mesh = _device_mesh(kind, crew.size // data, data)
-    return ReplicaMesh(n_replicas, crew, mesh)
+    data = max(1, process_group.size // n_replicas)
+    with process_group.collective("making of the mesh"):
+        mesh = _device_mesh(kind, process_group.size // data, data)
+    return ReplicaMesh(n_replicas, process_group, mesh)
 
 
 @functools.cache  # every one opens connections of its own

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from torchrex.distributed.crew import Crew
+from torchrex.distributed.process_group import ProcessGroup
 
 BETWEEN_LOOKS = 0.5  # seconds
 SILENCE = 10.0  # seconds without a sign of life after which a rank is taken for gone; it gives two a second
@@ -22,17 +22,17 @@ class Rendezvous:
     collectives.
     """
 
-    def __init__(self, crew: Crew) -> None:
-        self.crew, self.watch = crew, crew.watch
+    def __init__(self, process_group: ProcessGroup) -> None:
+        self.process_group, self.watch = process_group, process_group.watch
         self._name = "" if self.watch is None else str(self.watch.begun)  # as many on every rank
         self._looked = time.monotonic()
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """The others need not go on."""
         if self.watch is not None:
             self.watch.say(f"stop {self._name}", True)
 
-    def told_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Has any rank asked to stop, or is there no job any more?"""
         if self.watch is None or time.monotonic() - self._looked < BETWEEN_LOOKS:
             return False
@@ -48,7 +48,7 @@ class Rendezvous:
         self.watch.say(f"came {self._name}", True)
         interrupted = False
         beats: dict[int, Any] = {}
-        heard = dict.fromkeys(range(self.crew.size), time.monotonic())
+        heard = dict.fromkeys(range(self.process_group.size), time.monotonic())
         while missing := [
             rank for rank, came in enumerate(self._all(f"came {self._name}")) if not came
         ]:
@@ -59,7 +59,7 @@ class Rendezvous:
                 if interrupted:
                     raise
                 interrupted = True
-                self.ask_to_stop()
+                self.request_stop()
         if self.watch.is_orphan:
             raise self.watch.without_store()
 
@@ -70,7 +70,7 @@ class Rendezvous:
         if self.watch.is_orphan:
             raise self.watch.without_store()
         mine = self.watch.hear(
-            "failed", self.crew.rank
+            "failed", self.process_group.rank
         )  # an error of all ranks, some time ago, is no news
         for rank in missing:
             beat = self.watch.hear("beat", rank)
@@ -82,4 +82,4 @@ class Rendezvous:
 
     def _all(self, what: str) -> list[bool]:
         assert self.watch is not None
-        return [self.watch.hear(what, rank) is not None for rank in range(self.crew.size)]
+        return [self.watch.hear(what, rank) is not None for rank in range(self.process_group.size)]

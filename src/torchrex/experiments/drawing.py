@@ -57,10 +57,10 @@ def draw_into(
     """Draw, measure and write; the folder that it went to. Of several processes the first keeps the
     folder.
     """
-    crew, checkpoints = join(), folder.path / "checkpoints"
+    process_group, checkpoints = join(), folder.path / "checkpoints"
     earlier = 0.0
-    with crew.all_or_none("making of the run folder", RunFolderError):
-        if crew.is_first:
+    with process_group.all_or_none("making of the run folder", RunFolderError):
+        if process_group.is_main:
             folder.make()  # before the work, not after it
             earlier = _seconds_in(checkpoints) if resume else 0.0
             _begin(folder, config, seed, overwrite=overwrite)
@@ -77,10 +77,10 @@ def draw_into(
     except NonFiniteEnergyError as failure:
         named(failure, f"run {failure.run} of {config.recipe}, seed {seed}")
         draws, error = failure.draws, failure
-        if draws is None and crew.is_first:
+        if draws is None and process_group.is_main:
             _undo(folder)
     except BaseException as failure:
-        if crew.is_first:
+        if process_group.is_main:
             _undo(folder)
         if isinstance(failure, OSError) and not isinstance(failure, TorchrexError):
             raise RunFolderError(
@@ -88,8 +88,8 @@ def draw_into(
             ) from None
         raise
     seconds = earlier + time.perf_counter() - began
-    with crew.all_or_none("writing of the results", RunFolderError):
-        if draws is not None and crew.is_first:
+    with process_group.all_or_none("writing of the results", RunFolderError):
+        if draws is not None and process_group.is_main:
             try:
                 _write(folder, config, seed, draws, error, seconds, device)
                 _put_in_order(folder, draws.status)

@@ -280,12 +280,12 @@ class GanConfig(ExperimentConfig):
         mesh = replica_mesh(self.n_rungs, device)
         if mesh.is_spread and self.shared:
             raise ConfigError(
-                f"{self.recipe} needs one process, got {mesh.crew.size}: its rungs share their generators; start it without "
+                f"{self.recipe} needs one process, got {mesh.process_group.size}: its rungs share their generators; start it without "
                 f"torchrun, or add --set generators=own"
             )
         if mesh.shares_examples:
             raise ConfigError(
-                f"{self.recipe} can use at most {self.n_rungs} process(es), one for each rung, got {mesh.crew.size}; start fewer"
+                f"{self.recipe} can use at most {self.n_rungs} process(es), one for each rung, got {mesh.process_group.size}; start fewer"
             )
         return mesh
 

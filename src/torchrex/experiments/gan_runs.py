@@ -18,7 +18,7 @@ from torchrex.experiments.digits import digit_images
 from torchrex.experiments.gan import GanConfig
 from torchrex.experiments.jobs import Job, Trained
 from torchrex.experiments.members import member_of
-from torchrex.network import Member, ModuleExchange, Outcome, train_together
+from torchrex.network import ModuleExchange, Outcome, TrainingRun, train_together
 from torchrex.network.work import evaluating
 from torchrex.posterior import PosteriorAverage
 from torchrex.recording import Callback
@@ -172,7 +172,7 @@ def loader_of(
 
 
 def _trained(
-    job: Job, member: Member, outcome: Outcome, test: list[tuple[Tensor, Tensor]], real: Tensor
+    job: Job, member: TrainingRun, outcome: Outcome, test: list[tuple[Tensor, Tensor]], real: Tensor
 ) -> Trained:
     assert member.trace is not None
     if member.failure is not None or outcome.status != "finished":

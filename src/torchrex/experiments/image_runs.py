@@ -14,7 +14,7 @@ from torchrex.experiments.curves import MOST_SWAPS, binned, rounded
 from torchrex.experiments.images import N_TRAINING, ImageConfig
 from torchrex.experiments.jobs import Job, Trained
 from torchrex.experiments.members import member_of
-from torchrex.network import Member, Outcome, train_together
+from torchrex.network import Outcome, TrainingRun, train_together
 from torchrex.posterior import PosteriorAverage
 from torchrex.recording import Callback
 from torchrex.rng import derive_seed
@@ -132,7 +132,7 @@ def data_of(
     return loader, extra, evaluation_batches(*held_out, Normalise(), EVALUATION_BATCH, device)
 
 
-def _trained(config: ImageConfig, member: Member, outcome: Outcome) -> Trained:
+def _trained(config: ImageConfig, member: TrainingRun, outcome: Outcome) -> Trained:
     assert member.trace is not None
     if member.failure is not None or outcome.status != "finished":
         return Trained(member.trace, failure=member.failure)

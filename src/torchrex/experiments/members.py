@@ -8,14 +8,14 @@ from typing import Any
 
 from torchrex.checkpoint import Checkpoints
 from torchrex.experiments.jobs import Job
-from torchrex.network import Member, ModuleExchange
+from torchrex.network import ModuleExchange, TrainingRun
 from torchrex.posterior import PosteriorAverage
 from torchrex.recording import Trace
 
 
 def member_of(
     job: Job, run: ModuleExchange, evaluated: list[Any], *, every: int, burn_in: int, traced: int
-) -> Member:
+) -> TrainingRun:
     """A draw every `every` steps after `burn_in`, of all rungs, and a row of the trace every
     `traced`.
     """
@@ -23,7 +23,7 @@ def member_of(
         evaluated, every=every, burn_in=burn_in, rungs=tuple(range(run.n_rungs)), history=True
     )
     checkpoints = None if job.checkpoints is None else Checkpoints(job.checkpoints)
-    return Member(
+    return TrainingRun(
         run,
         [average],
         Trace(traced),

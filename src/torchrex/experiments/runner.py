@@ -58,16 +58,16 @@ def run_recipe(
     assert isinstance(config, DrawingConfig)
     folder = RunFolder.of(out, config.recipe, seed)
     config.place(device)  # before anything is written
-    crew, done = join(), False
-    if open_logs(log, folder.path) and crew.is_first:
+    process_group, done = join(), False
+    if open_logs(log, folder.path) and process_group.is_main:
         logger.warning(
             "%s samples a density and keeps all its draws: --log is for networks, and writes nothing",
             config.recipe,
         )
-    with crew.all_or_none("look at the run folder", RunFolderError):
-        if crew.is_first:
+    with process_group.all_or_none("look at the run folder", RunFolderError):
+        if process_group.is_main:
             done = _is_there(folder, config, seed, overwrite=overwrite, resume=resume)
-    if crew.first(done):
+    if process_group.from_main(done):
         return folder
     return draw_into(
         folder,
@@ -110,7 +110,7 @@ def run_together(
     others.
     """
     place = jobs[0][0].place(device)  # that of all of a company; before anything is written
-    crew = (
+    process_group = (
         join()
     )  # of several processes the first keeps the folders, and what it meets there all of them meet
     folders = [RunFolder.of(out, config.recipe, seed) for config, seed in jobs]
@@ -118,8 +118,8 @@ def run_together(
         Slot(config, seed, folder) for (config, seed), folder in zip(jobs, folders, strict=True)
     ]
     chosen: list[int] = []
-    with crew.all_or_none("look at the run folders", RunFolderError):
-        if crew.is_first:
+    with process_group.all_or_none("look at the run folders", RunFolderError):
+        if process_group.is_main:
             for folder in folders:
                 beside.tidy(folder)
             chosen = [
@@ -129,19 +129,19 @@ def run_together(
             ]
             for k in chosen:
                 slots[k].require_room(overwrite=overwrite, resume=resume)
-    slots = [slots[k] for k in crew.first(chosen)]
+    slots = [slots[k] for k in process_group.from_main(chosen)]
     if not slots:
         return folders
     watching: list[tuple[Observer, ...]] = [() for _ in slots]
-    with crew.all_or_none("making of the run folders", RunFolderError):
-        if crew.is_first:
+    with process_group.all_or_none("making of the run folders", RunFolderError):
+        if process_group.is_main:
             watching = [(*observers, *open_logs(log, slot.folder.path)) for slot in slots]
             for slot in slots:
                 slot.folder.make()
     began = time.perf_counter()
     try:
-        with crew.all_or_none("making of the run folders", RunFolderError):
-            for slot in slots if crew.is_first else ():
+        with process_group.all_or_none("making of the run folders", RunFolderError):
+            for slot in slots if process_group.is_main else ():
                 slot.begin(overwrite=overwrite)
         outcome, trained = slots[0].config.execute(
             [
@@ -156,17 +156,17 @@ def run_together(
     except NonFiniteEnergyError as failure:
         if len(slots) == 1:
             named(failure, f"{slots[0].config.recipe}, seed {slots[0].seed}")
-        for slot in slots if crew.is_first else ():
+        for slot in slots if process_group.is_main else ():
             slot.write_failure(failure, time.perf_counter() - began, place)
         raise
     except BaseException as failure:
-        for slot in slots if crew.is_first else ():
+        for slot in slots if process_group.is_main else ():
             slot.undo_if_nothing_is_done()
         if isinstance(failure, OSError) and not isinstance(failure, TorchrexError):
             raise _cannot_write(slots[0], failure) from None
         raise
-    with crew.all_or_none("writing of the results", RunFolderError):
-        if crew.is_first:
+    with process_group.all_or_none("writing of the results", RunFolderError):
+        if process_group.is_main:
             _write_all(slots, outcome, trained, place)
     if trained[-1].failure is not None and all(one.failure is not None for one in trained):
         raise trained[-1].failure
@@ -201,9 +201,9 @@ def require_room(
     jobs: Sequence[tuple[Config, int]], out: Path, *, overwrite: bool, resume: bool
 ) -> None:
     """Refuse what would be refused later, when others of these jobs have run for hours."""
-    crew = join()
-    with crew.all_or_none("look at the run folders", RunFolderError):
-        for config, seed in jobs if crew.is_first else ():
+    process_group = join()
+    with process_group.all_or_none("look at the run folders", RunFolderError):
+        for config, seed in jobs if process_group.is_main else ():
             folder = RunFolder.of(out, config.recipe, seed)
             if isinstance(config, DrawingConfig):
                 _is_there(folder, config, seed, overwrite=overwrite, resume=resume)

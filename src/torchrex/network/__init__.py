@@ -1,17 +1,17 @@
 """Runs on modules: replicas, their step, its capture as a CUDA graph, and training them."""
 
 from torchrex.network.ensemble import ModuleEnsemble
-from torchrex.network.members import Member, Outcome
+from torchrex.network.members import Outcome, TrainingRun
 from torchrex.network.run import ModuleExchange
 from torchrex.network.side_by_side import SideBySide
 from torchrex.network.together import train, train_together
 
 __all__ = [
-    "Member",
     "ModuleEnsemble",
     "ModuleExchange",
     "Outcome",
     "SideBySide",
+    "TrainingRun",
     "train",
     "train_together",
 ]

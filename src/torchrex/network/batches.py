@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchrex.distributed import Crew
+from torchrex.distributed import ProcessGroup
 from torchrex.errors import InvalidArgumentError, TargetError
 from torchrex.network.ensemble import ModuleEnsemble
 from torchrex.network.forward_rng import ForwardRandomness
@@ -77,11 +77,11 @@ def try_batch(ensemble: ModuleEnsemble, batch: Batch, forward: ForwardRandomness
     return len(losses) if n is None else n
 
 
-def require_same_everywhere(crew: Crew, seeds: list[int], batch: Batch) -> None:
+def require_same_everywhere(process_group: ProcessGroup, seeds: list[int], batch: Batch) -> None:
     """All processes must show their replicas the same examples and draw the same uniforms: the
     swaps compare their energies.
     """
-    if crew.size == 1:
+    if process_group.size == 1:
         return
     digest = hashlib.sha256()
     for leaf in pytree.tree_leaves(batch):
@@ -89,7 +89,7 @@ def require_same_everywhere(crew: Crew, seeds: list[int], batch: Batch) -> None:
             digest.update(
                 leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             )
-    said = crew.gather([seeds, digest.hexdigest()], "look at a batch")
+    said = process_group.gather([seeds, digest.hexdigest()], "look at a batch")
     for rank, (theirs, shown) in enumerate(said):
         if theirs != said[0][0]:
             mine, its = (", ".join(map(str, seeds)) for seeds in (said[0][0], theirs))

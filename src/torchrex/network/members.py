@@ -26,7 +26,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass
-class Member:
+class TrainingRun:
     """One run of a group that trains together, with what belongs to it alone."""
 
     run: ModuleExchange
@@ -43,19 +43,19 @@ class Member:
         folder: Any = self.checkpoints
         if not isinstance(run, ModuleExchange):
             raise InvalidArgumentError(
-                f"a member is torchrex.Member(run, ...) with a run on a network, got {run!r}"
+                f"a member is torchrex.TrainingRun(run, ...) with a run on a network, got {run!r}"
             )
         self.averages = [averages] if isinstance(averages, PosteriorAverage) else averages
         self.checkpoints = Checkpoints(Path(folder)) if isinstance(folder, Path | str) else folder
 
 
-def setting_of(member: Member) -> dict[str, Any]:
+def setting_of(member: TrainingRun) -> dict[str, Any]:
     return {**member.setting, **member.run.setting, "seed": member.run.streams.seed}
 
 
-def recipe_of(member: Member) -> str:
+def recipe_of(member: TrainingRun) -> str:
     return str(member.setting.get("recipe", "a run"))
 
 
-def name_of(member: Member) -> str:
+def name_of(member: TrainingRun) -> str:
     return f"{recipe_of(member)} with seed {member.run.streams.seed}"

@@ -326,7 +326,9 @@ class ModuleReplicas:
         owner = self.mesh.owner_of(replica)
         return {
             part: {
-                name: self.mesh.crew.broadcast(t.detach().clone(), owner, "copy of a replica")
+                name: self.mesh.process_group.broadcast(
+                    t.detach().clone(), owner, "copy of a replica"
+                )
                 for name, t in named.items()
             }
             for part, named in tensors.items()
@@ -346,7 +348,7 @@ class ModuleReplicas:
         mine = self.position.isfinite().all(1)
         if self.common is not None:
             mine &= self.common.position.isfinite().all()
-        gathered = self.mesh.crew.gather(mine.tolist(), "look at the weights")
+        gathered = self.mesh.process_group.gather(mine.tolist(), "look at the weights")
         return [
             fine
             for row in range(self.mesh.n_replica_ranks)

@@ -130,7 +130,7 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
     # Looking at it
 
     @property
-    def heals(self) -> bool:
+    def can_respawn(self) -> bool:
         """Are diverged replicas respawned?"""
         return self._divergence == "respawn"
 
@@ -223,7 +223,7 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         # A step later than it is due: a loop may measure behind the step as well as before it.
         if self._first_measurement is not None and self.n_steps > self._first_measurement:
             self._first_measurement, noise = None, self.rules.noise
-            if isinstance(noise.feed, RepeatedDraws) and self.mesh.crew.is_first:
+            if isinstance(noise.feed, RepeatedDraws) and self.mesh.process_group.is_main:
                 warn_of_no_measurement(
                     noise,
                     noise.feed,

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrex.checkpoint.folder import Checkpoint
+from torchrex.checkpoint import Checkpoint
 from torchrex.errors import CheckpointError, InvalidArgumentError, TorchrexError
 from torchrex.exchange.noise import RepeatedDraws
-from torchrex.network.members import Member, setting_of
+from torchrex.network.members import TrainingRun, setting_of
 
 logger = logging.getLogger("torchrex")
 
 
-def newest_of(member: Member) -> Path | None:
+def newest_of(member: TrainingRun) -> Path | None:
     """Where its newest checkpoint lies."""
     steps = [] if member.checkpoints is None else member.checkpoints.steps()
     return (
@@ -26,14 +26,14 @@ def newest_of(member: Member) -> Path | None:
     )
 
 
-def has_checkpoints(members: Sequence[Member]) -> bool:
+def has_checkpoints(members: Sequence[TrainingRun]) -> bool:
     found = any(member.checkpoints is not None and member.checkpoints.steps() for member in members)
-    return members[0].run.mesh.crew.first(
+    return members[0].run.mesh.process_group.from_main(
         found
     )  # before another rank writes, and not what a slow file system shows here
 
 
-def require_nothing_later(members: Sequence[Member]) -> None:
+def require_nothing_later(members: Sequence[TrainingRun]) -> None:
     """A run that begins anew must not leave its checkpoints before those of another, which would be
     taken for the newest.
     """
@@ -47,7 +47,7 @@ def require_nothing_later(members: Sequence[Member]) -> None:
 
 
 def save(
-    member: Member, data: Any, extra: Any, seconds: float, *, about_to: Callable[[], None]
+    member: TrainingRun, data: Any, extra: Any, seconds: float, *, about_to: Callable[[], None]
 ) -> None:
     """Save one member, if it has a folder, after calling `about_to`. Weights that are not finite
     are worth no checkpoint, unless the run will heal them.
@@ -55,7 +55,7 @@ def save(
     if member.checkpoints is None:
         return
     run = member.run
-    if not run.heals and not all(run.ensemble.finite()):
+    if not run.can_respawn and not all(run.ensemble.finite()):
         logger.warning("no checkpoint at step %d, because weights are not finite", run.n_steps)
         return
     about_to()
@@ -72,13 +72,15 @@ def save(
         "extra": _position_of(extra),
         "seconds": seconds,
     }
-    member.checkpoints.save(run.n_steps, state, setting=setting_of(member), crew=run.mesh.crew)
+    member.checkpoints.save(
+        run.n_steps, state, setting=setting_of(member), process_group=run.mesh.process_group
+    )
     for average in member.averages:
-        if average.store is not None and run.mesh.crew.is_first:
+        if average.store is not None and run.mesh.process_group.is_main:
             average.store.commit(oldest=member.checkpoints.steps()[0])
 
 
-def resume(members: Sequence[Member], data: Any, extra: Any) -> float | None:
+def resume(members: Sequence[TrainingRun], data: Any, extra: Any) -> float | None:
     """Go back to the newest step of which every member has a whole checkpoint; the seconds spent
     until then, None without one.
     """
@@ -104,7 +106,7 @@ def resume(members: Sequence[Member], data: Any, extra: Any) -> float | None:
 
 
 def _take_up(
-    members: Sequence[Member], found: Sequence[Checkpoint], data: Any, extra: Any
+    members: Sequence[TrainingRun], found: Sequence[Checkpoint], data: Any, extra: Any
 ) -> float:
     """Load the states of the members' checkpoints; the seconds spent until then."""
     for member, checkpoint in zip(members, found, strict=True):
@@ -158,10 +160,14 @@ def _in_words(n_averages: int, *, traced: bool) -> str:
     return f"{n_averages or 'no'} average{'s' if n_averages > 1 else ''} and {'a' if traced else 'no'} trace"
 
 
-def _newest_common(members: Sequence[Member]) -> list[Checkpoint] | None:
+def _newest_common(members: Sequence[TrainingRun]) -> list[Checkpoint] | None:
     folders = [member.checkpoints for member in members if member.checkpoints is not None]
-    crew = members[0].run.mesh.crew
-    common = set(crew.first(sorted(set.intersection(*(set(folder.steps()) for folder in folders)))))
+    process_group = members[0].run.mesh.process_group
+    common = set(
+        process_group.from_main(
+            sorted(set.intersection(*(set(folder.steps()) for folder in folders)))
+        )
+    )
     if not common and len(folders) > 1 and has_checkpoints(members):
         raise CheckpointError(
             f"the runs have no checkpoint of the same step: {', '.join(str(folder.steps()[-1:]) for folder in folders)}; "
@@ -175,7 +181,7 @@ def _newest_common(members: Sequence[Member]) -> list[Checkpoint] | None:
             folder.load_newest(
                 setting=setting_of(member),
                 among=among,
-                crew=member.run.mesh.crew,
+                process_group=member.run.mesh.process_group,
                 replicas=member.run.mesh.mine,
             )
             for folder, member in zip(folders, members, strict=True)

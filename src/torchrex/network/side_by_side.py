@@ -223,7 +223,7 @@ class SideBySide:
         last = (run.n_steps - 1) % BLOCK + 1
         block = run.records.read(last - stretch, last)
         # Respawning happens at the ends of blocks only, wherever a run was stopped in between.
-        if last == BLOCK or not run.heals:
+        if last == BLOCK or not run.can_respawn:
             self._look(k, block)
         return None if k in self.failures else block
 
@@ -254,7 +254,7 @@ class SideBySide:
             ):  # annealed runs sample nothing
                 continue
             shape = run.noise_shape(*batches)
-            if run.mesh.crew.is_first:
+            if run.mesh.process_group.is_main:
                 warn_of_shape(shape, run.correction_factor[:, 0])
 
     # One step
@@ -271,7 +271,9 @@ class SideBySide:
         if (
             first.n_steps % BLOCK == 0 or not self._compared
         ):  # loaders may begin alike and part later
-            require_same_everywhere(first.mesh.crew, [run.streams.seed for run in self.runs], batch)
+            require_same_everywhere(
+                first.mesh.process_group, [run.streams.seed for run in self.runs], batch
+            )
             self._compared = True
         graphs = self._captured()
         graph = None if graphs is None else graphs.for_batch(batch)
@@ -383,7 +385,7 @@ class SideBySide:
             blind = next(
                 (run for run in self.runs if isinstance(run.rules.noise.feed, PerExample)), None
             )
-            if blind is not None and size_of(batch) == 1 and blind.mesh.crew.is_first:
+            if blind is not None and size_of(batch) == 1 and blind.mesh.process_group.is_main:
                 warn_of_one_example(blind.rules.noise)
 
     def __repr__(self) -> str:

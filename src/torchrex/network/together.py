@@ -18,7 +18,7 @@ from typing import Any
 from torchrex.checkpoint import Checkpoints
 from torchrex.errors import InvalidArgumentError, OnInterrupt, RunInterrupted, require_on_interrupt
 from torchrex.exchange import ReplicaExchange
-from torchrex.network.members import Member, Outcome
+from torchrex.network.members import Outcome, TrainingRun
 from torchrex.network.run import ModuleExchange
 from torchrex.network.saving import has_checkpoints, require_nothing_later
 from torchrex.network.signals import stopping_signals
@@ -75,7 +75,7 @@ def train(
         else Checkpoints(Path(checkpoints))
     )
     watching = [observers] if isinstance(observers, Observer) else list(observers)
-    member = Member(run, averages, trace, folder, dict(setting or {}), observers=watching)
+    member = TrainingRun(run, averages, trace, folder, dict(setting or {}), observers=watching)
     return train_together(
         [member],
         data,
@@ -90,7 +90,7 @@ def train(
 
 
 def train_together(
-    members: Sequence[Member],
+    members: Sequence[TrainingRun],
     data: Any,
     n_steps: int,
     *,
@@ -111,13 +111,15 @@ def train_together(
     for name, value in (("n_steps", n_steps), ("checkpoint_every", checkpoint_every)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InvalidArgumentError(f"{name} must be a whole number >= 1, got {value!r}")
-    if not all(isinstance(member, Member) for member in members):
-        raise InvalidArgumentError("train_together takes members: [torchrex.Member(run, ...), ...]")
+    if not all(isinstance(member, TrainingRun) for member in members):
+        raise InvalidArgumentError(
+            "train_together takes members: [torchrex.TrainingRun(run, ...), ...]"
+        )
     if len({member.checkpoints is None for member in members}) > 1:
         raise InvalidArgumentError("give checkpoints to all members or to none")
     require_on_interrupt(on_interrupt)
     loop = Loop(members, data, extra)
-    with loop.crew.telling():
+    with loop.process_group.reporting_errors():
         outcome = _train(loop, n_steps, checkpoint_every, resume, budget, progress)
     if outcome.signal is not None and on_interrupt == "raise":
         how = f"interrupted after {outcome.total_steps:,} of {n_steps:,} steps"
@@ -128,7 +130,7 @@ def train_together(
                 else "; nothing was saved, as no checkpoints were asked for"
             )
         if outcome.signal == signal.SIGTERM:
-            if loop.crew.is_first:
+            if loop.process_group.is_main:
                 logger.warning("%s", how)
             raise SystemExit(128 + signal.SIGTERM)
         raise RunInterrupted(how, outcome=outcome)
@@ -163,7 +165,7 @@ def _train(
             status, number, loop.seconds - earlier, loop.n_steps - first, loop.seconds, loop.n_steps
         )
 
-    crew, stretch = loop.crew, 1
+    process_group, stretch = loop.process_group, 1
     with contextlib.ExitStack() as stack:
         stack.enter_context(loop.observed(n_steps, [LiveDisplay()] if progress is True else []))
         received = stack.enter_context(stopping_signals())
@@ -176,10 +178,10 @@ def _train(
             looked = time.monotonic()
             here = min(stretch, min(due) - loop.n_steps)
             loop.advance(here)
-            if callable(progress) and crew.is_first:
+            if callable(progress) and process_group.is_main:
                 progress(loop.n_steps, n_steps)
             # Every process must go on or stop at the same step: a signal to one is a signal to all.
-            number, used_up, took = crew.largest(
+            number, used_up, took = process_group.maximum(
                 (
                     received[0] if received else 0,
                     budget is not None and time.monotonic() - began >= budget,
@@ -196,7 +198,7 @@ def _train(
             stretch = max(1, int(here * min(2.0, SECONDS_BETWEEN_LOOKS / max(took, 1e-9))))
         loop.require_finite()
         loop.warn_of_swaps()
-        (number,) = crew.largest((received[0] if received else 0,))
+        (number,) = process_group.maximum((received[0] if received else 0,))
         return outcome("finished", int(number) or None)
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrex.distributed import Crew
+from torchrex.distributed import ProcessGroup
 from torchrex.errors import DeviceError, InvalidArgumentError, NonFiniteEnergyError
 from torchrex.exchange import report_pairs, warn_of_dead_pairs
 from torchrex.network.divergence import LOWER_IT
-from torchrex.network.members import Member, name_of, recipe_of
+from torchrex.network.members import TrainingRun, name_of, recipe_of
 from torchrex.network.run import ModuleExchange
 from torchrex.network.saving import newest_of, resume, save
 from torchrex.network.side_by_side import SideBySide
@@ -30,7 +30,7 @@ logger = logging.getLogger("torchrex")
 class Loop:
     """Runs, averages, traces and observers that go on together."""
 
-    def __init__(self, members: Sequence[Member], data: Any, extra: Any) -> None:
+    def __init__(self, members: Sequence[TrainingRun], data: Any, extra: Any) -> None:
         self.members, self.data, self.extra = list(members), data, extra
         runs = [member.run for member in members]
         self.together = runs[0].alone if len(runs) == 1 else SideBySide(runs)
@@ -43,7 +43,7 @@ class Loop:
         self._watching: dict[int, tuple[Watched, list[Observer]]] = {}  # by the member's id
 
     @property
-    def going(self) -> list[Member]:
+    def going(self) -> list[TrainingRun]:
         return [member for member in self.members if member.failure is None]
 
     @property
@@ -51,9 +51,9 @@ class Loop:
         return self.going[0].run.n_steps
 
     @property
-    def crew(self) -> Crew:
+    def process_group(self) -> ProcessGroup:
         """The processes that train together."""
-        return self.members[0].run.mesh.crew
+        return self.members[0].run.mesh.process_group
 
     def averages(self) -> list[PosteriorAverage]:
         return [average for member in self.going for average in member.averages]
@@ -91,7 +91,7 @@ class Loop:
                     recipe_of(member), member.run, n_steps, tuple(member.averages), so_far
                 )
                 _, told = self._watching[id(member)] = (watched, [])
-                for observer in (*member.observers, *more) if self.crew.is_first else ():
+                for observer in (*member.observers, *more) if self.process_group.is_main else ():
                     if not isinstance(observer, Observer):
                         raise InvalidArgumentError(
                             f"observers must derive from torchrex.recording.Observer, got {observer!r}"
@@ -109,17 +109,17 @@ class Loop:
             for member in reversed(self.members):
                 ends.callback(self._end, member, self.status)
 
-    def _end(self, member: Member, status: str) -> None:
+    def _end(self, member: TrainingRun, status: str) -> None:
         if id(member) in self._watching:
             watched, told = self._watching.pop(id(member))
             with contextlib.ExitStack() as ends:
                 for observer in reversed(told):
                     ends.callback(observer.on_end, watched, status)
 
-    def _is_watched(self, member: Member) -> bool:
+    def _is_watched(self, member: TrainingRun) -> bool:
         return bool(self._watching.get(id(member), (None, []))[1])
 
-    def _tell(self, member: Member, what: str, *more: Any) -> None:
+    def _tell(self, member: TrainingRun, what: str, *more: Any) -> None:
         watched, told = self._watching.get(id(member), (None, []))
         for observer in told:
             getattr(observer, what)(watched, *more)
@@ -151,7 +151,7 @@ class Loop:
         for member in self.going:
             self._draw(member)
 
-    def _draw(self, member: Member) -> None:
+    def _draw(self, member: TrainingRun) -> None:
         try:
             for average in member.averages:
                 if average.update(member.run):
@@ -164,7 +164,7 @@ class Loop:
                 member, failure
             )  # its last move went nowhere, before an energy could tell
 
-    def _leave_behind(self, member: Member, failure: NonFiniteEnergyError) -> None:
+    def _leave_behind(self, member: TrainingRun, failure: NonFiniteEnergyError) -> None:
         """A member that failed; if it was the last, this is the end."""
         if member.failure is None:
             member.failure = failure.with_checkpoint(newest_of(member))
@@ -194,7 +194,7 @@ class Loop:
         """Which pairs of rungs have made no swap, by the trace where it saw all steps, else in this
         call; and odd noise.
         """
-        for member in self.going if self.crew.is_first else ():
+        for member in self.going if self.process_group.is_main else ():
             run, seen = member.run, self._swaps.get(id(member))
             if seen is None or not run.rules.ladder.n_pairs:
                 continue
@@ -220,7 +220,7 @@ class Loop:
     def _broken(run: ModuleExchange) -> NonFiniteEnergyError | None:
         """What is wrong with weights that are not finite, unless the run will heal them."""
         finite = run.ensemble.finite()
-        if all(finite) or run.heals:
+        if all(finite) or run.can_respawn:
             return None
         replica = finite.index(False)
         rung = next(rung for rung in range(run.n_rungs) if run.replica_at(rung) == replica)

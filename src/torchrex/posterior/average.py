@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrex import notebook
-from torchrex.distributed import is_first
+from torchrex.distributed import is_main_process
 from torchrex.errors import CheckpointError, InvalidArgumentError
 from torchrex.posterior.metrics import classification_metrics, predictive_entropy
 from torchrex.posterior.predictions import Examples, predict_all
@@ -135,7 +135,7 @@ class PosteriorAverage:
         if self.store is not None:
             for rung in self.rungs:
                 module = run.live_module_at(rung)  # which every process must ask for
-                if is_first():
+                if is_main_process():
                     self.store.add(module, step=step, rung=rung)
         terms = {
             "probabilities": probabilities,
@@ -256,7 +256,9 @@ class PosteriorAverage:
             "last_step": self._last_step,
             "labelled": self._examples is not None and self._examples.labelled,
             "tensors": tensors,
-            "store": self.store.state_dict() if self.store is not None and is_first() else None,
+            "store": self.store.state_dict()
+            if self.store is not None and is_main_process()
+            else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -293,7 +295,7 @@ class PosteriorAverage:
                 if self.store is None
                 else "this average has a store, but the state was taken without one; leave store out"
             )
-        if self.store is not None and is_first():
+        if self.store is not None and is_main_process():
             self.store.load_state_dict(store)
         self._n_draws, self._last_step, self._sums, self._last = n_draws, last_step, sums, last
         self._examples = None if marks is None else Examples(marks, labelled)

@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchrex.checkpoint import one_line, require_file
-from torchrex.distributed import is_first
+from torchrex.distributed import is_main_process
 from torchrex.durable import replace_file
 from torchrex.errors import CheckpointError, InvalidArgumentError
 from torchrex.posterior.metrics import Prediction
@@ -73,7 +73,7 @@ class DrawStore:
                     f"{self.folder} holds draws kept with {self._index.settings()}, asked for were {new.settings()}; "
                     "use the same settings or another folder"
                 )
-        elif is_first():
+        elif is_main_process():
             self._write_index(new)
         else:
             self._index = new

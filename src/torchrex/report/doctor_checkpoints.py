@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from torchrex.checkpoint import Checkpoints, one_line
-from torchrex.checkpoint.contents import DamagedError, read
+from torchrex.checkpoint import Checkpoints, DamagedError, one_line, read
 from torchrex.density.shards import shard_folders
 from torchrex.errors import CheckpointError
 from torchrex.report.doctor_words import several

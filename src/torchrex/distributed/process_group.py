@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Crew:
+class ProcessGroup:
     """The processes of one job."""
 
     rank: int = 0
@@ -31,12 +31,12 @@ class Crew:
     watch: Watch | None = None
 
     @property
-    def is_first(self) -> bool:
+    def is_main(self) -> bool:
         """Does this process speak for all: print, write what is written once?"""
         return self.rank == 0
 
     @contextlib.contextmanager
-    def meeting(self, what: str) -> Iterator[None]:
+    def collective(self, what: str) -> Iterator[None]:
         """A collective. If it fails, the error names the rank that was the reason."""
         if self.watch is None:
             yield
@@ -52,7 +52,7 @@ class Crew:
             raise self.watch.find_fault(what, error) from None
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
+    def reporting_errors(self) -> Iterator[None]:
         """If this process leaves by an error, the others learn which."""
         if self.watch is not None:
             self.watch.begin_anew()
@@ -68,7 +68,7 @@ class Crew:
         if self.size == 1:
             return [value]
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        with self.meeting(what):
+        with self.collective(what):
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(lengths, torch.tensor([len(data)]))
             longest = max(int(length) for length in lengths)
@@ -79,16 +79,16 @@ class Crew:
         pairs = zip(texts, lengths, strict=True)
         return [json.loads(bytes(text[: int(length)].tolist()).decode()) for text, length in pairs]
 
-    def first(self, value: T, what: str = "agreement") -> T:
+    def from_main(self, value: T, what: str = "agreement") -> T:
         """What rank 0 says."""
-        return self.gather(value if self.is_first else None, what)[0]  # type: ignore[return-value]
+        return self.gather(value if self.is_main else None, what)[0]  # type: ignore[return-value]
 
-    def largest(self, values: Sequence[float], what: str = "agreement") -> list[float]:
+    def maximum(self, values: Sequence[float], what: str = "agreement") -> list[float]:
         """The largest over all ranks of each number."""
         if self.size == 1:
             return list(values)
         numbers = torch.tensor(list(values), dtype=torch.float64)
-        with self.meeting(what):
+        with self.collective(what):
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         return numbers.tolist()
 
@@ -113,9 +113,9 @@ class Crew:
     def broadcast(self, tensor: Tensor, source: int, what: str) -> Tensor:
         """Overwrite a tensor, which must be contiguous, with that of one rank."""
         if self.size > 1:
-            with self.meeting(what):
+            with self.collective(what):
                 dist.broadcast(tensor, src=source)
         return tensor
 
 
-ALONE = Crew()
+ALONE = ProcessGroup()
