@@ -104,9 +104,33 @@ class ExperimentConfig:
         return 0
 
     @property
+    def warm_start(self) -> int:
+        """Steps of plain descent at the beginning, without noise and swaps."""
+        return 0
+
+    @property
     def correction_factor(self) -> float:
         """F at the start of the run."""
         return 1.0
+
+    @property
+    def factor_per_swap(self) -> float:
+        """F is multiplied by it at every swap."""
+        return 1.0
+
+    @property
+    def factor_follows_gap(self) -> bool:
+        """F grows in proportion to the inverse gap while the ladder cools."""
+        return False
+
+    @property
+    def swap_noise(self) -> float:
+        """The noise variance of the energies in a swap test, as a part of sigma2."""
+        return 1.0
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return 1
 
     @property
     def n_runs(self) -> int:
@@ -149,6 +173,24 @@ class ExperimentConfig:
     def exact_density(self) -> Callable[[Tensor], Tensor] | None:
         """The density of rung 0 at points x (n,), where it is known."""
         return None
+
+    def energy_gradient(self) -> Callable[[Tensor], Tensor] | None:
+        """The exact gradient of the energy at positions (n, dim), where it is known."""
+        return None
+
+    @property
+    def gradient_cost(self) -> int:
+        """Data examples that one exact gradient reads."""
+        return 1
+
+    def energy_noise(self) -> Callable[[int], Tensor] | None:
+        """So many independent errors of an energy estimate, where they can be drawn again."""
+        return None
+
+    @property
+    def picture_note(self) -> str:
+        """What `samples.png` shows."""
+        return ""
 
     def test_labels(self) -> Tensor | None:
         """The labels of the held-out examples, where they are quick to get."""

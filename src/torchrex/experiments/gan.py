@@ -209,6 +209,21 @@ class GanConfig(ExperimentConfig):
     def most_replicas(self) -> int:
         return 16
 
+    @property
+    def swap_start(self) -> int:
+        return max(1, self.warm_start)  # not before there is a variance
+
+    @property
+    def test_size(self) -> int:
+        held_out = self.validation or self.kind.n_test
+        return min(held_out, self.test_subset or held_out)
+
+    @property
+    def picture_note(self) -> str:
+        shown = min(self.n_generators, 10)
+        of = f"{shown} of {self.n_generators}" if shown < self.n_generators else f"{shown}"
+        return f"Images by the generators on rung 0 at the end, a row for each of {of} generators."
+
     # Parts of a run
 
     def decay(self, step: int) -> float:
@@ -261,7 +276,7 @@ class GanConfig(ExperimentConfig):
             noise=PairedVariance(self.smoothing) if self.n_rungs > 1 else None,
             correction_factor=self.correction_factor,
             pairing=None if self.swaps else NoSwaps(),
-            swap_start=max(1, self.warm_start),  # not before there is a variance
+            swap_start=self.swap_start,
             deterministic=self.deterministic,
             seed=seed,
         )

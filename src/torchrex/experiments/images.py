@@ -220,6 +220,20 @@ class ImageConfig(ExperimentConfig):
             self.steps_per_epoch if self.variance == "repeated" else 1,
         )
 
+    @property
+    def factor_follows_gap(self) -> bool:
+        return True
+
+    @property
+    def swap_noise(self) -> float:
+        """Energies drawn apart for each replica vary three times as much as on a shared minibatch."""
+        return 1 / 3 if self.variance == "repeated" else 1.0
+
+    @property
+    def test_size(self) -> int:
+        held_out = self.validation or 10_000
+        return min(held_out, self.test_subset or held_out)
+
     def ladder(self) -> Ladder:
         def decay(step: int) -> float:
             return float(LR_RATE ** max(0.0, self.in_paper_epochs(step) - HOLD))

@@ -64,6 +64,9 @@ class MixtureConfig(ExperimentConfig):
         default_factory=dict, metadata={"settable": False}
     )  # the paper's own numbers
 
+    def check(self) -> None:
+        self.mixture()
+
     def mixture(self) -> GaussianMixture:
         return GaussianMixture(self.weights, self.means, self.stds)
 
@@ -81,6 +84,15 @@ class MixtureConfig(ExperimentConfig):
     def exact_density(self) -> Callable[[Tensor], Tensor]:
         mixture = self.mixture()
         return lambda x: mixture.log_density(x[:, None]).exp()
+
+    def energy_gradient(self) -> Callable[[Tensor], Tensor]:
+        mixture = self.mixture()
+        return lambda x: mixture.energy_and_gradient(x, {})[1]
+
+    def energy_noise(self) -> Callable[[int], Tensor]:
+        target = Noisy(self.mixture(), self.noise.model())
+        generator = torch.Generator().manual_seed(0)
+        return lambda n: target.draw_noise(generator, n, (1, 1), torch.float64)["energy"]
 
     def place(self, device: str) -> Place:
         return Place(steps_on("cpu" if device == "auto" else device))

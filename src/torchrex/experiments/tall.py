@@ -5,6 +5,7 @@ Laplace approximation.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,15 @@ class LogisticConfig(ExperimentConfig):
         return columns(
             "largest_mean_error_in_sd", "smallest_sd_ratio", "largest_sd_ratio", "acceptance_rate"
         )
+
+    def energy_gradient(self) -> Callable[[Tensor], Tensor]:
+        target = self.target().to("cpu", torch.float64)
+        gradient = torch.func.grad(lambda x: target.full_energy(x).sum())
+        return lambda x: torch.cat([gradient(each[None]) for each in x])
+
+    @property
+    def gradient_cost(self) -> int:
+        return self.n_data
 
     def place(self, device: str) -> Place:
         return Place(steps_on("cpu" if device == "auto" else device))
