@@ -102,7 +102,7 @@ def test_a_bar_without_a_total(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("command", "words"), [("fetch", "the same command goes on"), ("import", "nothing was written")]
+    ("command", "words"), [("fetch", "complete files are kept"), ("import", "nothing was written")]
 )
 def test_ctrl_c(monkeypatch, tmp_path, command, words):
     def interrupted(*_):

@@ -113,10 +113,10 @@ BALANCED = labels_of(6, 5, 7)
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: stratified_split(BALANCED, 13, 0), r"between 1 and 12.*class 1 has 5.*got 13"),
+        (lambda: stratified_split(BALANCED, 13, 0), r"from 1 to 12, got 13"),
         (lambda: stratified_split(BALANCED, 0, 0), "got 0"),
         (lambda: stratified_split(BALANCED, 2.0, 0), r"got 2\.0"),
-        (lambda: label_subset(BALANCED, 18, 0), r"between 3 and 15.*class 1 has 5.*got 18"),
+        (lambda: label_subset(BALANCED, 18, 0), "from 1 to 15, got 18"),
         (
             lambda: label_subset(BALANCED, 8, 0),
             "multiple of the 3 classes, got 8; the nearest is 9",
@@ -124,7 +124,7 @@ BALANCED = labels_of(6, 5, 7)
         (lambda: label_subset(BALANCED, 1, 0), "the nearest is 3"),
         (lambda: label_subset(BALANCED, -3, 0), "got -3"),
         (lambda: label_subset(BALANCED, True, 0), "got True"),
-        (lambda: stratified_subset(BALANCED, 19, 0), "between 1 and the 18 examples, got 19"),
+        (lambda: stratified_subset(BALANCED, 19, 0), "from 1 to 18, got 19"),
         (
             lambda: stratified_subset(torch.tensor([0, 2, 3]), 2, 0),
             "class 1 has no examples among labels 0 to 3",

@@ -11,7 +11,6 @@ import ast
 import json
 import os
 import shutil
-import zipfile
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
@@ -34,13 +33,12 @@ from torchrex.experiments.run_folder import RunFolder
 from torchrex.posterior import Draws, DrawStore
 from torchrex.recording import read_log
 from torchrex.report.runs import load_run, salvage
-from torchrex.vision.data import import_images, load_images, packed_coder
-from torchrex.vision.data.packed import read_manifest
+from torchrex.vision.data import load_images
 from torchrex.vision.data.sources import SOURCES
 
 PACKAGE = Path(__file__).parents[1] / "src" / "torchrex"
 INPUTS = 200  # of a kind
-SLOW = ("views of a density", "views of a network", "packed")  # half as many
+SLOW = ("views of a density", "views of a network")  # half as many
 NAMES = (
     *(
         "checkpoint",
@@ -59,7 +57,6 @@ NAMES = (
         "sealed store",
         "cache",
         "sealed cache",
-        "packed",
         "log",
     ),
 )
@@ -378,17 +375,6 @@ def test_numbers_that_no_run_gives(copy, changes):
     assert "a value that no run gives" in " ".join(load_run(folder).problems)
 
 
-@pytest.mark.parametrize("sha256", ["a\nb", ESCAPE, "0" * 63, [0] * 5000, None])
-def test_checksums_of_a_manifest_are_checksums(kinds, copy, sha256):
-    """They were told in the message that compares them."""
-    folder = copy("packed")
-    for where in ("sha256", "sha256_y"):
-        raw = json.loads((folder / "manifest.json").read_bytes())
-        raw["sets"]["cifar10_train"][where] = sha256
-        (folder / "manifest.json").write_text(json.dumps(raw))
-        assert "is no sha256" in message(lambda: read_manifest(TINY, folder), DataError)
-
-
 def test_deep_json_is_refused(copy):
     folder = copy("run of a density")
     for name in ("config.json", "result.json"):
@@ -555,58 +541,6 @@ def test_a_cache_of_another_form_with_the_right_checksum(kinds, copy):
     assert SOURCES["cifar10"] is TINY
 
 
-@pytest.mark.parametrize(
-    "name", ["..", "", "../a.npz", "/etc/passwd", "a\0.npz", "x" * 5000, ".hidden", ESCAPE, "a/b"]
-)
-def test_shards_have_plain_names(kinds, copy, name):
-    folder = copy("packed")
-    raw = json.loads((folder / "manifest.json").read_bytes())
-    raw["sets"]["cifar10_train"]["shards"][0][0] = name
-    (folder / "manifest.json").write_text(json.dumps(raw))
-    assert "not a plain file name" in message(lambda: read_manifest(TINY, folder), DataError)
-
-
-def test_a_shard_is_decoded_once(kinds, copy):
-    folder = copy("packed")
-    raw = json.loads((folder / "manifest.json").read_bytes())
-    raw["sets"]["cifar10_train"]["shards"] *= 1000
-    (folder / "manifest.json").write_text(json.dumps(raw))
-    assert "twice" in message(lambda: read_manifest(TINY, folder), DataError)
-
-
-def npz_that_promises(path, name, shape, dtype="<u4"):
-    """An npz file whose array has a header and no bytes."""
-    head = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}"
-    head = head.ljust(117) + "\n"
-    with zipfile.ZipFile(path, "w") as file:
-        file.writestr(
-            f"{name}.npy", b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head.encode()
-        )
-
-
-@pytest.mark.parametrize("shape", [(2**60,), (2**40,), (2**31, 2**31), (-1,), (2**70,)])
-def test_arrays_that_promise_more_than_is_there(kinds, copy, shape):
-    """numpy asks for the memory first."""
-    folder = copy("packed")
-    npz_that_promises(folder / "labels.npz", "cifar10_train_y", shape)
-    assert "of shape" in message(
-        lambda: import_images("cifar10", folder, folder / "to", procs=1), DataError
-    )
-    npz_that_promises(folder / "states.npz", "states", shape)
-    with pytest.raises(ValueError, match="states is uint32 of shape"):
-        packed_coder.read_arrays(folder / "states.npz", "states")
-
-
-@pytest.mark.parametrize("name", ["T", "E", "GW1", "Gb2", "Bs3"])
-def test_models_of_another_form(kinds, copy, name):
-    folder = copy("packed")
-    arrays = dict(np.load(folder / "model_small.npz"))
-    np.savez(folder / "model_small.npz", **{**arrays, name: np.zeros((3, 3), np.float32)})
-    assert "cannot decode" in message(
-        lambda: import_images("cifar10", folder, folder / "to", procs=1), DataError
-    )
-
-
 # Logs
 
 
@@ -692,7 +626,7 @@ FORBIDDEN = {
 ALLOWED = {
     # MATLAB files of SVHN have no other reader. They are numbers, and are held to the official md5
     # before they are opened.
-    ("vision/data/formats.py", "loadmat")
+    ("vision/data/importing.py", "loadmat")
 }
 
 

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from test_data_packed import encode, pictures, small_model
 from torchrex.checkpoint import Checkpoints
 from torchrex.experiments import get_recipe, run_recipe
 from torchrex.experiments.run_folder import RunFolder, is_finished
@@ -33,8 +32,8 @@ from torchrex.report.compare_text import lines
 from torchrex.report.doctor import as_text, diagnose
 from torchrex.report.page.build import page_of
 from torchrex.report.runs import load_run
-from torchrex.vision.data import ImageSet, import_images, load_images, packed_coder, save_images
-from torchrex.vision.data.sources import SOURCES, Source, sha256_of
+from torchrex.vision.data import ImageSet, load_images, save_images
+from torchrex.vision.data.sources import SOURCES, Source
 
 SETTING = {"seed": 3, "lr": 0.1, "rungs": [0.0, math.inf]}
 
@@ -166,7 +165,7 @@ def seal_store(folder: Path, name: str) -> None:
 # Image sets
 
 
-TINY = Source("cifar10", (2, 1), (1, 1), archives=SOURCES["cifar10"].archives)
+TINY = Source("cifar10", {"train": (2, 1), "test": (1, 1)}, SOURCES["cifar10"].archives)
 
 
 def look_at_cache(folder: Path) -> Any:
@@ -187,19 +186,6 @@ def seal_cache(folder: Path, name: str) -> None:
     table["__metadata__"]["torchrex"] = json.dumps(about)
     head = json.dumps(table).encode()
     path.write_bytes(len(head).to_bytes(8, "little") + head + bytes(body))
-
-
-def look_at_packed(folder: Path) -> Any:
-    """Imported into a cache that is written to memory alone."""
-    kept: list[ImageSet] = []
-
-    def keep(images: ImageSet, to: Path | None) -> Path:
-        kept.append(images)
-        return folder
-
-    with mock.patch("torchrex.vision.data.importing.save_images", keep):
-        import_images("cifar10", folder, folder / "none", procs=1)
-    return plain(vars(kept[0]))
 
 
 def look_at_log(folder: Path) -> Any:
@@ -239,7 +225,7 @@ def make_kinds(root: Path, stack: ExitStack) -> list[Kind]:
         store.add(nn.Linear(3, 2), step=step)
     names = tuple(draw.name for draw in sorted((root / "store").glob("draw-*")))
     stack.enter_context(mock.patch.dict(SOURCES, {"cifar10": TINY}))
-    cache = _image_sets(root, stack)
+    cache = _image_set(root)
     (root / "log").mkdir()
     rows = [{"kind": "start", "step": 0, "name": "x", "temperatures": [1.0, 2.0]}]
     rows += [
@@ -302,12 +288,6 @@ def make_kinds(root: Path, stack: ExitStack) -> list[Kind]:
         Kind("sealed store", root / "store", names, look_at_store, seal_store, True),
         Kind("cache", cache, ("cifar10.safetensors",), look_at_cache),
         Kind("sealed cache", cache, ("cifar10.safetensors",), look_at_cache, seal_cache, True),
-        Kind(
-            "packed",
-            root / "packed",
-            ("manifest.json",) * 4 + ("labels.npz",) * 2 + ("model_small.npz", "a.npz"),
-            look_at_packed,
-        ),
         Kind("log", root / "log", ("log.jsonl",), look_at_log, may_differ=True),
     ]
 
@@ -318,47 +298,12 @@ def _network(root: Path) -> Path:
     return run_recipe(config, 1, root / "network").path
 
 
-def _image_sets(root: Path, stack: ExitStack) -> Path:
-    """A cache, and the packed form of the same pictures, whose decoding is remembered: it takes
-    most of a second.
-    """
-    labels = {"train_labels": np.array([0, 1, 0]), "test_labels": np.array([1, 0])}
-    arrays = {"train_images": pictures(3), "test_images": pictures(2) + np.uint8(1), **labels}
+def _image_set(root: Path) -> Path:
+    """A cache of five random images."""
+    random = np.random.default_rng(0)
+    arrays = {"train_labels": np.array([0, 1, 0]), "test_labels": np.array([1, 0])}
+    for part, n in (("train", 3), ("test", 2)):
+        arrays[f"{part}_images"] = random.integers(0, 256, (n, 32, 32, 3), dtype=np.uint8)
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     save_images(ImageSet("cifar10", 2, **tensors, provenance="made for tests"), root / "cache")
-    packed = root / "packed"
-    packed.mkdir()
-    np.savez(packed / "model_small.npz", **small_model())
-    model = packed_coder.Model.load(packed / "model_small.npz")
-    coded = encode(model, arrays["train_images"], arrays["test_images"])
-    for name, (states, words) in zip(("a", "b"), coded, strict=True):
-        np.savez(packed / f"{name}.npz", states=states, words=words)
-    np.savez(
-        packed / "labels.npz",
-        **{f"cifar10_{part}_y": arrays[f"{part}_labels"] for part in ("train", "test")},
-    )
-    sets = {}
-    for part, name in (("train", "a"), ("test", "b")):
-        digest = sha256_of(arrays[f"{part}_images"])
-        about = {"model": "model_small.npz", "sha256": digest, "shards": [[f"{name}.npz", digest]]}
-        sets[f"cifar10_{part}"] = {**about, "sha256_y": sha256_of(arrays[f"{part}_labels"])}
-    (packed / "manifest.json").write_text(json.dumps({"sets": sets}))
-    real, known = packed_coder.decode, {}
-
-    def decode(model: Any, states: Any, words: Any) -> Any:
-        numbers = [model.cumulative, model.exponential, states, words]
-        numbers += [
-            each
-            for plane in model.layers.values()
-            for layer in plane
-            for each in vars(layer).values()
-        ]
-        key = hashlib.sha256(
-            b"".join(np.ascontiguousarray(each).tobytes() for each in numbers)
-        ).digest()
-        if key not in known:
-            known[key] = real(model, states, words)
-        return known[key].copy()
-
-    stack.enter_context(mock.patch.object(packed_coder, "decode", decode))
     return root / "cache"

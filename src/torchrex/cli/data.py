@@ -43,12 +43,12 @@ def fetch(
         str | None, typer.Option(metavar="URL", help="A folder with the official files, by http.")
     ] = None,
 ) -> None:
-    """Download the official files of a set; after a broken connection the same command goes on."""
+    """Download the official files of a set and check them."""
     with loading():
         from torchrex.vision.data import fetch_images
     with (
         _bar(f"download {name}") as progress,
-        told("interrupted; what was downloaded is kept, and the same command goes on"),
+        told("interrupted; complete files are kept, the same command gets the rest"),
     ):
         fetch_images(name, to, progress, mirror)
     _say_where(name, to)
@@ -62,7 +62,7 @@ def import_(
         typer.Option(
             "--from",
             metavar="FOLDER",
-            help="Holds the official archive or its files, arrays or packed shards.",
+            help="Holds the official archive, its binary files, or arrays.",
         ),
     ],
     to: To = None,
@@ -70,8 +70,8 @@ def import_(
     """Check a set that lies in a folder and bring it into the cache."""
     with loading():
         from torchrex.vision.data import import_images
-    with _bar(f"import {name}") as progress, told("interrupted; nothing was written"):
-        import_images(name, from_, to, progress)
+    with told("interrupted; nothing was written"):
+        import_images(name, from_, to)
     _say_where(name, to)
 
 
@@ -84,8 +84,7 @@ def list_(
 ) -> None:
     """Show which sets are there, where they are and where they come from."""
     with loading():
-        from torchrex.vision.data import data_folder
-        from torchrex.vision.data.cache import cache_path, read_about
+        from torchrex.vision.data import cache_path, data_folder, read_about
     width = max(map(len, SETS))
     for name in SETS:
         if not cache_path(name, folder).exists():
@@ -101,7 +100,7 @@ def list_(
 
 
 def _say_where(name: str, folder: Path | None) -> None:
-    from torchrex.vision.data.cache import read_about
+    from torchrex.vision.data import read_about
 
     about = read_about(name, folder)
     _print(f"{name}: {about.n_images:,} images in {about.path} ({about.provenance})")

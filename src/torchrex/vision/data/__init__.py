@@ -1,19 +1,25 @@
-"""Image sets: CIFAR-10, CIFAR-100 and SVHN from a checked cache, how they get there, and how to
-divide them.
-"""
+"""Image sets: CIFAR-10, CIFAR-100 and SVHN from a checked cache, and how to divide them."""
 
-from torchrex.vision.data.cache import ImageSet, data_folder, load_images, save_images
-from torchrex.vision.data.download import fetch_images
-from torchrex.vision.data.importing import import_images
+from torchrex.vision.data.cache import (
+    ImageSet,
+    cache_path,
+    data_folder,
+    load_images,
+    read_about,
+    save_images,
+)
+from torchrex.vision.data.importing import fetch_images, import_images
 from torchrex.vision.data.splits import label_subset, stratified_split, stratified_subset
 
 __all__ = [
     "ImageSet",
+    "cache_path",
     "data_folder",
     "fetch_images",
     "import_images",
     "label_subset",
     "load_images",
+    "read_about",
     "save_images",
     "stratified_split",
     "stratified_subset",

@@ -1,223 +1,287 @@
-"""Finding an image set in a folder, in whichever form it lies there, and bringing it into the
-cache.
+"""Bringing an image set into the cache: from a folder, or downloaded by pooch.
 
-The forms, in this order: the official archive, its extracted binary files, plain arrays, packed
-shards. Each is held to the strongest checksum there is: the official archive to its md5; all other
-forms to the sha256 of the official arrays where we know it (CIFAR), and to a manifest's where there
-is one. The provenance says which, and goes into the cache.
+A folder may hold the official archives, the binary files extracted from them, or plain arrays.
+Archives are checked by md5, the other forms by the sha256 of the official arrays (CIFAR). The
+provenance in the cache says which. No pickle is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import contextlib
+import hashlib
+import tarfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from torchrex.errors import DataError
-from torchrex.recording import Callback
-from torchrex.vision.data.cache import ImageSet, save_images
-from torchrex.vision.data.formats import (
-    check_md5,
-    npy_files,
-    read_binary,
-    read_mat,
-    read_npy,
-    read_tar,
-)
-from torchrex.vision.data.packed import (
-    LABELS,
-    MANIFEST,
-    manifest_sha256,
-    packed_files,
-    read_manifest,
-    read_packed,
-)
+from torchrex.checkpoint import one_line
+from torchrex.errors import DataError, MissingDependencyError
+from torchrex.vision.data.cache import ImageSet, cache_path, data_folder, load_images, save_images
 from torchrex.vision.data.sources import (
+    IMAGE,
     PARTS,
-    Arrays,
+    Archive,
     Source,
-    check_arrays,
-    check_sha256,
+    Tensors,
+    check_counts,
+    check_tensors,
+    sha256_of,
     source_of,
 )
 
-OFFICIAL = "official"  # how the provenance of official archives begins
-PYTHON_VERSION = ("-python", "batches-py")  # in names of the pickled version of CIFAR
+Arrays = dict[str, npt.NDArray[Any]]
+Progress = Callable[[int, int], None]  # (bytes done, bytes of the file, 0 if not known)
+OFFICIAL = "official"  # first word of the provenance of official archives
+PICKLED = ("-python", "batches-py")  # in the names of the pickled version of CIFAR
+TIMEOUT = 30.0  # seconds without a byte
+BLOCK = 1 << 18
 
 
 class Form(NamedTuple):
-    """One way in which a set may lie in a folder."""
+    """One way in which a set may be stored in a folder."""
 
     words: str
     folder: Path
     files: list[str]
-    read: Callable[[], tuple[Arrays, str]]  # arrays and provenance
+    read: Callable[[Source, Path], Arrays]
 
     def missing(self) -> list[str]:
         return [name for name in self.files if not (self.folder / name).is_file()]
 
 
-def import_images(
-    name: str,
-    source: Path | str,
-    folder: Path | str | None = None,
-    progress: Callback | None = None,
-    *,
-    procs: int | None = None,
-) -> Path:
-    """Check the image set `name` in the folder (or archive file) `source` and write it to the cache
-    in `folder`.
-
-    The forms are listed above. `procs` and `progress(pictures done, of all)` are for the packed
-    form, which takes a minute.
-    """
-    what, place = source_of(name), Path(source).expanduser()
+def import_images(name: str, source: Path | str, folder: Path | str | None = None) -> Path:
+    """Check the image set `name` in the folder or archive `source` and write it to the cache."""
+    what, path = source_of(name), Path(source).expanduser()
     try:
-        form = _find(what, place, progress, procs)
-        arrays, provenance = form.read()
-    except PermissionError as error:
-        raise DataError(f"cannot read {error.filename} ({error.strerror})") from None
-    check_arrays(what, arrays, str(place))
-    tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
-    return save_images(
-        ImageSet(what.name, what.n_classes, **tensors, provenance=provenance), folder
-    )
+        form = _find(what, path)
+        arrays = form.read(what, form.folder)
+        tensors = {key: torch.from_numpy(arrays[key]) for key in what.array_names()}
+        check_tensors(what, tensors)
+        check_counts(what, tensors)
+        provenance = f"{form.words}, {_compare(what, form, tensors)}"
+    except DataError:
+        raise
+    except Exception as error:  # a file that is not what its name says can fail in any way
+        raise DataError(f"cannot import {name} from {path}: {one_line(error)}") from error
+    return save_images(ImageSet(name, what.n_classes, **tensors, provenance=provenance), folder)
 
 
-def _find(source: Source, place: Path, progress: Callback | None, procs: int | None) -> Form:
-    if place.is_file() and place.name.endswith((".tar.gz", ".tgz")) and source.train_files:
-        if any(mark in place.name for mark in PYTHON_VERSION):
-            raise _python_version(source, place)
-        return Form(
-            "the official archive", place.parent, [place.name], partial(_official, source, [place])
-        )
-    if place.is_file() and not any(place.name == archive.file for archive in source.archives):
-        names = " and ".join(archive.file for archive in source.archives)
-        raise DataError(
-            f"{place} is not an archive of {source.name}; give {names}, or a folder that holds it"
-        )
-    folder = place.parent if place.is_file() else place
+def _find(source: Source, path: Path) -> Form:
+    """The form in which a set is in a folder, or an error that says what is missing."""
+    archives = [archive.file for archive in source.archives]
+    if any(mark in path.name for mark in PICKLED):
+        raise _pickled(source, path)
+    if path.is_file() and path.name not in archives:
+        raise DataError(f"{path} is not an archive of {source.name}; give {' and '.join(archives)}")
+    folder = path.parent if path.is_file() else path
     if not folder.is_dir():
-        raise DataError(
-            f"there is no folder {folder}; --from takes the folder that holds {source.name}"
-        )
-    forms = [
-        form for inner in _places(source, folder) for form in _forms(source, inner, progress, procs)
-    ]
+        raise DataError(f"there is no folder {folder}; --from takes the folder of {source.name}")
+    official = f"{OFFICIAL} {' and '.join(archives)}"
+    forms = [Form(official, folder, archives, _read_tar if source.files else _read_mat)]
+    if source.files:
+        inner = Path(source.files["train"][0]).parent  # where the archive extracts to
+        binary = [Path(name).name for part in PARTS for name in source.files[part]]
+        words = "binary files of the official archive"
+        forms += [Form(words, place, binary, _read_binary) for place in (folder, folder / inner)]
+    plain = list(_npy_files(source).values())
+    forms.append(Form("plain arrays", folder, plain, _read_npy))
     for form in forms:
         if not form.missing():
             return form
-    # Tell of the form that has most of its files there; of none at all, name what would do.
     nearest = max(forms, key=lambda form: len(form.files) - len(form.missing()))
-    missing = nearest.missing()
-    if len(missing) < len(nearest.files):
+    if len(nearest.missing()) < len(nearest.files):
         raise DataError(
-            f"{source.name} in {nearest.folder} ({nearest.words}) is not complete: {missing[0]} is missing"
+            f"{source.name} in {nearest.folder} ({nearest.words}) is not complete: "
+            f"{nearest.missing()[0]} is missing"
         )
-    if any(mark in path.name for path in (folder, *folder.iterdir()) for mark in PYTHON_VERSION):
-        raise _python_version(source, folder)
-    names = " and ".join(archive.file for archive in source.archives)
+    if any(mark in inside.name for inside in folder.iterdir() for mark in PICKLED):
+        raise _pickled(source, folder)
     raise DataError(
-        f"{folder} does not hold {source.name}; put {names} there, or arrays {', '.join(npy_files(source).values())} (images "
-        f"uint8 n x 32 x 32 x 3, whole-number labels), or the packed form ({MANIFEST}, {LABELS}, its model_*.npz and the shards "
-        f"{source.name}_train_00.npz ...)"
+        f"{folder} does not hold {source.name}; put {' and '.join(archives)} there, or arrays "
+        f"{', '.join(plain)} (images uint8 n x 32 x 32 x 3, whole-number labels)"
     )
 
 
-def _places(source: Source, folder: Path) -> list[Path]:
-    """The folder itself, and the one within it that the official archive extracts to."""
-    inner = folder / Path(source.train_files[0]).parent if source.train_files else folder
-    return [folder] + ([inner] if inner.is_dir() and inner != folder else [])
-
-
-def _forms(
-    source: Source, folder: Path, progress: Callback | None, procs: int | None
-) -> list[Form]:
-    archives = [archive.file for archive in source.archives]
-    forms = [
-        Form(
-            "the official archive",
-            folder,
-            archives,
-            partial(_official, source, [folder / name for name in archives]),
-        )
-    ]
-    if source.train_files:
-        binary = [Path(name).name for part in PARTS for name in source.files(part)]
-        forms.append(
-            Form("the official binary files", folder, binary, partial(_binary, source, folder))
-        )
-    forms.append(
-        Form("plain arrays", folder, [*npy_files(source).values()], partial(_plain, source, folder))
+def _pickled(source: Source, path: Path) -> DataError:
+    return DataError(
+        f"{path} has the python version of {source.name}, which is pickled and is not loaded; "
+        f"give {source.archives[0].file}, or use `torchrex data fetch {source.name}`"
     )
-    if (folder / MANIFEST).is_file() and (parts := read_manifest(source, folder)) is not None:
-        forms.append(
-            Form(
-                "packed",
-                folder,
-                packed_files(parts),
-                partial(_packed, source, folder, progress, procs),
+
+
+def _compare(source: Source, form: Form, tensors: Tensors) -> str:
+    """Compare with the official arrays where their sha256 is known; words for the provenance."""
+    if form.words.startswith(OFFICIAL):
+        return "md5 checked"
+    for name, expected in source.sha256.items():
+        if (found := sha256_of(tensors[name])) != expected:
+            raise DataError(
+                f"the {name.replace('_', ' ')} in {form.folder} have sha256 {found} instead of "
+                f"{expected}; get that data again"
             )
-        )
-    return forms
-
-
-def _official(source: Source, paths: list[Path]) -> tuple[Arrays, str]:
-    for path, archive in zip(paths, source.archives, strict=True):
-        check_md5(path, archive)
-    arrays = (
-        read_tar(source, paths[0])
-        if source.train_files
-        else read_mat(source, dict(zip(PARTS, paths, strict=True)))
-    )
-    return (
-        arrays,
-        f"{OFFICIAL} {' and '.join(archive.file for archive in source.archives)}, md5 checked",
-    )
-
-
-def _binary(source: Source, folder: Path) -> tuple[Arrays, str]:
-    arrays = read_binary(source, folder)
-    return arrays, f"binary files of the official archive, {_vouched(source, arrays, folder)}"
-
-
-def _plain(source: Source, folder: Path) -> tuple[Arrays, str]:
-    arrays = read_npy(source, folder)
-    parts = read_manifest(source, folder)
-    if parts is not None:
-        check_sha256(arrays, manifest_sha256(parts), str(folder))
-    recropped = (
-        ", re-cropped from the full frames" if source.recropped and parts is not None else ""
-    )
-    return arrays, f"plain arrays{recropped}, {_vouched(source, arrays, folder)}"
-
-
-def _packed(
-    source: Source, folder: Path, progress: Callback | None, procs: int | None
-) -> tuple[Arrays, str]:
-    parts = read_manifest(source, folder)
-    assert parts is not None  # this form is offered only where there is one
-    arrays = read_packed(source, folder, parts, procs=procs, progress=progress)
-    check_sha256(arrays, manifest_sha256(parts), str(folder))
-    origin = "packed form, re-cropped from the full frames" if source.recropped else "packed form"
-    return arrays, f"{origin}, {_vouched(source, arrays, folder)}"
-
-
-def _vouched(source: Source, arrays: Arrays, folder: Path) -> str:
-    """Hold the arrays to the official ones where we know their sha256; the words for the
-    provenance.
-    """
-    check_sha256(arrays, source.sha256, str(folder))
-    if all(name in source.sha256 for name in source.array_names()):
+    if source.sha256:
         return "the same bytes as the official set by sha256"
     return "not compared bit by bit with the official files"
 
 
-def _python_version(source: Source, place: Path) -> DataError:
-    return DataError(
-        f"{place} has the python version of {source.name}, which is pickled and is not loaded here; "
-        f"give the binary version, {source.archives[0].file}, or `torchrex data fetch {source.name}`"
-    )
+def _check_md5(path: Path, archive: Archive) -> None:
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "md5").hexdigest()
+    if found != archive.md5:
+        raise DataError(f"{path} has md5 {found} instead of {archive.md5}; download it again")
+
+
+def _read_tar(source: Source, folder: Path) -> Arrays:
+    """CIFAR from its official archive; nothing is extracted to disk."""
+    (archive,) = source.archives
+    _check_md5(folder / archive.file, archive)
+    with tarfile.open(folder / archive.file) as tar:
+        files = ((member.name, tar.extractfile(member)) for member in tar)
+        contents = {name: file.read() for name, file in files if file is not None}
+    return _from_records(source, contents.__getitem__)
+
+
+def _read_binary(source: Source, folder: Path) -> Arrays:
+    return _from_records(source, lambda name: (folder / Path(name).name).read_bytes())
+
+
+def _from_records(source: Source, read: Callable[[str], bytes]) -> Arrays:
+    """Records of label bytes (CIFAR-100: coarse, fine) and 3,072 bytes of image by colour."""
+    n_labels = 2 if source.n_coarse else 1
+    size = n_labels + 3 * 32 * 32
+    arrays: Arrays = {}
+    for part in PARTS:
+        contents = {name: read(name) for name in source.files[part]}
+        for name, content in contents.items():
+            if len(content) % size:
+                raise ValueError(f"{name} has {len(content):,} bytes, no multiple of {size:,}")
+        records = np.frombuffer(b"".join(contents.values()), np.uint8).reshape(-1, size)
+        planes = records[:, n_labels:].reshape(-1, 3, 32, 32)
+        arrays[f"{part}_images"] = np.ascontiguousarray(planes.transpose(0, 2, 3, 1))
+        arrays[f"{part}_labels"] = records[:, n_labels - 1].astype(np.int64)
+        arrays[f"{part}_coarse_labels"] = records[:, 0].astype(np.int64)
+    return arrays
+
+
+def _read_mat(source: Source, folder: Path) -> Arrays:
+    """SVHN from its official MATLAB files, which have the label 10 for the digit 0."""
+    from scipy.io import loadmat
+
+    arrays: Arrays = {}
+    for part, archive in zip(PARTS, source.archives, strict=True):
+        _check_md5(folder / archive.file, archive)
+        content = loadmat(folder / archive.file, variable_names=["X", "y"])
+        arrays[f"{part}_images"] = np.ascontiguousarray(content["X"].transpose(3, 0, 1, 2))
+        arrays[f"{part}_labels"] = content["y"].astype(np.int64).ravel() % 10
+    return arrays
+
+
+def _npy_files(source: Source) -> dict[str, str]:
+    """The file name of each array."""
+    short = {"images": "x", "labels": "y", "coarse_labels": "ycoarse"}
+    split = {name: name.split("_", 1) for name in source.array_names()}
+    return {name: f"{source.name}_{part}_{short[kind]}.npy" for name, (part, kind) in split.items()}
+
+
+def _read_npy(source: Source, folder: Path) -> Arrays:
+    """Plain arrays: {set}_{part}_x.npy (n, 32, 32, 3) uint8, _y.npy and _ycoarse.npy."""
+    arrays: Arrays = {}
+    for name, file in _npy_files(source).items():
+        # Mapped, because a header may state any size; objects, that is pickles, are refused.
+        mapped = np.lib.format.open_memmap(folder / file, mode="r")
+        n = sum(source.per_class[name.split("_")[0]])
+        is_image = name.endswith("images")
+        expected = (n, *IMAGE) if is_image else (n,)
+        if mapped.shape != expected or mapped.dtype.kind not in "iu":
+            found = f"{mapped.dtype} of shape {mapped.shape}"
+            raise ValueError(f"{file} has {found} instead of whole numbers of shape {expected}")
+        arrays[name] = np.array(mapped, None if is_image else np.int64, order="C")
+    return arrays
+
+
+def fetch_images(
+    name: str,
+    folder: Path | str | None = None,
+    progress: Progress | None = None,
+    base_url: str | None = None,
+) -> Path:
+    """Download the official files of an image set, check them and write the cache.
+
+    An official set in the cache is not downloaded again. `base_url` is a mirror; the checksums are
+    the same.
+    """
+    with contextlib.suppress(DataError):
+        if load_images(name, folder).provenance.startswith(OFFICIAL):
+            return cache_path(name, folder)
+    downloads = data_folder(folder) / "downloads"
+    archives = source_of(name).archives
+    for archive in archives:
+        url = f"{(base_url or archive.base_url).rstrip('/')}/{archive.file}"
+        _download(url, archive, downloads, progress)
+    written = import_images(name, downloads, folder)
+    for archive in archives:  # the cache has all of them now
+        (downloads / archive.file).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        downloads.rmdir()  # not if another download is in progress
+    return written
+
+
+def _download(url: str, archive: Archive, folder: Path, progress: Progress | None) -> None:
+    try:
+        import pooch  # type: ignore[import-untyped]
+        import requests
+    except ImportError:
+        raise MissingDependencyError(
+            "downloading image sets needs pooch: pip install 'torchrex[data]'"
+        ) from None
+    bar = False if progress is None else _Bar(progress)
+    downloader = pooch.HTTPDownloader(progressbar=bar, chunk_size=BLOCK, timeout=TIMEOUT)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _quiet(pooch.get_logger()):
+            pooch.retrieve(url, f"md5:{archive.md5}", archive.file, folder, downloader=downloader)
+    except requests.RequestException as error:
+        raise DataError(
+            f"cannot download {url} ({one_line(error, 200)}); try again later, from a mirror "
+            f"(--mirror URL), or import a copy (torchrex data import NAME --from FOLDER)"
+        ) from None
+    except OSError as error:
+        raise DataError(
+            f"cannot write to {folder} ({error.strerror or error}); free some space or choose "
+            f"another folder"
+        ) from None
+    except ValueError:  # pooch compares the checksum, and removes a file that differs
+        raise DataError(
+            f"{url} has another md5 than {archive.md5} of the official file; it was removed"
+        ) from None
+
+
+class _Bar:
+    """What pooch takes as a progress bar: calls `progress(bytes done, bytes of the file)`."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress, self.done, self.total = progress, 0, 0
+
+    def update(self, n: int) -> None:
+        self.done += n
+        self.progress(min(self.done, self.total) if self.total else self.done, self.total)
+
+    def reset(self) -> None:
+        self.done = 0
+
+    def close(self) -> None: ...
+
+
+@contextlib.contextmanager
+def _quiet(logger: Any) -> Iterator[None]:
+    """pooch reports each download on stderr; here the caller decides what is printed."""
+    level = logger.level
+    logger.setLevel("WARNING")
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

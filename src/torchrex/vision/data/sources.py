@@ -1,6 +1,4 @@
-"""What each image set is: its sizes, classes, official files and checksums. Everything that reads a
-set is held to this.
-"""
+"""What each image set is: its sizes, classes, official files and checksums."""
 
 from __future__ import annotations
 
@@ -8,60 +6,51 @@ import difflib
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from torchrex.errors import DataError
 
-Part = Literal["train", "test"]
-PARTS: tuple[Part, ...] = ("train", "test")
-Arrays = dict[
-    str, npt.NDArray[Any]
-]  # train_images, train_labels, test_images, test_labels, and coarse labels where there are some
-PICTURE = (32, 32, 3)
+PARTS = ("train", "test")
+IMAGE = (32, 32, 3)
+Tensors = dict[str, Tensor]  # train_images, train_labels, test_images, test_labels, ...
 KRIZ = "https://www.cs.toronto.edu/~kriz"
 HOUSENUMBERS = "http://ufldl.stanford.edu/housenumbers"
 
+CIFAR100_SHA256 = {
+    "train_images": "4e457917601a66aed021f5fa37957b56c6319557c0a8ed5484de3c390af45430",
+    "train_labels": "8bf4935e7c77a3096270043c6f3b221b6ecb9c63d1a08608e9af66cff17e977a",
+    "train_coarse_labels": "9f99c2cdae93cf09da2fc6497c96ab042c6dc02c456a2e86dcffd2305df5a2e9",
+    "test_images": "4cb8e5d9309da489bf6b19cc10cd96c3ae6f8daf225380b605aaee4c0d6aee19",
+    "test_labels": "80031c23f8300724c6fbc588e4bccbe41c6392041782148727bb497b0132c4ad",
+    "test_coarse_labels": "e2f01c218d5f70ed60e3d80cb12337f835005bcae62b64fefcaa2b647612af83",
+}
 
-@dataclass(frozen=True)
-class Archive:
-    """One official file to download."""
+
+class Archive(NamedTuple):
+    """One official file."""
 
     file: str
-    url: str
+    base_url: str
     md5: str
 
 
 @dataclass(frozen=True)
 class Source:
-    """One image set. Tests put small sets of the same form in its place."""
+    """One image set. `per_class` and `files` have an entry for "train" and one for "test"."""
 
     name: str
-    train_per_class: tuple[int, ...]
-    test_per_class: tuple[int, ...]
+    per_class: Mapping[str, tuple[int, ...]]
     archives: tuple[Archive, ...]
-    train_files: tuple[str, ...] = ()  # the official binary files, as the archive names them
-    test_files: tuple[str, ...] = ()
-    n_coarse: int = 0
-    sha256: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of the arrays of the official set, where they are known
-    recropped: bool = False  # true if the packed form was made anew from the full frames
+    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # inside the archive
+    n_coarse: int = 0  # coarse classes; only CIFAR-100 has them
+    sha256: Mapping[str, str] = field(default_factory=dict)  # of the official arrays, if known
 
     @property
     def n_classes(self) -> int:
-        return len(self.train_per_class)
-
-    def per_class(self, part: Part) -> tuple[int, ...]:
-        return self.train_per_class if part == "train" else self.test_per_class
-
-    def count(self, part: Part) -> int:
-        return sum(self.per_class(part))
-
-    def files(self, part: Part) -> tuple[str, ...]:
-        return self.train_files if part == "train" else self.test_files
+        return len(self.per_class["train"])
 
     def array_names(self) -> list[str]:
         kinds = ("images", "labels", "coarse_labels") if self.n_coarse else ("images", "labels")
@@ -71,17 +60,12 @@ class Source:
 SOURCES: dict[str, Source] = {
     "cifar10": Source(
         "cifar10",
-        train_per_class=(5000,) * 10,
-        test_per_class=(1000,) * 10,
-        archives=(
-            Archive(
-                "cifar-10-binary.tar.gz",
-                f"{KRIZ}/cifar-10-binary.tar.gz",
-                "c32a1d4ab5d03f1284b67883e8d87530",
-            ),
-        ),
-        train_files=tuple(f"cifar-10-batches-bin/data_batch_{k}.bin" for k in (1, 2, 3, 4, 5)),
-        test_files=("cifar-10-batches-bin/test_batch.bin",),
+        {"train": (5000,) * 10, "test": (1000,) * 10},
+        (Archive("cifar-10-binary.tar.gz", KRIZ, "c32a1d4ab5d03f1284b67883e8d87530"),),
+        files={
+            "train": tuple(f"cifar-10-batches-bin/data_batch_{k}.bin" for k in range(1, 6)),
+            "test": ("cifar-10-batches-bin/test_batch.bin",),
+        },
         sha256={
             "train_images": "47af8b02cfcfb6cdf3dbbd1969ad7f1b70f4413f6f80f437b020ee4e5bc8304a",
             "train_labels": "f5cfe00b0f00968c0cc5ff3b1d2de51b10e33efa277c2986f4e0fa63e58c9f4f",
@@ -91,46 +75,23 @@ SOURCES: dict[str, Source] = {
     ),
     "cifar100": Source(
         "cifar100",
-        train_per_class=(500,) * 100,
-        test_per_class=(100,) * 100,
-        archives=(
-            Archive(
-                "cifar-100-binary.tar.gz",
-                f"{KRIZ}/cifar-100-binary.tar.gz",
-                "03b5dce01913d631647c71ecec9e9cb8",
-            ),
-        ),
-        train_files=("cifar-100-binary/train.bin",),
-        test_files=("cifar-100-binary/test.bin",),
+        {"train": (500,) * 100, "test": (100,) * 100},
+        (Archive("cifar-100-binary.tar.gz", KRIZ, "03b5dce01913d631647c71ecec9e9cb8"),),
+        files={"train": ("cifar-100-binary/train.bin",), "test": ("cifar-100-binary/test.bin",)},
         n_coarse=20,
-        sha256={
-            "train_images": "4e457917601a66aed021f5fa37957b56c6319557c0a8ed5484de3c390af45430",
-            "train_labels": "8bf4935e7c77a3096270043c6f3b221b6ecb9c63d1a08608e9af66cff17e977a",
-            "train_coarse_labels": "9f99c2cdae93cf09da2fc6497c96ab042c6dc02c456a2e86dcffd2305df5a2e9",
-            "test_images": "4cb8e5d9309da489bf6b19cc10cd96c3ae6f8daf225380b605aaee4c0d6aee19",
-            "test_labels": "80031c23f8300724c6fbc588e4bccbe41c6392041782148727bb497b0132c4ad",
-            "test_coarse_labels": "e2f01c218d5f70ed60e3d80cb12337f835005bcae62b64fefcaa2b647612af83",
-        },
+        sha256=CIFAR100_SHA256,
     ),
-    # No sha256 here: nothing of ours was ever compared with the whole of the official files, so
-    # only their own md5 vouches.
+    # No sha256: no arrays here were ever compared with all of the official files.
     "svhn": Source(
         "svhn",
-        train_per_class=(4948, 13861, 10585, 8497, 7458, 6882, 5727, 5595, 5045, 4659),
-        test_per_class=(1744, 5099, 4149, 2882, 2523, 2384, 1977, 2019, 1660, 1595),
-        archives=(
-            Archive(
-                "train_32x32.mat",
-                f"{HOUSENUMBERS}/train_32x32.mat",
-                "e26dedcc434d2e4c54c9b2d4a06d8373",
-            ),
-            Archive(
-                "test_32x32.mat",
-                f"{HOUSENUMBERS}/test_32x32.mat",
-                "eb5a983be6a315427106f1b164d9cef3",
-            ),
+        {
+            "train": (4948, 13861, 10585, 8497, 7458, 6882, 5727, 5595, 5045, 4659),
+            "test": (1744, 5099, 4149, 2882, 2523, 2384, 1977, 2019, 1660, 1595),
+        },
+        (
+            Archive("train_32x32.mat", HOUSENUMBERS, "e26dedcc434d2e4c54c9b2d4a06d8373"),
+            Archive("test_32x32.mat", HOUSENUMBERS, "eb5a983be6a315427106f1b164d9cef3"),
         ),
-        recropped=True,
     ),
 }
 
@@ -144,56 +105,34 @@ def source_of(name: str) -> Source:
     return SOURCES[name]
 
 
-def sha256_of(array: npt.NDArray[Any]) -> str:
-    return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
+def sha256_of(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.numpy().data).hexdigest()
 
 
-def check_arrays(source: Source, arrays: Arrays, where: str) -> None:
-    """Shapes, types, label ranges and the number of images in every class; `where` names the origin
-    in the message.
-    """
-
-    def wrong(what: str) -> DataError:
-        return DataError(f"{where} is not {source.name}: {what}")
-
+def check_tensors(source: Source, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a type, a shape or a label does not belong to the set."""
     for part in PARTS:
-        n = source.count(part)
-        images, labels = arrays[f"{part}_images"], arrays[f"{part}_labels"]
-        if images.shape != (n, *PICTURE) or images.dtype != np.uint8:
-            raise wrong(
-                f"the {part} images are {images.dtype} of shape {images.shape} instead of uint8 {(n, *PICTURE)}"
-            )
-        _check_labels(labels, n, source.n_classes, f"{part} labels", wrong)
-        per_class = tuple(np.bincount(labels, minlength=source.n_classes).tolist())
-        if per_class != source.per_class(part):
-            label, found, expected = next(
-                (k, a, b)
-                for k, (a, b) in enumerate(zip(per_class, source.per_class(part), strict=True))
-                if a != b
-            )
-            raise wrong(f"class {label} has {found:,} {part} images instead of {expected:,}")
-        if source.n_coarse:
-            _check_labels(
-                arrays[f"{part}_coarse_labels"], n, source.n_coarse, f"{part} coarse labels", wrong
-            )
+        images, n = tensors[f"{part}_images"], tensors[f"{part}_labels"].shape[:1].numel()
+        if images.dtype != torch.uint8 or images.shape != (n, *IMAGE):
+            found = f"{images.dtype} of shape {tuple(images.shape)}"
+            raise ValueError(f"the {part} images are {found} instead of uint8 {(n, *IMAGE)}")
+        for kind, n_classes in (("labels", source.n_classes), ("coarse_labels", source.n_coarse)):
+            if n_classes:
+                _check_labels(tensors[f"{part}_{kind}"], n, n_classes, f"{part} {kind}")
 
 
-def _check_labels(labels: npt.NDArray[Any], n: int, n_classes: int, what: str, wrong: Any) -> None:
-    if labels.shape != (n,) or labels.dtype != np.int64:
-        raise wrong(
-            f"the {what} are {labels.dtype} of shape {labels.shape} instead of int64 ({n},)"
-        )
-    if labels.min() < 0 or labels.max() >= n_classes:
-        raise wrong(
-            f"the {what} lie between {labels.min()} and {labels.max()} instead of 0 and {n_classes - 1}"
-        )
+def _check_labels(labels: Tensor, n: int, n_classes: int, what: str) -> None:
+    if labels.dtype != torch.int64 or labels.shape != (n,):
+        raise ValueError(f"the {what} are {labels.dtype} of shape {tuple(labels.shape)}")
+    low, high = (int(labels.min()), int(labels.max())) if n else (0, 0)
+    if low < 0 or high >= n_classes:
+        raise ValueError(f"the {what} are from {low} to {high} instead of 0 to {n_classes - 1}")
 
 
-def check_sha256(arrays: Arrays, expected: Mapping[str, str], where: str) -> None:
-    """Compare arrays with checksums by name; names without one pass."""
-    for name, sha256 in expected.items():
-        found = sha256_of(arrays[name])
-        if found != sha256:
-            raise DataError(
-                f"the {name.replace('_', ' ')} of {where} have sha256 {found} instead of {sha256}; get that data again"
-            )
+def check_counts(source: Source, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a class has not as many images as in the official set."""
+    for part in PARTS:
+        counts = torch.bincount(tensors[f"{part}_labels"], minlength=source.n_classes).tolist()
+        for label, (found, expected) in enumerate(zip(counts, source.per_class[part], strict=True)):
+            if found != expected:
+                raise ValueError(f"class {label} has {found:,} {part} images, not {expected:,}")
