@@ -33,7 +33,7 @@ def rest(steps: int) -> dict[str, Any]:
     n_runs, scale = 4_000, torch.tensor([1.0, 3.0]).sqrt().view(2, 1, 1)
     start = scale * torch.randn(2, n_runs, 1, generator=torch.Generator().manual_seed(0))
     ensemble = torchrex.TensorEnsemble.start(gaussian(), n_rungs=2, n_runs=n_runs, initial=start)
-    run = torchrex.ReplicaExchange(
+    run = torchrex.DensityExchange(
         ensemble, torchrex.Ladder((1.0, 3.0), 0.01), swap_rest=steps, compiled=True
     )
     variance = torchrex.collect(run, 4_000, burn_in=1_000, thin=20).values[..., 0].square().mean(
@@ -41,7 +41,7 @@ def rest(steps: int) -> dict[str, Any]:
     ) / (1.0 / (1.0 - 0.005))
     mixture = torchrex.GaussianMixture([0.4, 0.6], means=[-3.0, 2.0], stds=[0.7, 0.5])
     ensemble = torchrex.TensorEnsemble.start(mixture, n_rungs=2, n_runs=256)
-    run = torchrex.ReplicaExchange(
+    run = torchrex.DensityExchange(
         ensemble, torchrex.Ladder((1.0, 10.0), 0.03), swap_rest=steps, compiled=True
     )
     left = (
@@ -69,7 +69,7 @@ def momentum(policy: str, lr: float) -> dict[str, Any]:
         gaussian(), torchrex.SGHMC(friction), n_rungs=2, n_runs=n_runs, initial=start
     )
     ladder = torchrex.Ladder((1.0, 2.0), lr)
-    run = torchrex.ReplicaExchange(
+    run = torchrex.DensityExchange(
         ensemble, ladder, momentum="keep" if policy == "keep" else "rescale", compiled=True
     )
     x2, v2, n = torch.zeros(n_runs), torch.zeros(n_runs), 0

@@ -136,7 +136,7 @@ def torchrex_loop(rungs: int, runs: int, compiled: bool, steps: int) -> Segment:
     target = (
         torchrex.Noisy(mixture, energy=torchrex.Gaussian(ENERGY_NOISE)) if rungs == 2 else mixture
     )
-    run = torchrex.ReplicaExchange(
+    run = torchrex.DensityExchange(
         torchrex.TensorEnsemble.start(target, n_rungs=rungs, n_runs=runs),
         torchrex.Ladder((COLD, HOT)[:rungs], LR),
         noise=torchrex.RunningMean(torchrex.RepeatedDraws(N_DRAWS, EVERY)) if rungs == 2 else None,

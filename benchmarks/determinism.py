@@ -38,7 +38,7 @@ def one_process(*, deterministic: bool) -> dict[str, object]:
         channels_last=True,
     )
     ladder = torchrex.Ladder((0.01, 0.05), (2e-6, 3e-6))
-    run = torchrex.ReplicaExchange(
+    run = torchrex.ModuleExchange(
         ensemble, ladder, correction_factor=F0, seed=0, deterministic=deterministic
     )
     hashes = {}

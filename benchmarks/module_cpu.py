@@ -63,7 +63,7 @@ def ours(
 ) -> Callable[[int], None]:
     energy = torchrex.PosteriorEnergy(F.cross_entropy, n_data=N, prior=torchrex.GaussianPrior(1.0))
     ladder = torchrex.Ladder([1.0 + 0.01 * rung for rung in range(rungs)], 1e-6)
-    run = torchrex.ReplicaExchange(
+    run = torchrex.ModuleExchange(
         torchrex.ModuleEnsemble(make, energy, torchrex.SGHMC(FRICTION)), ladder
     )
     loader = torchrex.DeviceLoader(data(shape), BATCH)

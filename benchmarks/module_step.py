@@ -90,7 +90,7 @@ def seconds_of(work: Callable[[], None]) -> float:
     return begin.elapsed_time(end) / 1000
 
 
-def make_run(replicas: int) -> torchrex.ReplicaExchange:
+def make_run(replicas: int) -> torchrex.ModuleExchange:
     energy = torchrex.PosteriorEnergy(
         F.cross_entropy, n_data=N_TRAIN, prior=torchrex.GaussianPrior(PRECISION)
     )
@@ -107,7 +107,7 @@ def make_run(replicas: int) -> torchrex.ReplicaExchange:
         [0.01 * (1 + 4 * k) for k in rungs],
         [2e-6 * (1 + 0.5 * k / max(1, replicas - 1)) for k in rungs],
     )
-    return torchrex.ReplicaExchange(ensemble, ladder, correction_factor=F0, seed=0)
+    return torchrex.ModuleExchange(ensemble, ladder, correction_factor=F0, seed=0)
 
 
 def captured(

@@ -45,7 +45,7 @@ def gathers(replicas: int, n: int, repeats: int) -> list[list[float]]:
     return times[20:]
 
 
-def make_run(net: str, replicas: int) -> tuple[torchrex.ReplicaExchange, torchrex.DeviceLoader]:
+def make_run(net: str, replicas: int) -> tuple[torchrex.ModuleExchange, torchrex.DeviceLoader]:
     make, shape, size, _ = NETS[net]
     generator = torch.Generator().manual_seed(0)
     n_data = 4_096 if net == "MLP" else 512
@@ -60,7 +60,7 @@ def make_run(net: str, replicas: int) -> tuple[torchrex.ReplicaExchange, torchre
         make, energy, torchrex.SGHMC(0.1), mesh=replica_mesh(replicas)
     )
     ladder = torchrex.Ladder([1.0 + 0.01 * rung for rung in range(replicas)], 1e-6)
-    return torchrex.ReplicaExchange(ensemble, ladder), torchrex.DeviceLoader((x, y), size)
+    return torchrex.ModuleExchange(ensemble, ladder), torchrex.DeviceLoader((x, y), size)
 
 
 def steps(net: str, replicas: int, turns: int) -> dict[str, Any]:

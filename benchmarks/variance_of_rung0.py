@@ -78,7 +78,7 @@ def variance_of_rung0(
     ensemble = torchrex.TensorEnsemble.start(
         posterior(dim), n_rungs=n_rungs, n_runs=n_runs, initial=start
     )
-    run = torchrex.ReplicaExchange(ensemble, ladder, noise=noise, pairing=pairing, seed=seed)
+    run = torchrex.DensityExchange(ensemble, ladder, noise=noise, pairing=pairing, seed=seed)
     one_by_one = isinstance(run.rules.pairing, torchrex.RandomPair)
     n_steps = tests * (n_rungs - 1 if one_by_one else min(2, n_rungs - 1))
     total, accepted, proposed = torch.zeros(n_runs, dtype=torch.float64), 0.0, 0.0
@@ -103,7 +103,7 @@ def variance_of_rung0(
 
 
 def steps_one_by_one(
-    run: torchrex.ReplicaExchange, n_steps: int
+    run: torchrex.DensityExchange, n_steps: int
 ) -> Iterator[torchrex.exchange.StepInfo]:
     for _ in range(n_steps):
         yield run.step()
@@ -142,7 +142,7 @@ def bias_on_exponential_data(
     ensemble = torchrex.TensorEnsemble.start(
         target, n_rungs=n_rungs, n_runs=n_runs, initial=start, dtype=torch.float64
     )
-    run = torchrex.ReplicaExchange(ensemble, ladder, noise=noise, seed=seed)
+    run = torchrex.DensityExchange(ensemble, ladder, noise=noise, seed=seed)
     n_steps = tests * (n_rungs - 1 if n_rungs > 3 else min(2, n_rungs - 1))
     mean = torch.zeros(n_runs, dtype=torch.float64)
     for info in steps_one_by_one(run, n_steps):

@@ -1,7 +1,7 @@
 """Runs on densities in all their kinds, small enough to be run whole: every sampler, pairing, noise
 estimator and rule for F.
 
-`SETUPS` are arguments of `sample`, and of `ReplicaExchange` once target, sampler and ladder are
+`SETUPS` are arguments of `sample`, and of `DensityExchange` once target, sampler and ladder are
 taken out.
 """
 

@@ -79,7 +79,7 @@ def make_run(model=linear, energy=None, ladder=None, *, sampler=None, **options)
     ensemble = tr.ModuleEnsemble(
         model, cross_entropy() if energy is None else energy, sampler, **of_ensemble
     )
-    return tr.ReplicaExchange(
+    return tr.ModuleExchange(
         ensemble, tr.Ladder((0.5, 1.0), (1e-3, 2e-3)) if ladder is None else ladder, **options
     )
 

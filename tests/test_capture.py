@@ -56,7 +56,7 @@ def make(compiled=None, model=Net, rungs=3, **options):
     ladder = torchrex.Ladder(
         [1.0 + 0.002 * k for k in range(rungs)], [1e-5 * (1 + 0.5 * k) for k in range(rungs)]
     )
-    return torchrex.ReplicaExchange(ensemble, ladder, seed=1, compiled=compiled, **options)
+    return torchrex.ModuleExchange(ensemble, ladder, seed=1, compiled=compiled, **options)
 
 
 def everything(run):
@@ -187,7 +187,7 @@ def test_divergence_is_noticed_at_the_end_of_a_stretch_and_healed_at_the_end_of_
 def test_autocast_and_channels_last():
     energy = torchrex.PosteriorEnergy(F.cross_entropy, n_data=N, prior=torchrex.GaussianPrior(2.0))
     runs = [
-        torchrex.ReplicaExchange(
+        torchrex.ModuleExchange(
             torchrex.ModuleEnsemble(Net, energy, torchrex.SGHMC(0.1), device="cuda", **options),
             torchrex.Ladder((1.0, 1.01), 1e-5),
         )

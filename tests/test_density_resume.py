@@ -9,6 +9,8 @@ import torch
 
 import torchrex as tr
 from densities import MIXTURE, SETUPS
+from torchrex.density import block
+from torchrex.density import run as density_run
 from torchrex.density.draw_recorder import DrawRecorder
 from torchrex.errors import (
     CheckpointError,
@@ -16,7 +18,6 @@ from torchrex.errors import (
     NonFiniteEnergyError,
     RunInterrupted,
 )
-from torchrex.exchange import block, density_run
 
 NAMES = ("values", "steps", "noise_variance", "replica_at", "energy", "accepted", "proposed")
 # Which draws of a setup are kept; of the setups those between which a checkpoint differs.
@@ -331,7 +332,7 @@ def test_a_nan_leaves_the_checkpoint_before_it(tmp_path):
 def test_collect_goes_on_after_steps_of_before(tmp_path):
     def make():
         ensemble = tr.TensorEnsemble.start(tr.Noisy(MIXTURE, tr.Gaussian(2.0)), n_rungs=2, n_runs=3)
-        run = tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 10.0), 0.03), seed=1)
+        run = tr.DensityExchange(ensemble, tr.Ladder((1.0, 10.0), 0.03), seed=1)
         list(run.advance(70))
         return run
 
@@ -351,7 +352,7 @@ def test_collect_goes_on_after_steps_of_before(tmp_path):
     run = make()
     assert_same(tr.collect(run, 200, thin=3, burn_in=10, checkpoints=tmp_path), whole)
     assert run.n_steps == 270
-    fresh = tr.ReplicaExchange(
+    fresh = tr.DensityExchange(
         tr.TensorEnsemble.start(MIXTURE, n_rungs=2, n_runs=3), tr.Ladder((1.0, 10.0), 0.03), seed=1
     )
     with pytest.raises(CheckpointError, match="is a checkpoint of another setting"):

@@ -13,10 +13,10 @@ import torch
 
 import torchrex as tr
 from ranks import Ranks, run_ranks
+from torchrex.density import block
 from torchrex.density.shards import combine, cut
 from torchrex.distributed import rendezvous
 from torchrex.errors import CheckpointError, InvalidArgumentError, NonFiniteEnergyError
-from torchrex.exchange import block
 from torchrex.rng import derive_seed
 
 NAMES = ("values", "steps", "noise_variance", "replica_at", "energy", "accepted", "proposed")

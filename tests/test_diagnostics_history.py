@@ -24,7 +24,7 @@ def traced(every, *, seed=0, n_steps=60, factor=2.0, pairing=None, ladder=LADDER
         device=torch.device("cpu"),
         dtype=torch.float64,
     )
-    run = tr.ReplicaExchange(
+    run = tr.DensityExchange(
         ensemble,
         ladder,
         noise=tr.KnownVariance(0.25),

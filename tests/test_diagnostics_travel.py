@@ -187,7 +187,7 @@ def test_the_trace_of_a_run_replays_to_where_its_replicas_stood(pairing):
     ensemble = tr.TensorEnsemble.start(
         target, n_rungs=4, n_runs=1, device=torch.device("cpu"), dtype=torch.float32
     )
-    run = tr.ReplicaExchange(
+    run = tr.DensityExchange(
         ensemble, ladder, pairing=pairing, seed=0, compiled=False, swap_interval=2
     )
     fine, coarse = tr.Trace(1), tr.Trace(100)

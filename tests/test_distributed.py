@@ -51,7 +51,7 @@ def make(kind="paired", *, seed=3, n=4, dtype=torch.float32, **more):
         shared_batches=settings["shared_batches"],
         mesh=replica_mesh(n),
     )
-    return tr.ReplicaExchange(
+    return tr.ModuleExchange(
         ensemble,
         tr.Ladder(TEMPERATURES[:n], 1e-3),
         noise=settings["noise"](),
@@ -223,7 +223,7 @@ def test_outputs_and_modules_of_every_rung_are_the_same_everywhere(tmp_path):
 
 def broken(n_steps):
     run = make("exact", noise=lambda: tr.PairedVariance(0.3))
-    run = tr.ReplicaExchange(
+    run = tr.ModuleExchange(
         tr.ModuleEnsemble(
             mlp, cross_entropy(), tr.SGHMC(0.1), initial="independent", mesh=replica_mesh(4)
         ),

@@ -115,7 +115,7 @@ def still_rung_0(n_runs=200_000, **options):
         initial=z * torch.tensor(TWO).sqrt().view(2, 1, 1),
         dtype=torch.float64,
     )
-    run = tr.ReplicaExchange(ensemble, tr.Ladder(TWO, STILL), seed=2, **options)
+    run = tr.DensityExchange(ensemble, tr.Ladder(TWO, STILL), seed=2, **options)
     *_, last = (block.position[-1, :, 0].square() for block in run.advance(12))
     return last
 
@@ -135,7 +135,7 @@ def test_a_rest_after_swaps_breaks_the_law(caplog):
 def test_annealed_ladders_may_rest(caplog):
     """The paper's recipes anneal and rest; they sample no law, and are not warned of."""
     ladder = tr.Ladder(TWO, STILL, anneal=tr.schedules.geometric(0.99))
-    tr.ReplicaExchange(tr.TensorEnsemble.start(gaussian(1), n_rungs=2), ladder, swap_rest=5)
+    tr.DensityExchange(tr.TensorEnsemble.start(gaussian(1), n_rungs=2), ladder, swap_rest=5)
     assert not caplog.records
 
 
@@ -198,7 +198,7 @@ def rung0_phase_space(lr, policy, swap_interval, *, ratio=3.0, n_runs=8192, n_st
         gaussian(1), tr.SGHMC(FRICTION), n_rungs=2, n_runs=n_runs, initial=z[0] * tau.sqrt()
     )
     ensemble = replace(ensemble, velocity=z[1] * scale)
-    run = tr.ReplicaExchange(
+    run = tr.DensityExchange(
         ensemble, ladder, momentum=policy, swap_interval=swap_interval, seed=6, compiled=True
     )
     x2, v2, n = torch.zeros(n_runs), torch.zeros(n_runs), 0
@@ -280,7 +280,7 @@ def test_a_run_says_which_f_it_has():
         ensemble = tr.TensorEnsemble.start(
             tr.Noisy(gaussian(1), tr.Gaussian(3.0)), n_rungs=2, n_runs=3
         )
-        run = tr.ReplicaExchange(
+        run = tr.DensityExchange(
             ensemble, ladder, noise=tr.KnownVariance(9.0), correction_factor=rule, seed=1
         )
         for _ in run.advance(50):

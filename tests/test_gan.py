@@ -284,7 +284,7 @@ def test_aside_leaves_buffers_alone_and_gives_gradients():
 def test_it_runs_on_the_engine():
     energy = tr.PosteriorEnergy.of(gan_losses, n_data=100, prior=tr.GaussianPrior(1.0))
     ensemble = tr.ModuleEnsemble(small, energy, tr.SGHMC(0.1), initial="independent")
-    run = tr.ReplicaExchange(
+    run = tr.ModuleExchange(
         ensemble, tr.Ladder((0.01, 0.02), 1e-5), noise=tr.PairedVariance(0.3), seed=0
     )
     infos = [run.step(batch_of(seed=k)) for k in range(4)]
@@ -301,7 +301,7 @@ def gan_run(sampler=None, *, shared=("generators.",), **options):
     sampler = tr.SGHMC(0.1) if sampler is None else sampler
     ensemble = tr.ModuleEnsemble(small, energy, sampler, initial="independent", shared=shared)
     ladder = tr.Ladder((0.01, 0.02), 1e-5)
-    return tr.ReplicaExchange(ensemble, ladder, noise=tr.PairedVariance(0.3), seed=0, **options)
+    return tr.ModuleExchange(ensemble, ladder, noise=tr.PairedVariance(0.3), seed=0, **options)
 
 
 @pytest.mark.parametrize("part", ["first", "layers.0.weight", "layers.1.bias"])
@@ -556,9 +556,7 @@ def test_captured_and_eager_agree(monkeypatch, generators, warm_start, tolerance
     """
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     captured, data = on_gpu(generators=generators, warm_start=warm_start)
-    monkeypatch.setattr(
-        gan, "ReplicaExchange", functools.partial(tr.ReplicaExchange, compiled=False)
-    )
+    monkeypatch.setattr(gan, "ModuleExchange", functools.partial(tr.ModuleExchange, compiled=False))
     eager, again = on_gpu(generators=generators, warm_start=warm_start)
     a, b = infos(captured, data, 20), infos(eager, again, 20)
     assert not captured.alone.graphs.failed

@@ -173,7 +173,7 @@ def density_run(ladder, **options):
     ensemble = tr.TensorEnsemble.start(
         target, tr.SGHMC(0.3), n_rungs=ladder.n_rungs, n_runs=3, dtype=torch.float64
     )
-    return tr.ReplicaExchange(ensemble, ladder, noise=tr.KnownVariance(), seed=1, **options)
+    return tr.DensityExchange(ensemble, ladder, noise=tr.KnownVariance(), seed=1, **options)
 
 
 def network_run(ladder, **options):
@@ -363,7 +363,7 @@ def test_a_failure_comes_after_the_steps_before_it():
         n_rungs=2,
         n_runs=4,
     )
-    run = tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1), seed=1)
+    run = tr.DensityExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1), seed=1)
     seen = []
     with pytest.raises(NonFiniteEnergyError) as caught:
         seen.extend(len(block.energy) for block in run.advance(100_000, every=200_000))

@@ -12,8 +12,8 @@ import torch
 
 import torchrex as tr
 from densities import MIXTURE, SETUPS
+from torchrex.density import block
 from torchrex.density.loop import STEPS_WORTH_COMPILING, CompiledLoop, EagerLoop
-from torchrex.exchange import block
 
 
 def make_run(name, compiled, dtype=torch.float64, n_runs=5, seed=3):
@@ -22,7 +22,7 @@ def make_run(name, compiled, dtype=torch.float64, n_runs=5, seed=3):
     ensemble = tr.TensorEnsemble.start(
         target, sampler, n_rungs=ladder.n_rungs, n_runs=n_runs, initial=0.1, dtype=dtype
     )
-    return tr.ReplicaExchange(ensemble, ladder, **setup, seed=seed, compiled=compiled)
+    return tr.DensityExchange(ensemble, ladder, **setup, seed=seed, compiled=compiled)
 
 
 def trace(run, n_steps):
@@ -111,7 +111,7 @@ def test_a_run_that_began_with_one_step_is_compiled_when_it_pays():
 def test_many_measurements_do_not_make_large_blocks():
     target = tr.Noisy(MIXTURE, tr.Gaussian(2.0))
     ensemble = tr.TensorEnsemble.start(target, n_rungs=2, n_runs=64)
-    rules = tr.ReplicaExchange(
+    rules = tr.DensityExchange(
         ensemble, tr.Ladder((1.0, 2.0), 0.1), noise=tr.RunningMean(tr.RepeatedDraws(200, every=1))
     ).rules
     assert block.block_length(rules, ensemble) == block.SHORTEST

@@ -115,7 +115,7 @@ def test_a_module_stays_in_its_mode():
 def test_bfloat16_is_for_the_forward_pass_only():
     batch = classes(8)
     ensemble = tr.ModuleEnsemble(mlp, cross_entropy(), autocast=torch.bfloat16)
-    run, single = tr.ReplicaExchange(ensemble, THREE, seed=4), make_run(mlp, ladder=THREE, seed=4)
+    run, single = tr.ModuleExchange(ensemble, THREE, seed=4), make_run(mlp, ladder=THREE, seed=4)
     a, b = run.step(batch).energy, single.step(batch).energy
     assert run.ensemble.position.dtype == torch.float32
     assert run.predict(batch).dtype == torch.float32
@@ -196,15 +196,15 @@ def test_bad_arguments():
 def test_an_ensemble_belongs_to_one_run():
     run = make_run()
     with pytest.raises(InvalidArgumentError, match="belongs to a run already; make another"):
-        tr.ReplicaExchange(run.ensemble, THREE)
+        tr.ModuleExchange(run.ensemble, THREE)
     assert run.n_rungs == len(run.ensemble.modules) == 2
 
 
 def test_a_refused_run_does_not_use_up_its_ensemble():
     ensemble = tr.ModuleEnsemble(linear, cross_entropy())
     with pytest.raises(InvalidArgumentError, match="compiled=True"):
-        tr.ReplicaExchange(ensemble, THREE, compiled=True)
-    tr.ReplicaExchange(ensemble, THREE)
+        tr.ModuleExchange(ensemble, THREE, compiled=True)
+    tr.ModuleExchange(ensemble, THREE)
 
 
 def test_all_pairs_in_turn_need_fresh_energies():
@@ -1456,7 +1456,7 @@ def test_frozen_parameters_belong_to_the_state():
 def test_it_prints_usefully():
     words = r"ModuleEnsemble\(2 x Linear with 15 parameters of float32, PosteriorEnergy\(.*\), SGHMC\(friction=0\.1\), shared .*\)"
     assert re.fullmatch(
-        rf"ReplicaExchange\({words}, Ladder\(\(0\.5, 1\), .*\), step 0\)",
+        rf"ModuleExchange\({words}, Ladder\(\(0\.5, 1\), .*\), step 0\)",
         repr(make_run(sampler=tr.SGHMC(0.1))),
     )
     assert repr(tr.ModuleEnsemble(linear, cross_entropy())) == (

@@ -74,7 +74,7 @@ def begin(temperatures, lrs, sampler, seed, **options):
     ensemble = tr.ModuleEnsemble(
         make_line, energy, sampler, initial="independent", replacement=True
     )
-    run = tr.ReplicaExchange(ensemble, tr.Ladder(temperatures, lrs), seed=seed, **options)
+    run = tr.ModuleExchange(ensemble, tr.Ladder(temperatures, lrs), seed=seed, **options)
     if sampler.has_momentum:
         scale = (
             sampler.velocity_std

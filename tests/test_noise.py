@@ -252,7 +252,7 @@ def test_sigma2_is_a_third_of_this_minibatch_and_two_thirds_of_the_one_before():
     target = logistic_regression(features, labels, batch_size=12)
     start = torch.randn(4, 1, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ensemble = tr.TensorEnsemble.start(target, n_rungs=4, initial=start, dtype=torch.float64)
-    run = tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 1.001, 1.002, 1.003), 1e-30), seed=1)
+    run = tr.DensityExchange(ensemble, tr.Ladder((1.0, 1.001, 1.002, 1.003), 1e-30), seed=1)
     feed, terms, stood = tr.PerExample(), [], []
     for step in range(8):
         stood.append(run.state.replica_at.clone())
@@ -279,7 +279,7 @@ def pairing_of(*, dim, n_rungs, shared):
     features, labels, _ = simulate_logistic(50, dim)
     target = logistic_regression(features, labels, batch_size=8, shared=shared)
     ladder = tr.Ladder.geometric(1.0, 2.0, n_rungs, lrs=1e-4)
-    return tr.ReplicaExchange(
+    return tr.DensityExchange(
         tr.TensorEnsemble.start(target, n_rungs=n_rungs), ladder
     ).rules.pairing
 
@@ -339,7 +339,7 @@ def two_networks(dropout=0.0, noise=None, **options):
         lambda output, target: 0.5 * (output - target).square(), n_data=N_SMALL
     )
     ensemble = tr.ModuleEnsemble(make, energy, initial="independent", **options)
-    return tr.ReplicaExchange(
+    return tr.ModuleExchange(
         ensemble, tr.Ladder((1.0, 2.0), 1e-30), noise=noise, pairing=tr.NoSwaps(), seed=0
     )
 
@@ -398,7 +398,7 @@ def test_random_losses_leave_the_run_as_it_is():
         energy = tr.PosteriorEnergy(
             lambda output, target: 0.5 * (output - target).square(), n_data=N_SMALL
         )
-        run = tr.ReplicaExchange(
+        run = tr.ModuleExchange(
             tr.ModuleEnsemble(make, energy),
             tr.Ladder((1.0, 2.0), 1e-5),
             noise=noise,
@@ -505,7 +505,7 @@ def test_train_warns_of_noise_that_is_not_gaussian(skewed, caplog):
     energy = tr.PosteriorEnergy(lambda output, target: 0.5 * (output - target).square(), n_data=400)
 
     def make(loader):
-        run = tr.ReplicaExchange(
+        run = tr.ModuleExchange(
             tr.ModuleEnsemble(lambda: nn.Linear(1, 1), energy, initial="independent"),
             tr.Ladder((1.0, 1.0 + (0.0006 if skewed else 0.02)), 1e-12),
             seed=0,
@@ -527,7 +527,7 @@ def test_unequal_learning_rates_on_the_minibatch_of_the_swap_are_warned_of(caplo
     def warned(lrs, **options):
         caplog.clear()
         start = tr.TensorEnsemble.start(options.pop("target", target), n_rungs=2)
-        tr.ReplicaExchange(
+        tr.DensityExchange(
             start, tr.Ladder((1.0, 2.0), lrs, anneal=options.pop("anneal", None)), **options
         )
         return "swap_interval=20" in caplog.text

@@ -9,10 +9,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import torchrex
 from torchrex.errors import InvalidArgumentError
-from torchrex.network import ModuleExchange
 
 LATE = ("diagnostics", "experiments", "report", "vision")
 
@@ -41,35 +41,43 @@ def test_another_name_is_an_attribute_error():
         _ = torchrex.visoin
 
 
-def test_help_shows_what_a_run_can_do():
-    """Of both kinds; and a run on a density says what is for networks."""
-    shown = pydoc.render_doc(torchrex.ReplicaExchange, renderer=pydoc.plaintext)
-    network = {
-        name
-        for name in vars(ModuleExchange)
-        if not name.startswith("_") and callable(getattr(ModuleExchange, name))
-    }
-    inner = {
-        "eager_step",
-        "learn_variance",
-        "look",
-        "prepare",
-        "to_device",
-        "workings",
-    }  # what SideBySide asks of a run
-    for name in network - inner:
-        assert f" {name}(self" in shown, name
-        assert getattr(torchrex.ReplicaExchange, name).__doc__
-    ensemble = torchrex.TensorEnsemble.start(
-        torchrex.GaussianMixture([1.0], [0.0], [1.0]), n_rungs=2
-    )
-    run = torchrex.ReplicaExchange(ensemble, torchrex.Ladder((1.0, 2.0), 0.1))
-    for call in (
-        run.module_at,
-        run.live_module_at,
-        lambda: run.predict(None),
-        lambda: run.measure([]),
-        lambda: run.replica_at(0),
+KINDS = (torchrex.DensityExchange, torchrex.ModuleExchange)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_help_shows_the_arguments_of_a_run(kind):
+    shown = pydoc.render_doc(kind, renderer=pydoc.plaintext)
+    assert "ensemble: " in shown
+    assert "RuleOptions" in shown
+
+
+@pytest.mark.parametrize("kind", [torchrex.ReplicaExchange, *KINDS])
+def test_each_kind_of_run_names_the_other(kind):
+    ladder = torchrex.Ladder((1.0, 2.0), 0.1)
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"DensityExchange.*ModuleExchange|ModuleExchange.*DensityExchange",
     ):
-        with pytest.raises(InvalidArgumentError, match="is for runs on networks"):
-            call()
+        kind("not an ensemble", ladder, seed=1)
+
+
+def test_a_misspelt_argument_names_the_nearest():
+    target = torchrex.GaussianMixture([1.0], [0.0], [1.0])
+    ensemble = torchrex.TensorEnsemble.start(target, n_rungs=2)
+    ladder = torchrex.Ladder((1.0, 2.0), 0.1)
+    with pytest.raises(InvalidArgumentError, match="did you mean swap_interval"):
+        torchrex.DensityExchange(ensemble, ladder, swap_intervall=2)
+    with pytest.raises(InvalidArgumentError, match="did you mean compiled"):
+        torchrex.DensityExchange(ensemble, ladder, compield=False)
+    with pytest.raises(InvalidArgumentError, match="did you mean temperatures"):
+        torchrex.sample(target, temperature=(1.0, 2.0), lr=0.1, n_steps=10)
+    with pytest.raises(InvalidArgumentError, match="did you mean n_steps"):
+        torchrex.sample(target, ladder=ladder, nsteps=10, n_steps=10)
+
+
+def test_a_misspelt_argument_of_a_network():
+    ensemble = torchrex.ModuleEnsemble(
+        torch.nn.Linear(1, 1), torchrex.PosteriorEnergy(torch.nn.functional.mse_loss, n_data=4)
+    )
+    with pytest.raises(InvalidArgumentError, match="did you mean divergence"):
+        torchrex.ModuleExchange(ensemble, torchrex.Ladder((1.0, 2.0), 0.1), divergense="stop")

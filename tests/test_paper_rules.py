@@ -121,7 +121,7 @@ def flat():
 def flat_run(n_rungs=4, n_runs=1, **rules):
     rules = {"noise": tr.KnownVariance(0.0), **rules}
     ensemble = tr.TensorEnsemble.start(flat(), n_rungs=n_rungs, n_runs=n_runs, dtype=torch.float64)
-    return tr.ReplicaExchange(ensemble, tr.Ladder([1.0 + k for k in range(n_rungs)], 0.1), **rules)
+    return tr.DensityExchange(ensemble, tr.Ladder([1.0 + k for k in range(n_rungs)], 0.1), **rules)
 
 
 def advance(run, n_steps):
@@ -194,7 +194,7 @@ def test_only_a_swap_is_followed_by_a_rest():
     target = tr.LogDensity(lambda x: -1e6 * x[:, 0], 1, gradient=torch.zeros_like)
     start = torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64).view(4, 1, 1)
     ensemble = tr.TensorEnsemble.start(target, n_rungs=4, initial=start, dtype=torch.float64)
-    run = tr.ReplicaExchange(
+    run = tr.DensityExchange(
         ensemble, tr.Ladder((1.0, 2.0, 3.0, 4.0), 1e-60), noise=tr.KnownVariance(), swap_rest=3
     )
     info = advance(run, 9)
@@ -234,7 +234,7 @@ def variance_with(noise, lr=0.5, temperature=2.0, n_runs=50_000):
     """
     ladder = tr.Ladder((temperature,), lr, noise=noise)
     ensemble = tr.TensorEnsemble.start(quadratic(), n_rungs=1, n_runs=n_runs, dtype=torch.float64)
-    run = tr.ReplicaExchange(ensemble, ladder, seed=3)
+    run = tr.DensityExchange(ensemble, ladder, seed=3)
     advance(run, 40)  # (1 - lr)^80 of the start is left, which is nothing
     return run.ensemble.position.square().flatten()
 
@@ -255,7 +255,7 @@ def first_acceptance(**ladder):
     ensemble = tr.TensorEnsemble.start(
         tr.LogDensity(lambda x: -x[:, 0], 1), n_rungs=2, n_runs=200_000, initial=start
     )
-    return tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1, **ladder)).step().accepted[0]
+    return tr.DensityExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1, **ladder)).step().accepted[0]
 
 
 def test_swaps_know_nothing_of_it():
@@ -272,7 +272,7 @@ def test_swaps_and_kept_noise_together_move_with_both():
     """After a swap a replica has the noise of its new rung: temperature * noise of that rung."""
     ladder = tr.Ladder((1.0, 3.0), (0.1, 0.2), noise=constant(5.0))
     ensemble = tr.TensorEnsemble.start(flat(), n_rungs=2, n_runs=100_000, dtype=torch.float64)
-    run = tr.ReplicaExchange(ensemble, ladder, noise=tr.KnownVariance(0.0))
+    run = tr.DensityExchange(ensemble, ladder, noise=tr.KnownVariance(0.0))
     assert run.step().accepted.all()
     for replica, (lr, temperature) in enumerate(((0.2, 3.0), (0.1, 1.0))):
         assert_mean_is(run.ensemble.position[replica].square(), 2 * lr * temperature * 5.0)
@@ -285,7 +285,7 @@ def test_the_compiled_loop_gives_the_same_numbers():
     infos, states = [], []
     for compiled in (False, True):
         target = tr.Noisy(tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5]), tr.Gaussian(2.0))
-        run = tr.ReplicaExchange(
+        run = tr.DensityExchange(
             tr.TensorEnsemble.start(
                 target, tr.SGHMC(0.2), n_rungs=3, n_runs=4, dtype=torch.float64
             ),
@@ -334,7 +334,7 @@ def pulled(prior, **options):
     ensemble = tr.ModuleEnsemble(
         lambda: nn.Linear(3, 2, dtype=torch.float64), energy, initial="independent"
     )
-    return tr.ReplicaExchange(
+    return tr.ModuleExchange(
         ensemble, tr.Ladder((1e-30, 2e-30), (0.01, 0.01)), noise=tr.KnownVariance()
     )
 
@@ -368,7 +368,7 @@ def test_descent_shrinks_whether_or_not_the_prior_is_in_the_swaps():
         energy = tr.PosteriorEnergy(
             nothing, n_data=100, prior=tr.GaussianPrior(8.0), prior_in_swaps=prior_in_swaps
         )
-        run = tr.ReplicaExchange(
+        run = tr.ModuleExchange(
             tr.ModuleEnsemble(lambda: nn.Linear(3, 2, dtype=torch.float64), energy),
             tr.Ladder.descent(0.01),
             seed=1,
@@ -511,7 +511,7 @@ def estimates():
         lambda: nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4)), energy
     )
     ladder = tr.Ladder((1.0, 30.0), (1e-4, 3e-4))
-    run = tr.ReplicaExchange(ensemble, ladder, noise=tr.PairedVariance(0.3), pairing=tr.NoSwaps())
+    run = tr.ModuleExchange(ensemble, ladder, noise=tr.PairedVariance(0.3), pairing=tr.NoSwaps())
     for _ in run.advance(400, tr.DeviceLoader((x, y), 100)):
         pass
     assert run.ensemble.n_data == N

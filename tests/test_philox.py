@@ -10,7 +10,7 @@ import torch
 import torchrex as tr
 from assertions import assert_mean_is, assert_mean_is_not
 from modules import batches, flat_energy, joined, linear, make_run, same, with_everything
-from torchrex.exchange import philox as counted
+from torchrex.network import philox as counted
 from torchrex.network.philox import MASK, keys_of, normals, philox
 from torchrex.rng import derive_seed
 

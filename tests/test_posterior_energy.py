@@ -35,7 +35,7 @@ def one_step(model, energy, batch):
     """Energy of a replica and the gradient that moves it: at temperature 0 and lr 1 SGLD is x -
     gradient.
     """
-    run = tr.ReplicaExchange(tr.ModuleEnsemble(model, energy), tr.Ladder.descent(1.0))
+    run = tr.ModuleExchange(tr.ModuleEnsemble(model, energy), tr.Ladder.descent(1.0))
     before = {name: p.detach().clone() for name, p in run.module_at().named_parameters()}
     info = run.step(batch)
     return float(info.energy[0, 0]), {
@@ -282,7 +282,7 @@ def test_a_group_that_fits_nothing_is_refused():
         energy = tr.PosteriorEnergy(
             F.cross_entropy, n_data=N, prior=tr.GaussianPrior(25.0, groups=groups)
         )
-        return tr.ReplicaExchange(tr.ModuleEnsemble(model, energy), tr.Ladder((1.0, 2.0), 1e-3))
+        return tr.ModuleExchange(tr.ModuleEnsemble(model, energy), tr.Ladder((1.0, 2.0), 1e-3))
 
     with pytest.raises(
         InvalidArgumentError,
@@ -301,7 +301,7 @@ def test_energies_alone_are_those_with_gradients():
         ensemble = tr.ModuleEnsemble(
             double(), tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=prior)
         )
-        tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 2.0), 1e-3))
+        tr.ModuleExchange(ensemble, tr.Ladder((1.0, 2.0), 1e-3))
         noise = {"batch": (x, y)}
         assert torch.equal(ensemble.energies(noise).total, ensemble.evaluate(noise)[0].total)
 
@@ -323,7 +323,7 @@ def test_converted_settings_take_the_steps_of_sgd(momentum, weight_decay):
     scale = tr.from_sgd(optimizer, n_data=N)
     assert scale == tr.from_sgd(n_data=N, lr=0.3, momentum=momentum, weight_decay=weight_decay)
     energy = tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=scale.prior)
-    run = tr.ReplicaExchange(
+    run = tr.ModuleExchange(
         tr.ModuleEnsemble(model, energy, tr.SGHMC(scale.friction)), tr.Ladder.descent(scale.lr)
     )
     for k in range(20):
@@ -408,7 +408,7 @@ SCALARS = {
 
 @pytest.mark.parametrize("name", SCALARS)
 def test_a_loss_that_reduces_is_refused_before_anything_moves(name):
-    run = tr.ReplicaExchange(
+    run = tr.ModuleExchange(
         tr.ModuleEnsemble(linear, tr.PosteriorEnergy(SCALARS[name], n_data=N)),
         tr.Ladder((1.0, 2.0), 1e-3),
         seed=1,
@@ -443,7 +443,7 @@ class TwoHeads(nn.Module):
 )
 @pytest.mark.parametrize("form", [tuple, dict])
 def test_an_output_that_is_no_tensor_is_named(loss, form):
-    run = tr.ReplicaExchange(
+    run = tr.ModuleExchange(
         tr.ModuleEnsemble(TwoHeads(form), tr.PosteriorEnergy(loss, n_data=N)),
         tr.Ladder((1.0, 2.0), 1e-3),
     )
@@ -479,7 +479,7 @@ def sums_pairs(output, target):
 
 
 def four_values():
-    return tr.ReplicaExchange(
+    return tr.ModuleExchange(
         tr.ModuleEnsemble(
             linear, tr.PosteriorEnergy.of(lambda m, b: sums_pairs(m(b[0]), b[1]), n_data=N)
         ),
@@ -505,7 +505,7 @@ def test_a_function_prior_must_give_one_number():
     energy = tr.PosteriorEnergy(
         F.cross_entropy, n_data=N, prior=lambda p: p["weight"].square().sum().reshape(1)
     )
-    run = tr.ReplicaExchange(tr.ModuleEnsemble(linear, energy), tr.Ladder((1.0, 2.0), 1e-3))
+    run = tr.ModuleExchange(tr.ModuleEnsemble(linear, energy), tr.Ladder((1.0, 2.0), 1e-3))
     with pytest.raises(TargetError, match="prior"):
         run.step(classes(8))
 
@@ -565,7 +565,7 @@ def test_each_module_follows_its_own_loss():
     pair, x = Pair(), torch.randn(6, 3)
     by_hand = copy.deepcopy(pair)
     energy = tr.PosteriorEnergy.of(against, n_data=6)
-    run = tr.ReplicaExchange(tr.ModuleEnsemble(pair, energy), tr.Ladder.descent(0.1 / 6), seed=0)
+    run = tr.ModuleExchange(tr.ModuleEnsemble(pair, energy), tr.Ladder.descent(0.1 / 6), seed=0)
     info = run.step((x,))
     made = by_hand.maker(x)
     judged = by_hand.judge(made.detach())

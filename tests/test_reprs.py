@@ -79,7 +79,7 @@ def objects(tmp_path):
             tr.TensorBoard(tmp_path / "t"),
             tr.LiveDisplay(),
         ),
-        *(tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1)), tr.replica_mesh(4)),
+        *(tr.DensityExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1)), make_run(), tr.replica_mesh(4)),
     ]
     return found
 

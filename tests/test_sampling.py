@@ -67,7 +67,7 @@ def test_thinned_draws_are_those_of_the_full_run():
 
 def test_recorder_does_not_care_how_steps_are_cut_into_blocks():
     full = tr.sample(gaussian, dim=1, temperatures=(1.0, 2.0), lr=0.1, n_steps=60, n_runs=2)
-    run = tr.ReplicaExchange(
+    run = tr.DensityExchange(
         tr.TensorEnsemble.start(tr.LogDensity(gaussian, 1), n_rungs=2, n_runs=2),
         tr.Ladder((1.0, 2.0), 0.1),
     )
@@ -189,7 +189,7 @@ def test_settings_say_what_ran_and_not_where_it_stood():
         assert "step 0" not in text
     assert "steps_before" not in draws.settings
     ensemble = tr.TensorEnsemble.start(tr.LogDensity(gaussian, 1), n_rungs=2)
-    run = tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1))
+    run = tr.DensityExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1))
     first, second = tr.collect(run, 20), tr.collect(run, 20)
     assert second.settings == {**first.settings, "steps_before": 20}
 
@@ -290,7 +290,7 @@ def test_a_broken_replica_is_never_swapped_in():
     """NaN compares false, so a replica with a NaN energy keeps its rung."""
     target = tr.LogDensity(lambda x: torch.where(x[:, 0] > 5.0, float("nan"), gaussian(x)), 1)
     start = torch.tensor([0.0, 9.0]).view(2, 1, 1)
-    run = tr.ReplicaExchange(
+    run = tr.DensityExchange(
         tr.TensorEnsemble.start(target, n_rungs=2, initial=start),
         tr.Ladder((1.0, 2.0), 1e-12),
         compiled=False,
@@ -362,9 +362,9 @@ def test_cuda_runs_eagerly():
 def test_ladder_and_ensemble_must_fit():
     ensemble = tr.TensorEnsemble.start(tr.LogDensity(gaussian, 1), n_rungs=3)
     with pytest.raises(LadderError, match="2 rungs but the ensemble 3"):
-        tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1))
-    run = tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 2.0, 3.0), 0.1))
-    other = tr.ReplicaExchange(
+        tr.DensityExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1))
+    run = tr.DensityExchange(ensemble, tr.Ladder((1.0, 2.0, 3.0), 0.1))
+    other = tr.DensityExchange(
         tr.TensorEnsemble.start(tr.LogDensity(gaussian, 1), n_rungs=3, n_runs=2),
         tr.Ladder((1.0, 2.0, 3.0), 0.1),
     )

@@ -39,7 +39,7 @@ def traffic(replicas, n, noise):
     options = {"mesh": replica_mesh(replicas), "random_losses": True}
     ensemble = tr.ModuleEnsemble(with_everything, cross_entropy(), tr.SGHMC(0.1), **options)
     ladder = tr.Ladder([0.5 + 0.01 * rung for rung in range(replicas)], 1e-4)
-    run = tr.ReplicaExchange(
+    run = tr.ModuleExchange(
         ensemble, ladder, noise=tr.PairedVariance() if noise == "paired" else tr.KnownVariance(3.0)
     )
     loader = tr.DeviceLoader(classes(), n, seed=1)

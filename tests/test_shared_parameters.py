@@ -19,7 +19,7 @@ from assertions import assert_mean_is, assert_mean_is_not
 from modules import N_CLASSES, N_DATA, N_FEATURES, batches, same
 from torchrex.distributed.process_group import ProcessGroup
 from torchrex.errors import InvalidArgumentError
-from torchrex.exchange import module_work
+from torchrex.network import work as module_work
 
 TEMPERATURES, LRS = (0.5, 0.7, 1.0), (1e-3, 2e-3, 4e-3)
 FRICTION, PRECISION, SEED = 0.3, 2.0, 8
@@ -69,7 +69,7 @@ def make(
         shared=shared,
         **of_ensemble,
     )
-    return tr.ReplicaExchange(
+    return tr.ModuleExchange(
         ensemble, tr.Ladder(TEMPERATURES, LRS) if ladder is None else ladder, seed=seed, **options
     )
 

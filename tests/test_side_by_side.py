@@ -61,14 +61,14 @@ def make(method, seed, device, model=Net, lr=1e-5, **options):
     """
     ensemble = tr.ModuleEnsemble(model, ENERGY, tr.SGHMC(0.1), device=device)
     if method == "msgd":
-        return tr.ReplicaExchange(
+        return tr.ModuleExchange(
             ensemble, tr.Ladder.descent(lr), seed=seed, deterministic=True, **options
         )
     noise = (
         tr.PairedVariance(0.3) if method == "paired" else Smoothing(0.3, RepeatedDraws(4, every=7))
     )
     temperatures = (1.0,) if method == "sghmc" else (1.0, 1.002)
-    return tr.ReplicaExchange(
+    return tr.ModuleExchange(
         ensemble,
         tr.Ladder(temperatures, (lr, 1.5 * lr)[: len(temperatures)]),
         noise=None if method == "sghmc" else noise,
@@ -329,7 +329,7 @@ def test_what_cannot_go_side_by_side():
         SideBySide([run, run])
     with pytest.raises(InvalidArgumentError, match="at least one run"):
         SideBySide([])
-    other = tr.ReplicaExchange(
+    other = tr.ModuleExchange(
         tr.ModuleEnsemble(Net, ENERGY),
         tr.Ladder((1.0, 2.0), 1e-5),
         noise=Smoothing(0.3, RepeatedDraws(4, every=8)),
@@ -341,7 +341,7 @@ def test_what_cannot_go_side_by_side():
     advance([run], 3, "cpu")
     with pytest.raises(InvalidArgumentError, match=r"same step, got \[0, 3\]"):
         list(SideBySide([run, make("re", 1, "cpu")]).advance(3, data, extra))
-    apart = tr.ReplicaExchange(
+    apart = tr.ModuleExchange(
         tr.ModuleEnsemble(Net, ENERGY, shared_batches=False), tr.Ladder((1.0, 2.0), 1e-5)
     )
     with pytest.raises(InvalidArgumentError, match="shared_batches=True"):

@@ -12,8 +12,8 @@ import torch
 
 import torchrex as tr
 from assertions import assert_mean_is
+from torchrex.density import run as density_run
 from torchrex.density.block import draw_block, measured_steps
-from torchrex.exchange import density_run
 from torchrex.exchange.algorithm import ExchangeState, Rules, measure
 from torchrex.exchange.standing import take
 from torchrex.rng import Streams
@@ -41,7 +41,7 @@ def rungs_of(replica_at):
 
 @pytest.mark.parametrize("pairing", [tr.EvenOdd(), tr.RandomPair(), tr.AllInTurn()])
 def test_every_replica_moves_with_the_lr_of_its_rung(pairing):
-    run = tr.ReplicaExchange(
+    run = tr.DensityExchange(
         tr.TensorEnsemble.start(slope(), n_rungs=4, n_runs=3), tr.Ladder(TINY, LRS), pairing=pairing
     )
     orders = set()
@@ -67,7 +67,7 @@ def test_rescaled_momenta_follow_the_rungs():
         n_runs=2,
     )
     ensemble = replace(ensemble, velocity=torch.ones_like(ensemble.position))
-    run = tr.ReplicaExchange(ensemble, tr.Ladder(TINY, LRS))
+    run = tr.DensityExchange(ensemble, tr.Ladder(TINY, LRS))
     scale = (torch.tensor(TINY, dtype=torch.float64) * torch.tensor(LRS)).sqrt()
     for _ in range(8):
         stood, velocity = rungs_of(run.state.replica_at), run.ensemble.velocity[..., 0].double()
@@ -82,7 +82,7 @@ def test_what_is_recorded():
     """
     target = tr.LogDensity(lambda x: -0.5 * x.square().sum(-1), 2)
     start = torch.randn(4, 5, 2, generator=torch.Generator().manual_seed(0))
-    run = tr.ReplicaExchange(
+    run = tr.DensityExchange(
         tr.TensorEnsemble.start(target, n_rungs=4, n_runs=5, initial=start),
         tr.Ladder((1.0, 1.5, 2.0, 3.0), 0.1),
     )
@@ -145,7 +145,7 @@ def test_energies_of_another_precision_are_taken_in():
     )
     factors = []
     for compiled in (False, True):
-        run = tr.ReplicaExchange(
+        run = tr.DensityExchange(
             tr.TensorEnsemble.start(target, n_rungs=2, n_runs=4),
             tr.Ladder((1.0, 4.0), 0.05),
             noise=tr.KnownVariance(30.0),
@@ -216,7 +216,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened():
 
     def make():
         target = tr.Noisy(tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5]), tr.Gaussian(2.0))
-        return tr.ReplicaExchange(
+        return tr.DensityExchange(
             tr.TensorEnsemble.start(target, n_rungs=2, n_runs=4),
             tr.Ladder((1.0, 10.0), 0.03),
             compiled=True,
@@ -253,7 +253,7 @@ def test_ctrl_c_before_the_first_step_of_a_block_leaves_its_random_numbers(where
         ensemble = tr.TensorEnsemble.start(
             tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5]), n_rungs=2, n_runs=4
         )
-        return tr.ReplicaExchange(ensemble, tr.Ladder((1.0, 10.0), 0.03), noise=tr.KnownVariance())
+        return tr.DensityExchange(ensemble, tr.Ladder((1.0, 10.0), 0.03), noise=tr.KnownVariance())
 
     run, resumed, undisturbed = make(), make(), make()
     plain = density_run.draw_block
@@ -294,7 +294,7 @@ def first_acceptance(ladder, *, difference=0.0, **rules):
     """
     target = tr.LogDensity(lambda x: -x[:, 0], 1)
     start = torch.tensor([0.0, difference]).view(2, 1, 1)
-    run = tr.ReplicaExchange(
+    run = tr.DensityExchange(
         tr.TensorEnsemble.start(target, n_rungs=2, n_runs=200_000, initial=start), ladder, **rules
     )
     return run.step().accepted[0]
@@ -312,7 +312,7 @@ def test_the_test_uses_the_annealed_temperatures():
 
 def test_the_first_gap_is_that_of_step_0():
     ladder = tr.Ladder((1.0, 2.0), 0.1, anneal=tr.schedules.geometric(0.9))
-    run = tr.ReplicaExchange(tr.TensorEnsemble.start(slope(), n_rungs=2), ladder)
+    run = tr.DensityExchange(tr.TensorEnsemble.start(slope(), n_rungs=2), ladder)
     later = draw_block(Streams(0), run.rules, run.ensemble, 64, 3).inputs
     assert torch.allclose(later.first_gap, torch.full((3, 1), 0.5))
     assert torch.allclose(later.temperature[0], torch.tensor([1.0, 2.0]) * 0.9**64)
@@ -323,7 +323,7 @@ def test_a_failure_names_the_replica_and_where_it_stood():
         return torch.where(x[:, 0] > 2.0, float("nan"), 0.0 * x[:, 0])
 
     target = tr.LogDensity(breaks, 1, gradient=torch.ones_like)
-    run = tr.ReplicaExchange(tr.TensorEnsemble.start(target, n_rungs=4), tr.Ladder(TINY, LRS))
+    run = tr.DensityExchange(tr.TensorEnsemble.start(target, n_rungs=4), tr.Ladder(TINY, LRS))
     while True:
         stood, position = rungs_of(run.state.replica_at)[:, 0], run.ensemble.position[:, 0, 0]
         try:
@@ -338,7 +338,7 @@ def test_a_failure_names_the_replica_and_where_it_stood():
 
 
 def test_every_round_of_a_step_is_recorded():
-    run = tr.ReplicaExchange(
+    run = tr.DensityExchange(
         tr.TensorEnsemble.start(slope(), n_rungs=4, n_runs=3),
         tr.Ladder(TINY, LRS),
         pairing=tr.AllInTurn(),

@@ -219,7 +219,7 @@ def parts(ladder=(1.0, 1.1), store=None, lr=1e-4, **options):
     x = torch.randn(90, 4, generator=generator)
     y = torch.randint(3, (90,), generator=generator)
     energy = torchrex.PosteriorEnergy(F.cross_entropy, n_data=90, prior=torchrex.GaussianPrior(1.0))
-    run = torchrex.ReplicaExchange(
+    run = torchrex.ModuleExchange(
         torchrex.ModuleEnsemble(network, energy, torchrex.SGHMC(0.1)),
         torchrex.Ladder(ladder, lr),
         seed=2,
@@ -625,7 +625,7 @@ def test_a_pair_that_never_swaps_is_named(caplog, trace):
     def run_on(*temperatures, **options):
         ensemble = torchrex.ModuleEnsemble(lambda: nn.Linear(3, 2), energy, shared_batches=False)
         kept = torchrex.Trace() if trace else None
-        run = torchrex.ReplicaExchange(
+        run = torchrex.ModuleExchange(
             ensemble,
             torchrex.Ladder(temperatures, 1e-5),
             noise=torchrex.KnownVariance(500.0),
@@ -649,7 +649,7 @@ def test_a_dead_pair_that_swapped_once_because_replicas_start_alike(caplog):
         F.cross_entropy, n_data=1000, prior=torchrex.GaussianPrior(1.0)
     )
     ensemble = torchrex.ModuleEnsemble(nn.Linear(3, 2), energy)
-    run = torchrex.ReplicaExchange(ensemble, torchrex.Ladder((1.0, 1e5), 1e-4))
+    run = torchrex.ModuleExchange(ensemble, torchrex.Ladder((1.0, 1e5), 1e-4))
     torchrex.train(run, torchrex.DeviceLoader((x, (x.sum(1) > 0).long()), 10), n_steps=400)
     said = [
         record.getMessage() for record in caplog.records if "rungs 0 and 1" in record.getMessage()

@@ -1,6 +1,6 @@
 """Adaptive replica exchange stochastic gradient MCMC for PyTorch.
 
-`sample` for a log density, `ReplicaExchange` with a `ModuleEnsemble` for a network; the algorithm
+`sample` for a log density, `ModuleExchange` with a `ModuleEnsemble` for a network; the algorithm
 itself is in `torchrex.exchange.algorithm`.
 
 Names are loaded when they are first used (PEP 562): torch takes seconds to load, and `torchrex
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` 
 
     from torchrex import schedules
     from torchrex.checkpoint import Checkpoints
-    from torchrex.density import TensorEnsemble, collect, sample
+    from torchrex.density import DensityExchange, TensorEnsemble, collect, sample
     from torchrex.distributed import ReplicaMesh, replica_mesh
     from torchrex.errors import TorchrexError
     from torchrex.exchange import (
@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` 
     )
     from torchrex.network import (
         ModuleEnsemble,
+        ModuleExchange,
         Outcome,
         SideBySide,
         TrainingRun,
@@ -85,8 +86,8 @@ _HOMES = {
         "DeviceLoader Gaussian GaussianMixture GaussianPrior LogDensity Noisy PosteriorEnergy StudentT TallPosterior "
         "Target from_sgd logistic_regression"
     ),
-    "density": "TensorEnsemble collect sample",
-    "network": "TrainingRun ModuleEnsemble Outcome SideBySide train train_together",
+    "density": "DensityExchange TensorEnsemble collect sample",
+    "network": "TrainingRun ModuleEnsemble ModuleExchange Outcome SideBySide train train_together",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 # Rooms that are there after `import torchrex`, whether they are loaded yet or not.
@@ -110,6 +111,7 @@ __all__ = [
     "BatchVariance",
     "Checkpoints",
     "ConstantFactor",
+    "DensityExchange",
     "DeviceLoader",
     "DrawStore",
     "Draws",
@@ -123,6 +125,7 @@ __all__ = [
     "LiveDisplay",
     "LogDensity",
     "ModuleEnsemble",
+    "ModuleExchange",
     "NoSwaps",
     "Noisy",
     "Observer",

@@ -33,7 +33,7 @@ def network(folder, n_steps=N_STEPS, every=EVERY, keep=2):
     energies from other batches.
     """
     energy = tr.PosteriorEnergy(loss, n_data=40, prior=tr.GaussianPrior(3.0))
-    run = tr.ReplicaExchange(
+    run = tr.ModuleExchange(
         tr.ModuleEnsemble(
             with_everything,
             energy,
@@ -61,7 +61,7 @@ def digits(folder, n_steps=120, every=15, keep=2, **records):
     """A net of 16 hidden units on the handwritten digits."""
     data = _digits(Path(folder).parent)
     energy = tr.PosteriorEnergy(F.cross_entropy, n_data=len(data["x"]), prior=tr.GaussianPrior(3.0))
-    run = tr.ReplicaExchange(
+    run = tr.ModuleExchange(
         tr.ModuleEnsemble(
             _one_layer, energy, tr.SGHMC(0.1), initial="independent", mesh=replica_mesh(N_RUNGS)
         ),

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -25,9 +25,10 @@ from torchrex.density.replay import CannotReplayError
 from torchrex.density.tensor_ensemble import TensorEnsemble
 from torchrex.density.threads import few_threads
 from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyError
-from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo
+from torchrex.exchange.algorithm import ExchangeState, StepInfo
+from torchrex.exchange.ladder import Ladder
 from torchrex.exchange.noise import NoiseShape
-from torchrex.exchange.run import ReplicaExchange, joined, require_every
+from torchrex.exchange.run import ReplicaExchange, RuleOptions, joined, require_every, require_known
 from torchrex.exchange.standing import take
 from torchrex.rng import Streams, derive_seed
 
@@ -39,26 +40,50 @@ MOST_LOOKED_AT, BATCHES, REPEATS = 64, 25, 500
 IN_THE_DATA = "The data of the target hold NaN or infinite values: look at them first."
 
 
-class DensityExchange(ReplicaExchange, ensemble=TensorEnsemble):
-    """Replica exchange on a tensor target, all independent runs at once."""
+class DensityExchange(ReplicaExchange):
+    """Replica exchange on a tensor target, all independent runs at once.
 
-    def _start(
-        self, ensemble: TensorEnsemble, rules: Rules, seed: int, compiled: bool | None
+    `compiled=None` compiles where it pays: long runs on a CPU.
+
+    >>> from torchrex import GaussianMixture, Ladder, TensorEnsemble
+    >>> mixture = GaussianMixture([0.4, 0.6], means=[-3.0, 2.0], stds=[0.7, 0.5])
+    >>> ensemble = TensorEnsemble.start(mixture, n_rungs=2, n_runs=8)
+    >>> run = DensityExchange(ensemble, Ladder((1.0, 10.0), 0.03), seed=0)
+    >>> info = run.step()
+    >>> info.position.shape
+    torch.Size([8, 1])
+    """
+
+    def __init__(
+        self,
+        ensemble: TensorEnsemble,
+        ladder: Ladder,
+        *,
+        seed: int = 0,
+        compiled: bool | None = None,
+        **rules: Unpack[RuleOptions],
     ) -> None:
+        if not isinstance(ensemble, TensorEnsemble):
+            raise InvalidArgumentError(
+                f"DensityExchange needs TensorEnsemble.start(target, n_rungs=2), got {ensemble!r}; "
+                "a ModuleEnsemble needs ModuleExchange"
+            )
+        require_known(rules, "DensityExchange", ("seed", "compiled"))
+        super().__init__(ensemble, ladder, **rules)
         replicas, runs, _ = ensemble.position.shape
-        if replicas != rules.ladder.n_rungs:
+        if replicas != ladder.n_rungs:
             raise LadderError(
-                f"the ladder has {rules.ladder.n_rungs} rungs but the ensemble {replicas} replicas; they must be as many"
+                f"the ladder has {ladder.n_rungs} rungs but the ensemble {replicas} replicas; they must be as many"
             )
         device, dtype = ensemble.position.device, ensemble.position.dtype
         self._ensemble = ensemble
-        self._state = ExchangeState.start(rules, runs, device=device, dtype=dtype)
+        self._state = ExchangeState.start(self.rules, runs, device=device, dtype=dtype)
         self.streams = Streams(seed, device)
         self._compiled = compiled
         self._loop: Loop | None = None
         self._compiling_tried = False
         self._shares_loop = False  # with other runs, whose steps overwrite the loop's buffers
-        self._block_length = block_length(rules, ensemble)
+        self._block_length = block_length(self.rules, ensemble)
         self._block: Block | None = None
         self._streams_at_block = self.streams.state_dict()
 
@@ -351,4 +376,4 @@ class DensityExchange(ReplicaExchange, ensemble=TensorEnsemble):
         return {"target": target, "sampler": sampler, **self._rule_settings()}
 
     def __repr__(self) -> str:
-        return f"ReplicaExchange({self._ensemble!r}, {self.rules.ladder!r}, step {self.n_steps})"
+        return f"DensityExchange({self._ensemble!r}, {self.rules.ladder!r}, step {self.n_steps})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -22,16 +22,8 @@ from torchrex.errors import (
     RunInterrupted,
     require_on_interrupt,
 )
-from torchrex.exchange import (
-    FactorRule,
-    Ladder,
-    NoiseEstimator,
-    Pairing,
-    ReplicaExchange,
-    warn_of_dead_pairs,
-)
-from torchrex.exchange.momentum import MomentumPolicy
-from torchrex.exchange.run import steps_on
+from torchrex.exchange import Ladder, RuleOptions, resolve_device, warn_of_dead_pairs
+from torchrex.exchange.run import require_known
 from torchrex.posterior import Draws
 from torchrex.recording import Callback, progress_bar
 from torchrex.rng import Streams, derive_seed
@@ -58,12 +50,6 @@ def sample(
     seed: int = 0,
     sampler: Sampler | None = None,
     initial: Tensor | float | Distribution | None = None,
-    noise: NoiseEstimator | None = None,
-    correction_factor: float | FactorRule = 1.0,
-    pairing: Pairing | None = None,
-    swap_interval: int = 1,
-    swap_intensity: float | None = None,
-    momentum: MomentumPolicy = "rescale",
     compiled: bool | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -74,6 +60,7 @@ def sample(
     budget: float | None = None,
     shards: int | None = None,
     on_interrupt: OnInterrupt = "raise",
+    **rules: Unpack[RuleOptions],
 ) -> Draws:
     """Sample a target by adaptive replica exchange and return the draws of the coldest rung.
 
@@ -89,8 +76,8 @@ def sample(
     where the replicas start: a number, a tensor that broadcasts to (rungs, runs, dim), or a
     distribution of torch.distributions from which each replica of each run gets its own point.
     Without it that is the prior of a target that can draw from it (`logistic_regression`), else 0
-    for all; runs that start at one point flatter R-hat. The rest are arguments of
-    `ReplicaExchange`; see docs/choosing.md.
+    for all; runs that start at one point flatter R-hat. `rules` are the rules of the exchange
+    (`RuleOptions`: noise, swap_interval, ...); see docs/choosing.md.
 
     With `checkpoints` (a folder) everything, the draws included, is saved every `checkpoint_every`
     steps, at the end and at Ctrl-C, and a call that finds checkpoints of the same setting there
@@ -106,6 +93,7 @@ def sample(
     >>> draws.values.shape
     torch.Size([4, 200, 2])
     """
+    require_known(rules, "sample", ("n_steps", *(sample.__kwdefaults__ or ())))
     for name, value, least in (
         ("n_steps", n_steps, 1),
         ("n_runs", n_runs, 1),
@@ -145,26 +133,16 @@ def sample(
         n_rungs=n_rungs,
         n_runs=n_runs,
         initial=_starting_points(initial, target, (n_rungs, n_runs), Streams(seed)),
-        device=steps_on(device),
+        device=resolve_device(device),
         dtype=dtype,
     )
     divided = Shards(whole, 1 if shards is None else shards, seed, process_group)
     folder = as_checkpoints(checkpoints)
 
     def make(k: int) -> Drawing:
-        run = ReplicaExchange(
-            divided.ensemble(k),
-            ladder,
-            noise=noise,
-            correction_factor=correction_factor,
-            pairing=pairing,
-            swap_interval=swap_interval,
-            swap_intensity=swap_intensity,
-            momentum=momentum,
-            seed=divided.seed_of(k),
-            compiled=compiled,
+        run = DensityExchange(
+            divided.ensemble(k), ladder, seed=divided.seed_of(k), compiled=compiled, **rules
         )
-        assert isinstance(run, DensityExchange)
         return Drawing(
             run,
             n_steps,
@@ -187,7 +165,7 @@ def sample(
     divided.require_same_everywhere(numbers)
     with process_group.all_or_none("look at the checkpoints", CheckpointError):
         divided.require_same_cut(folder)
-    settings = {"run": f"ReplicaExchange({whole!r}, {ladder!r})", "seed": seed}
+    settings = {"run": f"DensityExchange({whole!r}, {ladder!r})", "seed": seed}
     settings |= {"shards": divided.n_shards} if divided.n_shards > 1 else {}
     return _draw(
         divided,
@@ -202,7 +180,7 @@ def sample(
 
 
 def collect(
-    run: ReplicaExchange,
+    run: DensityExchange,
     n_steps: int,
     *,
     thin: int = 1,
@@ -232,7 +210,7 @@ def collect(
     # some way before.
     earlier = {"steps_before": run.n_steps} if run.n_steps else {}
     settings = {
-        "run": f"ReplicaExchange({run.ensemble!r}, {run.rules.ladder!r})",
+        "run": f"DensityExchange({run.ensemble!r}, {run.rules.ladder!r})",
         **earlier,
         **(settings or {}),
     }

@@ -20,7 +20,7 @@ from torchrex.exchange.noise import (
     Smoothing,
 )
 from torchrex.exchange.pairing import AllInTurn, EvenOdd, NoSwaps, Pairing, RandomPair
-from torchrex.exchange.run import ReplicaExchange
+from torchrex.exchange.run import ReplicaExchange, RuleOptions, resolve_device
 from torchrex.exchange.swap_report import (
     PairReport,
     count_trips,
@@ -50,6 +50,7 @@ __all__ = [
     "RandomPair",
     "RepeatedDraws",
     "ReplicaExchange",
+    "RuleOptions",
     "Rules",
     "RunningMean",
     "Smoothing",
@@ -62,6 +63,7 @@ __all__ = [
     "log_swap_ratio",
     "percent",
     "report_pairs",
+    "resolve_device",
     "rung_of",
     "warn_of_dead_pairs",
 ]

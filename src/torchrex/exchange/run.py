@@ -1,20 +1,18 @@
-"""`ReplicaExchange`: an ensemble on a ladder, its random streams, and the verbs that move it along.
+"""What runs on densities and on networks share: their rules, the checks of them, and what a run shows.
 
-What the two kinds of run share is here: their rules and their checks. `density_run.py` drives
-tensor targets, `module_run.py` networks.
+`density/run.py` drives tensor targets, `network/run.py` networks.
 """
 
 from __future__ import annotations
 
 import difflib
-import importlib
-import inspect
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypedDict, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchrex import notebook
 from torchrex.errors import InvalidArgumentError
@@ -29,195 +27,129 @@ from torchrex.rng import Streams
 logger = logging.getLogger("torchrex")
 
 
-class ReplicaExchange:
-    """Adaptive replica exchange stochastic gradient MCMC (Algorithm 1).
+class RuleOptions(TypedDict, total=False):
+    """The rules of the exchange: arguments of `DensityExchange`, `ModuleExchange` and `sample`.
 
-    Made from a TensorEnsemble it is a run on a density, whose steps need nothing; from a
-    ModuleEnsemble, one on a network, whose steps need batches. Both have `step`, `advance`,
-    `ensemble`, `state`, `state_dict` and `load_state_dict`. A run on a network has further
-    `replica_at`, `module_at`, `live_module_at`, `predict`, `measure` and the list `respawns`.
-
-    >>> from torchrex import GaussianMixture, Ladder, TensorEnsemble
-    >>> mixture = GaussianMixture([0.4, 0.6], means=[-3.0, 2.0], stds=[0.7, 0.5])
-    >>> run = ReplicaExchange(TensorEnsemble.start(mixture, n_rungs=2, n_runs=8), Ladder((1.0, 10.0), 0.03), seed=0)
-    >>> info = run.step()
-    >>> info.position.shape
-    torch.Size([8, 1])
+    `swap_rest` is for the paper's annealed recipes only: a pair that rests after each swap samples
+    another law. With exact energies and temperatures 1 and 3 the variance of rung 0 is 1.42 times
+    the right one at 5 steps of rest.
     """
 
-    _kinds: ClassVar[dict[type, type[ReplicaExchange]]] = {}
+    noise: NoiseEstimator | None  # None: the one that fits the target, see `default_estimator`
+    correction_factor: float | FactorRule  # F; 1 is unbiased, infinity is the naive test
+    pairing: Pairing | None  # None: EvenOdd or RandomPair, see `default_pairing`
+    swap_interval: int  # swaps are tested at every such step,
+    swap_start: int  # not before this one,
+    swap_rest: int  # and not in so many steps after the pair has swapped
+    swap_intensity: float | None  # r of the paper; None fixes r * lr = 1
+    momentum: MomentumPolicy  # what a swap does to momenta
+
+
+def make_rules(ladder: Ladder, target: Any, options: RuleOptions) -> Rules:
+    """Check the options and fill in what fits the target."""
+    noise, pairing = options.get("noise"), options.get("pairing")
+    for name, value, kind, example in (
+        ("ladder", ladder, Ladder, "Ladder((1.0, 10.0), 0.03)"),
+        ("noise", noise, NoiseEstimator, "RunningMean(RepeatedDraws(10))"),
+        ("pairing", pairing, Pairing, "EvenOdd()"),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise InvalidArgumentError(f"{name} must be of the kind of {example}, got {value!r}")
+    for name, steps, least in (
+        ("swap_interval", options.get("swap_interval", 1), 1),
+        ("swap_start", options.get("swap_start", 0), 0),
+        ("swap_rest", options.get("swap_rest", 0), 0),
+    ):
+        if steps < least:
+            raise InvalidArgumentError(f"{name} must be a number of steps >= {least}, got {steps}")
+    momentum = options.get("momentum", "rescale")
+    if momentum not in POLICIES:
+        raise InvalidArgumentError(
+            f"momentum must be one of {', '.join(POLICIES)}, got {momentum!r}"
+        )
+    intensity = options.get("swap_intensity")
+    if intensity is not None and not (intensity > 0 and intensity * max(ladder.lrs) <= 1):
+        raise InvalidArgumentError(
+            "swap_intensity r must be positive with r * lr <= 1, which is a probability; "
+            f"got r={intensity} with lrs={ladder.lrs}"
+        )
+    if not ladder.n_pairs:
+        noise = KnownVariance()  # nothing to swap, nothing to estimate
+    elif noise is None:
+        noise = default_estimator(target)
+    noise.check(target)
+    rules = Rules(
+        ladder=ladder,
+        noise=noise,
+        factor=as_rule(options.get("correction_factor", 1.0)),
+        pairing=default_pairing(target, ladder.n_pairs) if pairing is None else pairing,
+        swap_interval=options.get("swap_interval", 1),
+        swap_start=options.get("swap_start", 0),
+        swap_rest=options.get("swap_rest", 0),
+        swap_intensity=intensity,
+        momentum=momentum,
+    )
+    _warn_of_biased_rules(rules, target)
+    return rules
+
+
+def require_known(options: Mapping[str, Any], function: str, others: Iterable[str]) -> None:
+    """Refuse an argument that is no rule, with the nearest name among the rules and `others`."""
+    for name in options:
+        if name not in RuleOptions.__annotations__:
+            names = [*RuleOptions.__annotations__, *others]
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
+            raise InvalidArgumentError(f"unknown argument {name!r} of {function}; {hint}")
+
+
+class ReplicaExchange:
+    """Adaptive replica exchange stochastic gradient MCMC (Algorithm 1): the base of both kinds of run.
+
+    `DensityExchange` runs on a TensorEnsemble, whose steps need nothing; `ModuleExchange` on a
+    ModuleEnsemble, whose steps need batches.
+    """
+
     streams: Streams
+    _state: ExchangeState
 
-    def __init_subclass__(cls, *, ensemble: type) -> None:
-        ReplicaExchange._kinds[ensemble] = cls
-
-    def __new__(cls, ensemble: Any, *_: Any, **__: Any) -> ReplicaExchange:
-        for kinds in ("density", "network"):
-            importlib.import_module(f"torchrex.{kinds}")
-        kind = next(
-            (run for kind, run in ReplicaExchange._kinds.items() if isinstance(ensemble, kind)),
-            None,
-        )
-        if kind is None:
+    def __init__(self, ensemble: Any, ladder: Ladder, **rules: Unpack[RuleOptions]) -> None:
+        if type(self) is ReplicaExchange:
             raise InvalidArgumentError(
-                f"ensemble must be of the kind of TensorEnsemble.start(target, n_rungs=2) or ModuleEnsemble(model, energy), "
-                f"got {ensemble!r}"
+                "use DensityExchange(TensorEnsemble.start(target, n_rungs=2), ladder) for a density, "
+                "ModuleExchange(ModuleEnsemble(model, energy), ladder) for a network"
             )
-        return super().__new__(kind)
-
-    def __init__(
-        self,
-        ensemble: Any,
-        ladder: Ladder,
-        *,
-        noise: NoiseEstimator | None = None,
-        correction_factor: float | FactorRule = 1.0,
-        pairing: Pairing | None = None,
-        swap_interval: int = 1,
-        swap_start: int = 0,
-        swap_rest: int = 0,
-        swap_intensity: float | None = None,
-        momentum: MomentumPolicy = "rescale",
-        seed: int = 0,
-        compiled: bool | None = None,
-        **options: Any,
-    ) -> None:
-        """`noise=None` fits the target (see `default_estimator`). `compiled=None` compiles where it
-        pays: long runs on a density on a CPU, and modules on a GPU, where the whole step is
-        captured as one graph. Runs on modules take further `options`: see `ModuleExchange`.
-
-        `swap_rest` is for the paper's annealed recipes only: a pair that rests after each swap
-        samples another law. With exact energies and temperatures 1 and 3 the variance of rung 0 is
-        1.42 times the right one at 5 steps of rest.
-        """
-        for name, value, kind, example in (
-            ("ladder", ladder, Ladder, "Ladder((1.0, 10.0), 0.03)"),
-            ("noise", noise, NoiseEstimator, "RunningMean(RepeatedDraws(10))"),
-            ("pairing", pairing, Pairing, "EvenOdd()"),
-        ):
-            if value is not None and not isinstance(value, kind):
-                raise InvalidArgumentError(
-                    f"{name} must be of the kind of {example}, got {value!r}"
-                )
-        if swap_interval < 1:
-            raise InvalidArgumentError(f"swap_interval must be at least 1, got {swap_interval}")
-        for name, steps in (("swap_start", swap_start), ("swap_rest", swap_rest)):
-            if steps < 0:
-                raise InvalidArgumentError(f"{name} must be a number of steps >= 0, got {steps}")
-        if momentum not in POLICIES:
-            raise InvalidArgumentError(
-                f"momentum must be one of {', '.join(POLICIES)}, got {momentum!r}"
-            )
-        if swap_intensity is not None and not (
-            swap_intensity > 0 and swap_intensity * max(ladder.lrs) <= 1
-        ):
-            raise InvalidArgumentError(
-                f"swap_intensity r must be positive with r * lr <= 1, which is a probability; got r={swap_intensity} with "
-                f"lrs={ladder.lrs}"
-            )
-        target = ensemble.source_of_noise
-        if not ladder.n_pairs:
-            noise = KnownVariance()  # nothing to swap, nothing to estimate
-        elif noise is None:
-            noise = default_estimator(target)
-        noise.check(target)
-        self.rules = Rules(
-            ladder=ladder,
-            noise=noise,
-            factor=as_rule(correction_factor),
-            pairing=default_pairing(target, ladder.n_pairs) if pairing is None else pairing,
-            swap_interval=swap_interval,
-            swap_start=swap_start,
-            swap_rest=swap_rest,
-            swap_intensity=swap_intensity,
-            momentum=momentum,
-        )
-        _warn_of_biased_rules(self.rules, target)
-        known = list(inspect.signature(self._start).parameters)[4:]
-        for name in options:
-            if name not in known:
-                arguments = [*inspect.signature(ReplicaExchange.__init__).parameters, *known]
-                near = difflib.get_close_matches(name, arguments, n=1)
-                hint = (
-                    f"did you mean {near[0]}?"
-                    if near
-                    else f"it has {', '.join(known)}"
-                    if known
-                    else "it has no further options"
-                )
-                raise InvalidArgumentError(f"unknown argument {name!r} of ReplicaExchange; {hint}")
+        self.rules = make_rules(ladder, ensemble.source_of_noise, rules)
         self.n_steps = 0
-        self._state: ExchangeState
-        self._start(ensemble, self.rules, seed, compiled, **options)
 
-    def _start(self, ensemble: Any, rules: Rules, seed: int, compiled: bool | None) -> None:
-        raise NotImplementedError
-
+    @abstractmethod
     def step(self, batch: Any = None) -> StepInfo:
         """One step of every replica."""
-        raise NotImplementedError
 
+    @abstractmethod
     def advance(
         self, n_steps: int, data: Any = None, *, every: int | None = None
     ) -> Iterator[StepInfo]:
         """Run `n_steps` steps; yields the information of some steps at a time, stacked along a
         first axis.
 
-        How many is up to the run, unless `every` says so: then it yields whenever `run.n_steps` is
-        a multiple of `every`, and at the end. It is a generator: nothing happens until you loop
-        over it.
+        How many is up to the run. With `every` it yields whenever `run.n_steps` is a multiple of
+        `every`, and at the end. It is a generator: nothing happens until you loop over it.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Everything the next step needs; with `load_state_dict` a run goes on exactly as if it had
-        not stopped.
-        """
-        raise NotImplementedError
+        """Everything the next step needs: with `load_state_dict` a run goes on bit for bit."""
 
+    @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict()` of a run with the same target, ladder and rules."""
-        raise NotImplementedError
 
-    # Of runs on networks alone, see `ModuleExchange`
-
-    def replica_at(self, rung: int) -> int:
-        """On a network: the number of the replica that is at that rung now."""
-        raise self._for_networks("replica_at", "run.state.replica_at is that of every run")
-
-    def module_at(self, rung: int = 0) -> nn.Module:
-        """On a network: a copy, in evaluation mode, of the module at that rung now."""
-        raise self._for_networks("module_at", "its replicas are in run.ensemble.position")
-
-    def live_module_at(self, rung: int = 0) -> nn.Module:
-        """On a network: the module of the replica itself; whoever changes it changes the run."""
-        raise self._for_networks("live_module_at", "its replicas are in run.ensemble.position")
-
-    def predict(self, batch: Any, rung: int = 0) -> Any:
-        """On a network: the output of the module at that rung for a batch, in evaluation mode and
-        without gradients.
-        """
-        raise self._for_networks(
-            "predict", "compute what you need from the draws of torchrex.collect"
-        )
-
-    def measure(self, batches: Iterable[Any]) -> None:
-        """On a network, with RepeatedDraws: feed the variance of the energies of some batches at
-        the current weights.
-        """
-        raise self._for_networks("measure", "a density is measured by itself")
-
+    @abstractmethod
     def noise_shape(self, batch: Any = None, *more: Any) -> NoiseShape | None:
-        """Is the energy noise Gaussian, as the swap test takes it to be? None without noise or
-        swaps; a network needs batches.
+        """Is the energy noise Gaussian, as the swap test assumes? None without noise or swaps; a
+        network needs batches.
         """
-        raise NotImplementedError
-
-    @staticmethod
-    def _for_networks(name: str, instead: str) -> InvalidArgumentError:
-        return InvalidArgumentError(
-            f"{name} is for runs on networks, and this run is on a density: {instead}"
-        )
 
     @property
     def n_rungs(self) -> int:
@@ -226,7 +158,7 @@ class ReplicaExchange:
 
     @property
     def state(self) -> ExchangeState:
-        """Who stands where, and what the estimators know, as a copy."""
+        """The replica at each rung and what the estimators know, as a copy."""
         return ExchangeState(*(tensor.clone() for tensor in self._state))
 
     @property
@@ -268,7 +200,7 @@ class ReplicaExchange:
             f"{name}: {value}" for name, value in self._rule_settings().items() if name != "ladder"
         )
         return notebook.panel(
-            "ReplicaExchange",
+            type(self).__name__,
             f"{self.n_rungs} rungs, step {self.n_steps:,}",
             notebook.table(("rung", "temperature", "lr"), rows),
             notebook.details("rules", rules),
@@ -299,13 +231,6 @@ class ReplicaExchange:
                 raise InvalidArgumentError(
                     f"the state is that of another run: its {name} is {stored.get(name)}, that of this run is {mine.get(name)}"
                 )
-
-
-# What help() and editors show: the arguments of __init__, not those of __new__, which only chooses
-# the kind of run.
-ReplicaExchange.__signature__ = inspect.signature(  # type: ignore[attr-defined]
-    ReplicaExchange.__init__
-).replace(parameters=list(inspect.signature(ReplicaExchange.__init__).parameters.values())[1:])
 
 
 def require_every(every: int | None) -> None:
@@ -347,7 +272,7 @@ def _warn_of_biased_rules(rules: Rules, target: Any) -> None:
         )
 
 
-def steps_on(device: torch.device | str) -> torch.device:
+def resolve_device(device: torch.device | str) -> torch.device:
     """The device asked for, or an error in one line."""
     name = str(device)
     if name == "auto":

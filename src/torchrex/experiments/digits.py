@@ -20,12 +20,11 @@ from torchrex.checkpoint import Checkpoints
 from torchrex.density.threads import few_threads
 from torchrex.distributed import replica_mesh
 from torchrex.errors import MissingDependencyError
-from torchrex.exchange import Ladder, NoSwaps, PairedVariance, ReplicaExchange
-from torchrex.exchange.run import steps_on
+from torchrex.exchange import Ladder, NoSwaps, PairedVariance, resolve_device
 from torchrex.experiments.config import ExperimentConfig, require
 from torchrex.experiments.jobs import Job, Trained
 from torchrex.experiments.place import Place
-from torchrex.network import ModuleEnsemble, Outcome, train
+from torchrex.network import ModuleEnsemble, ModuleExchange, Outcome, train
 from torchrex.posterior import PosteriorAverage
 from torchrex.recording import Callback, Trace
 from torchrex.samplers import SGHMC
@@ -102,7 +101,7 @@ class DigitsConfig(ExperimentConfig):
         return self.n_rungs
 
     def place(self, device: str) -> Place:
-        return Place(steps_on("cpu" if device == "auto" else device))
+        return Place(resolve_device("cpu" if device == "auto" else device))
 
     def execute(
         self,
@@ -125,7 +124,7 @@ class DigitsConfig(ExperimentConfig):
             weight_decay=self.weight_decay,
         )
         energy = PosteriorEnergy(F.cross_entropy, n_data=len(x), prior=scale.prior)
-        run = ReplicaExchange(
+        run = ModuleExchange(
             ModuleEnsemble(
                 self.model,
                 energy,

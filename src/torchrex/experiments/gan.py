@@ -17,8 +17,7 @@ from torch import nn
 
 from torchrex.distributed import ReplicaMesh, replica_mesh
 from torchrex.errors import ConfigError
-from torchrex.exchange import Ladder, NoSwaps, PairedVariance, ReplicaExchange
-from torchrex.exchange.run import steps_on
+from torchrex.exchange import Ladder, NoSwaps, PairedVariance, resolve_device
 from torchrex.experiments.config import ExperimentConfig
 from torchrex.experiments.jobs import Job, Trained
 from torchrex.experiments.place import Place, Precision
@@ -259,7 +258,7 @@ class GanConfig(ExperimentConfig):
         """The run of one seed. `energy` is `self.energy()`, or the equal one of the job beside it,
         which compiles once then.
         """
-        run = ReplicaExchange(
+        run = ModuleExchange(
             ModuleEnsemble(
                 self.model,
                 energy,
@@ -280,7 +279,6 @@ class GanConfig(ExperimentConfig):
             deterministic=self.deterministic,
             seed=seed,
         )
-        assert isinstance(run, ModuleExchange)
         return run
 
     @property
@@ -306,7 +304,7 @@ class GanConfig(ExperimentConfig):
 
     def place(self, device: str) -> Place:
         return Place.of(
-            steps_on("cpu" if device == "auto" and self.data == "digits" else device),
+            resolve_device("cpu" if device == "auto" and self.data == "digits" else device),
             self.precision,
         )
 

@@ -27,11 +27,10 @@ from torchrex.exchange import (
     PairedVariance,
     ProportionalToGap,
     RepeatedDraws,
-    ReplicaExchange,
     Smoothing,
+    resolve_device,
 )
 from torchrex.exchange.momentum import MomentumPolicy
-from torchrex.exchange.run import steps_on
 from torchrex.experiments.config import ExperimentConfig
 from torchrex.experiments.jobs import Job, Trained
 from torchrex.experiments.place import Place, Precision
@@ -276,7 +275,7 @@ class ImageConfig(ExperimentConfig):
         """The run of one seed. `energy` is `self.energy()`, or the equal one of the job beside it,
         which compiles once then.
         """
-        run = ReplicaExchange(
+        run = ModuleExchange(
             ModuleEnsemble(
                 self.model,
                 energy,
@@ -298,11 +297,10 @@ class ImageConfig(ExperimentConfig):
             deterministic=self.deterministic,
             seed=seed,
         )
-        assert isinstance(run, ModuleExchange)
         return run
 
     def place(self, device: str) -> Place:
-        return Place.of(steps_on(device), self.precision)
+        return Place.of(resolve_device(device), self.precision)
 
     def execute(
         self,

@@ -16,8 +16,7 @@ from torch import Tensor
 from torchrex.density import sample
 from torchrex.density.sampling import Progress
 from torchrex.density.threads import few_threads
-from torchrex.exchange import Ladder, RepeatedDraws, RunningMean
-from torchrex.exchange.run import steps_on
+from torchrex.exchange import Ladder, RepeatedDraws, RunningMean, resolve_device
 from torchrex.experiments.config import Column, ExperimentConfig, columns
 from torchrex.experiments.place import Place
 from torchrex.posterior import Draws
@@ -95,7 +94,7 @@ class MixtureConfig(ExperimentConfig):
         return lambda n: target.draw_noise(generator, n, (1, 1), torch.float64)["energy"]
 
     def place(self, device: str) -> Place:
-        return Place(steps_on("cpu" if device == "auto" else device))
+        return Place(resolve_device("cpu" if device == "auto" else device))
 
     def draw(
         self,

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from torchrex.density import sample
 from torchrex.density.sampling import Progress
-from torchrex.exchange import Ladder, PairedVariance
-from torchrex.exchange.run import steps_on
+from torchrex.exchange import Ladder, PairedVariance, resolve_device
 from torchrex.experiments.config import Column, ExperimentConfig, columns
 from torchrex.experiments.place import Place
 from torchrex.posterior import Draws
@@ -76,7 +75,7 @@ class LogisticConfig(ExperimentConfig):
         return self.n_data
 
     def place(self, device: str) -> Place:
-        return Place(steps_on("cpu" if device == "auto" else device))
+        return Place(resolve_device("cpu" if device == "auto" else device))
 
     def draw(
         self,

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from torchrex.distributed import ReplicaMesh
 from torchrex.errors import InvalidArgumentError, TargetError
+from torchrex.exchange import resolve_device
 from torchrex.exchange.momentum import after_swap
-from torchrex.exchange.run import steps_on
 from torchrex.network.flat import FlatLayout
 from torchrex.network.philox import MASK, keys_of, normals
 from torchrex.network.replicas import Model, ModuleReplicas
@@ -43,7 +43,7 @@ LossesOf = tuple[
 
 
 class ModuleEnsemble(ModuleReplicas):
-    """Replicas of a module on the posterior of its parameters; `ReplicaExchange` makes as many as
+    """Replicas of a module on the posterior of its parameters; `ModuleExchange` makes as many as
     the ladder has rungs.
 
     `model` is a function that builds a module, or a module to copy. All replicas begin with the
@@ -125,7 +125,7 @@ class ModuleEnsemble(ModuleReplicas):
         self.shares_minibatch, self.replacement, self.initial = shared_batches, replacement, initial
         self._random_losses, self._random_parts = random_losses, set[RandomPart]()
         self._model, self._autocast, self._channels_last = model, autocast, channels_last
-        self._device = None if device is None else steps_on(device)
+        self._device = None if device is None else resolve_device(device)
         self._mesh = mesh
         self.modules: list[nn.Module] = []  # of the replicas of this process
 

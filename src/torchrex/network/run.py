@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 
 from torchrex.density.block import ExchangeInputs, draw_exchange_inputs, n_usable
 from torchrex.errors import InvalidArgumentError
-from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo, StepInputs, sa_step, step
+from torchrex.exchange.algorithm import ExchangeState, StepInfo, StepInputs, sa_step, step
+from torchrex.exchange.ladder import Ladder
 from torchrex.exchange.noise import (
     BatchVariance,
     NoiseShape,
@@ -27,7 +28,7 @@ from torchrex.exchange.noise import (
     warn_of_no_measurement,
 )
 from torchrex.exchange.pairing import NoSwaps
-from torchrex.exchange.run import ReplicaExchange
+from torchrex.exchange.run import ReplicaExchange, RuleOptions, require_known
 from torchrex.exchange.standing import take
 from torchrex.network.capture import Workings
 from torchrex.network.compiling import compiled_or_plain
@@ -47,26 +48,36 @@ BLOCK_STREAMS = ("pairing", "swap")
 REPLICA_STREAMS = ("move", "refresh")  # one of each for every replica, move.0, move.1, ...
 
 
-class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
+class ModuleExchange(ReplicaExchange):
     """Replica exchange on the posterior of a module.
 
     `divergence` says what happens when a replica's energy is NaN or infinite: "stop" raises,
     "respawn" makes the replica a copy of the nearest healthy one and writes it down in `respawns`.
     On a GPU energies are looked at when a stretch of up to 256 steps is over, because looking means
     waiting. `deterministic` asks cuDNN for algorithms whose results do not vary from process to
-    process.
+    process. `compiled=None` captures the step as one graph on a GPU.
     """
 
-    def _start(
+    def __init__(
         self,
         ensemble: ModuleEnsemble,
-        rules: Rules,
-        seed: int,
-        compiled: bool | None,
+        ladder: Ladder,
         *,
+        seed: int = 0,
+        compiled: bool | None = None,
         divergence: Divergence = "stop",
         deterministic: bool = False,
+        **options: Unpack[RuleOptions],
     ) -> None:
+        if not isinstance(ensemble, ModuleEnsemble):
+            raise InvalidArgumentError(
+                f"ModuleExchange needs ModuleEnsemble(model, energy), got {ensemble!r}; "
+                "a TensorEnsemble needs DensityExchange"
+            )
+        own = ("seed", "compiled", "divergence", "deterministic")
+        require_known(options, "ModuleExchange", own)
+        super().__init__(ensemble, ladder, **options)
+        rules = self.rules
         if divergence not in ("stop", "respawn"):
             raise InvalidArgumentError(f"divergence must be stop or respawn, got {divergence!r}")
         if divergence == "respawn" and ensemble.shared:
@@ -490,4 +501,4 @@ class ModuleExchange(ReplicaExchange, ensemble=ModuleEnsemble):
         return pytree.tree_map(move, batch)
 
     def __repr__(self) -> str:
-        return f"ReplicaExchange({self._ensemble!r}, {self.rules.ladder!r}, step {self.n_steps})"
+        return f"ModuleExchange({self._ensemble!r}, {self.rules.ladder!r}, step {self.n_steps})"

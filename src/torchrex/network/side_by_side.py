@@ -38,7 +38,7 @@ BLOCK = 256  # steps whose exchange inputs are drawn at once; part of the random
 
 
 class SideBySide:
-    """Runs on networks (`ReplicaExchange` of a `ModuleEnsemble`) that go on together.
+    """Runs on networks (`ModuleExchange`) that go on together.
 
     A run whose energy becomes NaN is left out from then on, with the reason in `failures`, and the
     others go on; a run by itself raises it.
@@ -48,7 +48,7 @@ class SideBySide:
         if not runs:
             raise InvalidArgumentError("give at least one run, got none")
         if len(set(map(id, runs))) < len(runs):
-            raise InvalidArgumentError("the same run was given twice; make another ReplicaExchange")
+            raise InvalidArgumentError("the same run was given twice; make another ModuleExchange")
         devices = sorted({str(run.device) for run in runs})
         if len(devices) > 1:
             raise InvalidArgumentError(

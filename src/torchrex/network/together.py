@@ -17,7 +17,6 @@ from typing import Any
 
 from torchrex.checkpoint import Checkpoints
 from torchrex.errors import InvalidArgumentError, OnInterrupt, RunInterrupted, require_on_interrupt
-from torchrex.exchange import ReplicaExchange
 from torchrex.network.members import Outcome, TrainingRun
 from torchrex.network.run import ModuleExchange
 from torchrex.network.saving import has_checkpoints, require_nothing_later
@@ -32,7 +31,7 @@ SECONDS_BETWEEN_LOOKS = 0.5  # at the clock and for signals
 
 
 def train(
-    run: ReplicaExchange,
+    run: ModuleExchange,
     data: Any,
     n_steps: int,
     *,
