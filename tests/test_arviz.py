@@ -18,17 +18,17 @@ import torch
 
 import torchrex as tr
 from torchrex.diagnostics import convergence
-from torchrex.errors import InvalidArgumentError, MissingDependencyError
+from torchrex.errors import InvalidArgumentError, MissingDependencyError, import_extra
 from torchrex.experiments.digits import digits_recipes
 from torchrex.experiments.mixtures import CASES
 from torchrex.experiments.runner import run_recipe
 from torchrex.experiments.tall import LogisticConfig
-from torchrex.posterior import import_extra, to_arviz, trace_to_datatree
+from torchrex.posterior import import_arviz, to_arviz, trace_to_datatree
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-az, xr = import_extra("arviz"), import_extra("xarray")
+az, xr = import_arviz(), import_extra("xarray", "diagnostics")
 
 
 def gaussian(x):
@@ -553,5 +553,5 @@ def test_the_daily_announcement_of_arviz_does_not_reach_our_users(tmp_path):
         )
 
     assert "undergoing" in imports("import arviz", "a").stderr  # it is there
-    ours = imports("from torchrex.posterior import import_extra as i; i('arviz')", "b")
+    ours = imports("from torchrex.posterior import import_arviz; import_arviz()", "b")
     assert (ours.returncode, ours.stderr) == (0, "")

@@ -163,7 +163,7 @@ def test_a_rounding_error_above_one_is_not_taken_for_logits():
     [
         (torch.randn(5, 3), torch.zeros(5, dtype=torch.long), "logits.softmax"),
         (torch.full((5, 3), math.nan), torch.zeros(5, dtype=torch.long), "sum to 1"),
-        (torch.full((5, 4), 0.25), torch.tensor([0, 1, 2, 3, 4]), r"0..3 .* from 0 to 4"),
+        (torch.full((5, 4), 0.25), torch.tensor([0, 1, 2, 3, 4]), r"0..3.* from 0 to 4"),
         (torch.full((5, 4), 0.25), torch.tensor([0, 1, 2, 3, -1]), "from -1 to 3"),
         (torch.full((5, 4), 0.25), torch.zeros(5), "class numbers"),
         (torch.full((5, 4), 0.25), torch.zeros(4, dtype=torch.long), "5 class numbers"),

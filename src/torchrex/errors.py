@@ -7,6 +7,7 @@ and exits with 2.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, Literal
 
 OnInterrupt = Literal[
@@ -144,3 +145,19 @@ class RunInterrupted(KeyboardInterrupt):
 def require_on_interrupt(on_interrupt: str) -> None:
     if on_interrupt not in ("raise", "return"):
         raise InvalidArgumentError(f"on_interrupt must be raise or return, got {on_interrupt!r}")
+
+
+def require_whole(name: str, value: Any, least: int = 0) -> None:
+    """Refuse an argument that is not a whole number of at least `least`; True and 1.0 are not."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidArgumentError(f"{name} must be a whole number >= {least}, got {value!r}")
+
+
+def import_extra(name: str, extra: str) -> Any:
+    """An optional package, or one line that names the extra which installs it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise MissingDependencyError(
+            f"this needs {name}, which is not installed: pip install 'torchrex[{extra}]'"
+        ) from None

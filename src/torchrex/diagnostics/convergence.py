@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from torchrex.errors import InvalidArgumentError
-from torchrex.posterior import Draws, coordinate_labels, import_extra
+from torchrex.errors import InvalidArgumentError, import_extra
+from torchrex.posterior import Draws, coordinate_labels, import_arviz
 
 AT_ONE_POINT = (
     "All runs started at one point: R-hat cannot show a mode that none of them has found."
@@ -100,7 +100,7 @@ def convergence(draws: Draws | Tensor, names: Sequence[str] | None = None) -> Co
         raise InvalidArgumentError(
             f"R-hat and ESS need a chain of at least {FEWEST_DRAWS} draws, got {n_chains} chains of {n_draws}; draw more"
         )
-    arviz, xarray = import_extra("arviz"), import_extra("xarray")
+    arviz, xarray = import_arviz(), import_extra("xarray", "diagnostics")
     # In float64: numpy knows no bfloat16, and not every function of ArviZ widens float32 before it
     # sums.
     array = xarray.DataArray(

@@ -2,14 +2,14 @@
 
 from torchrex.posterior.arviz_export import (
     coordinate_labels,
-    import_extra,
+    import_arviz,
     to_arviz,
     trace_to_datatree,
 )
 from torchrex.posterior.average import PosteriorAverage
 from torchrex.posterior.draws import Draws, mean_error
 from torchrex.posterior.draws_file import SHAPES, check_draws, checksums, with_another_sha256
-from torchrex.posterior.metrics import Prediction, classification_metrics, predictive_entropy
+from torchrex.posterior.prediction import Prediction, classification_metrics, predictive_entropy
 from torchrex.posterior.store import DrawStore
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "checksums",
     "classification_metrics",
     "coordinate_labels",
-    "import_extra",
+    "import_arviz",
     "mean_error",
     "predictive_entropy",
     "to_arviz",

@@ -1,11 +1,10 @@
-"""How a run looks to ArviZ: an xarray DataTree with its schema's groups, and one of our own for the
-ladder.
+"""Runs for ArviZ: an xarray DataTree with the groups of its schema, and one more for the ladder.
 
-    posterior          x (chain, draw, coordinate)                                          draws of rung 0; densities only
-                       or, of one coordinate alone, its name or x (chain, draw)
-    sample_stats       minibatch_energy, swapped (chain, draw), noise_variance (.., pair)   one number for every draw
-    replica_exchange   energy, replica_at (chain, draw, rung), noise_variance, [correction, swaps] (chain, draw, pair),
-                       accepted, proposed (chain, pair)                                     how the ladder behaved
+    posterior          x (chain, draw, coordinate): draws of rung 0; densities only.
+                       A single coordinate is (chain, draw), under its own name or x
+    sample_stats       minibatch_energy, swapped (chain, draw), noise_variance (.., pair)
+    replica_exchange   energy, replica_at (chain, draw, rung), accepted, proposed (chain, pair),
+                       noise_variance and, of traces, correction and swaps (chain, draw, pair)
 
 A chain is an independent run, pair k is rungs k and k + 1, and every group has the coordinate
 `step`: how many steps were done. The energy is a minibatch estimate and therefore neither `lp` nor
@@ -15,7 +14,6 @@ draw, so that `az.summary(..., group="sample_stats")` works: totals are not in i
 
 from __future__ import annotations
 
-import importlib
 import json
 import warnings
 from collections.abc import Mapping, Sequence
@@ -27,7 +25,7 @@ import torch
 from torch import Tensor
 
 import torchrex
-from torchrex.errors import InvalidArgumentError, MissingDependencyError
+from torchrex.errors import InvalidArgumentError, import_extra, require_whole
 
 if TYPE_CHECKING:
     from xarray import DataTree
@@ -36,9 +34,11 @@ if TYPE_CHECKING:
 
 AXES = ("chain", "draw", "step")
 TRACE_TENSORS = ("steps", "energy", "replica_at", "noise_variance", "accepted", "proposed")
+BY_RUNG = ("energy", "replica_at")
 MEANINGS = {
-    "minibatch_energy": "estimate of the negative log posterior on rung 0, a sum over the data, made at the start of the step",
-    "swapped": "1 if another replica than at the draw before stands on rung 0, otherwise and for the first draw 0",
+    "minibatch_energy": "estimate of the negative log posterior on rung 0, a sum over the data, "
+    "made at the start of the step",
+    "swapped": "1 if the replica on rung 0 is another one than at the draw before, else 0",
     "noise_variance": "variance of one energy estimate, as the swap test of the step used it",
     "energy": "energy estimates at the start of the step, by the rung held before its swaps",
     "replica_at": "the replica on each rung after the step's swaps",
@@ -49,32 +49,18 @@ MEANINGS = {
 }
 
 
-def import_extra(name: str) -> Any:
-    """ArviZ or xarray, or one line that says how to get it."""
-    try:
-        with warnings.catch_warnings():
-            # Once a day ArviZ 0.23 announces version 1. `to_arviz` serves both, so there is nothing
-            # to do about it.
-            warnings.filterwarnings(
-                "ignore", message=r"\s*ArviZ is undergoing", category=FutureWarning
-            )
-            return importlib.import_module(name)
-    except ImportError:
-        raise MissingDependencyError(
-            f"this needs {name}, which is not installed: pip install 'torchrex[diagnostics]'"
-        ) from None
+def import_arviz() -> Any:
+    with warnings.catch_warnings():
+        # ArviZ 0.23 announces version 1 once a day; `to_arviz` serves both.
+        warnings.filterwarnings("ignore", message=r"\s*ArviZ is undergoing", category=FutureWarning)
+        return import_extra("arviz", "diagnostics")
 
 
 def to_arviz(tree: DataTree) -> Any:
-    """The tree as the functions of the installed ArviZ take it: itself from version 1 on, an
-    InferenceData before.
-    """
-    arviz = import_extra("arviz")
-    return (
-        tree
-        if int(arviz.__version__.split(".")[0]) >= 1
-        else arviz.InferenceData.from_datatree(tree)
-    )
+    """The tree for the installed ArviZ: itself from version 1 on, an InferenceData before."""
+    arviz = import_arviz()
+    is_new = int(arviz.__version__.split(".")[0]) >= 1
+    return tree if is_new else arviz.InferenceData.from_datatree(tree)
 
 
 def draws_to_datatree(draws: Draws, names: Sequence[str] | None = None) -> DataTree:
@@ -82,29 +68,23 @@ def draws_to_datatree(draws: Draws, names: Sequence[str] | None = None) -> DataT
     labels = coordinate_labels(names, draws.values.shape[2])
     if names and any(label in AXES or "/" in str(label) for label in labels):
         raise InvalidArgumentError(
-            f"names must hold no slash and be none of {', '.join(AXES)}, which are axes, got {names!r}"
+            f"names must hold no slash and not be {', '.join(AXES)}, which are axes, got {names!r}"
         )
-    per_draw = {  # (chain, draw, rung or pair)
-        name: getattr(draws, name).permute(2, 0, 1)
-        for name in ("energy", "replica_at", "noise_variance")
+    posterior: dict[str, Any]
+    coords: dict[str, Any] = {}
+    if len(labels) == 1:  # a scalar: the table of ArviZ says x and not x[x]
+        (title,) = coordinate_titles(names, 1)
+        posterior = {title: (("chain", "draw"), draws.values[:, :, 0])}
+    else:
+        posterior = {"x": (("chain", "draw", "coordinate"), draws.values)}
+        # Names as objects: zarr 3 has no settled format for numpy's text of fixed length.
+        coords = {"coordinate": np.array(labels, dtype=object if names else int)}
+    per_draw = {
+        name: getattr(draws, name).permute(2, 0, 1) for name in (*BY_RUNG, "noise_variance")
     }
     totals = {"accepted": draws.accepted.T, "proposed": draws.proposed.T}
-    about = {"n_steps": draws.n_steps, "status": draws.status, "settings": _as_json(draws.settings)}
-    if len(labels) == 1:
-        # A scalar: the table of ArviZ says x, and not x[x].
-        (title,) = coordinate_titles(names, 1)
-        return _tree(
-            {title: (("chain", "draw"), draws.values[:, :, 0])},
-            {},
-            per_draw,
-            totals,
-            draws.steps,
-            about,
-        )
-    posterior = {"x": (("chain", "draw", "coordinate"), draws.values)}
-    # Names as objects: zarr 3 has no settled format for numpy's text of fixed length, and warns.
-    coordinate = np.array(labels, dtype=object if names else int)
-    return _tree(posterior, {"coordinate": coordinate}, per_draw, totals, draws.steps, about)
+    about = {"n_steps": draws.n_steps, "status": draws.status, "settings": _json(draws.settings)}
+    return _tree(posterior, coords, per_draw, totals, draws.steps, about)
 
 
 def trace_to_datatree(
@@ -113,65 +93,56 @@ def trace_to_datatree(
     burn_in: int = 0,
     settings: Mapping[str, Any] | None = None,
 ) -> DataTree:
-    """What `Trace.tensors()` or the trace.safetensors of a network's run holds; several runs become
-    the chains.
+    """The tensors of `Trace.tensors()` or of a run's trace.safetensors; several runs become chains.
 
     There are no posterior values: name the group, as in `az.summary(to_arviz(tree),
-    group="sample_stats")`. Kept steps up to `burn_in` are left out; `settings` is whatever
-    describes the runs and goes into the attributes.
+    group="sample_stats")`. Kept steps up to `burn_in` are left out; `settings` describes the runs
+    and goes into the attributes.
     """
     traces = [traces] if isinstance(traces, Mapping) else list(traces)
-    if isinstance(burn_in, bool) or not isinstance(burn_in, int) or burn_in < 0:
-        raise InvalidArgumentError(f"burn_in must be a whole number >= 0, got {burn_in!r}")
+    require_whole("burn_in", burn_in)
     if not traces:
         raise InvalidArgumentError(
-            "there is no trace to export; give the tensors of at least one run"
+            "there is no trace to export; give the tensors of one run or more"
         )
     for chain, trace in enumerate(traces):
-        missing = [name for name in TRACE_TENSORS if name not in trace]
-        if missing:
+        if missing := [name for name in TRACE_TENSORS if name not in trace]:
             raise InvalidArgumentError(
-                f"trace {chain} has no {', '.join(missing)}; give what Trace.tensors() returns after at least one step"
+                f"trace {chain} has no {', '.join(missing)}; give Trace.tensors() of a run "
+                "that has made steps"
             )
-        if (
-            not torch.equal(trace["steps"], traces[0]["steps"])
-            or trace["energy"].shape != traces[0]["energy"].shape
-        ):
+        same_steps = torch.equal(trace["steps"], traces[0]["steps"])
+        if not same_steps or trace["energy"].shape != traces[0]["energy"].shape:
             raise InvalidArgumentError(
-                f"chains must keep the same steps on as many rungs, but trace 0 has {_extent(traces[0])} and trace {chain} "
-                f"{_extent(trace)}; export them one by one"
+                f"chains must keep the same steps on as many rungs, but trace 0 has "
+                f"{_extent(traces[0])} and trace {chain} {_extent(trace)}; export them one by one"
             )
-    steps = (
-        traces[0]["steps"] + 1
-    )  # a trace numbers steps from 0, draws and `step` count how many were done
+    steps = traces[0]["steps"] + 1  # a trace numbers steps from 0; draws count the steps done
     kept = steps > burn_in
     if not kept.any():
         raise InvalidArgumentError(
             f"burn_in={burn_in} leaves no step of {_extent(traces[0])}; lower it"
         )
-    names = [
-        name
-        for name in ("energy", "replica_at", "noise_variance", "correction")
-        if all(name in t for t in traces)
-    ]
-    per_draw = {name: torch.stack([trace[name] for trace in traces])[:, kept] for name in names}
+
+    def stacked(name: str) -> Tensor:
+        return torch.stack([trace[name] for trace in traces])
+
+    names = [n for n in (*BY_RUNG, "noise_variance", "correction") if all(n in t for t in traces)]
+    per_draw = {name: stacked(name)[:, kept] for name in names}
     if all("swap_steps" in trace for trace in traces):
         per_draw["swaps"] = torch.stack([_swaps_between(trace) for trace in traces])[:, kept]
-    totals = {
-        name: torch.stack([trace[name] for trace in traces]) for name in ("accepted", "proposed")
-    }
-    return _tree(None, {}, per_draw, totals, steps[kept], {"settings": _as_json(settings or {})})
+    totals = {name: stacked(name) for name in ("accepted", "proposed")}
+    return _tree({}, {}, per_draw, totals, steps[kept], {"settings": _json(settings or {})})
 
 
 def coordinate_labels(names: Sequence[str] | None, dim: int) -> list[str] | list[int]:
-    """What the coordinates are called, checked; their numbers if they have no names."""
+    """The names of the coordinates, checked; their numbers if they have no names."""
     if names is None:
         return list(range(dim))
     labels = [names] if isinstance(names, str) else list(names)
     if (
         not all(isinstance(name, str) for name in labels)
-        or len(labels) != dim
-        or len(set(labels)) != dim
+        or not len(labels) == len(set(labels)) == dim
     ):
         raise InvalidArgumentError(
             f"names must be {dim} different strings, one for each coordinate, got {names!r}"
@@ -180,9 +151,7 @@ def coordinate_labels(names: Sequence[str] | None, dim: int) -> list[str] | list
 
 
 def coordinate_titles(names: Sequence[str] | None, dim: int) -> list[str]:
-    """The coordinates as tables and pictures call them: x[a], x[b]; one alone is called by its
-    name, or x.
-    """
+    """The coordinates in tables and plots: x[a], x[b]; a single one has its own name, or x."""
     labels = coordinate_labels(names, dim)
     if dim == 1:
         return ["x" if names is None else str(labels[0])]
@@ -190,28 +159,22 @@ def coordinate_titles(names: Sequence[str] | None, dim: int) -> list[str]:
 
 
 def _tree(
-    posterior: dict[str, Any] | None,
+    posterior: dict[str, Any],
     posterior_coords: dict[str, Any],
-    per_draw: dict[str, Tensor],
-    totals: dict[str, Tensor],
+    per_draw: dict[str, Tensor],  # (chain, draw, rung or pair)
+    totals: dict[str, Tensor],  # (chain, pair)
     steps: Tensor,
     about: dict[str, Any],
 ) -> DataTree:
-    xarray = import_extra("xarray")
+    xarray = import_extra("xarray", "diagnostics")
     n_chains, n_draws, n_rungs = per_draw["energy"].shape
-    n_pairs = totals["accepted"].shape[1]
+    n_pairs = n_rungs - 1
     about = {**_library(), **about}
-    axes = {
-        "chain": list(range(n_chains)),
-        "draw": list(range(n_draws)),
-        "step": ("draw", _numpy(steps)),
-    }
+    axes = {"chain": list(range(n_chains)), "draw": list(range(n_draws))}
     pairs = {"pair": list(range(n_pairs))} if n_pairs else {}
+    by_draw, by_pair = ("chain", "draw"), ("chain", "draw", "pair")
 
-    def dataset(
-        variables: dict[str, tuple[tuple[str, ...], Tensor]], coords: dict[str, Any]
-    ) -> Any:
-        # One rung has no pairs, and ArviZ stumbles over an empty axis.
+    def dataset(variables: dict[str, Any], coords: dict[str, Any]) -> Any:
         data = {
             name: (
                 dims,
@@ -219,73 +182,60 @@ def _tree(
                 {"description": MEANINGS[name]} if name in MEANINGS else {},
             )
             for name, (dims, values) in variables.items()
-            if "pair" not in dims or n_pairs
+            if "pair" not in dims or n_pairs  # ArviZ fails on an empty axis
         }
-        return xarray.Dataset(data, {**axes, **coords}, about)
+        return xarray.Dataset(data, {**axes, "step": ("draw", _numpy(steps)), **coords}, about)
 
     replica = per_draw["replica_at"][:, :, 0]
-    swapped = torch.zeros_like(
-        replica, dtype=torch.int8
-    )  # not bool: az.summary of version 1 takes differences
+    swapped = torch.zeros_like(replica, dtype=torch.int8)  # az.summary cannot subtract bools
     swapped[:, 1:] = replica[:, 1:] != replica[:, :-1]
-    by_pair = ("chain", "draw", "pair")
-    groups = {} if posterior is None else {"posterior": dataset(posterior, posterior_coords)}
-    groups["sample_stats"] = dataset(
-        {
-            "minibatch_energy": (("chain", "draw"), per_draw["energy"][:, :, 0]),
-            **({"swapped": (("chain", "draw"), swapped)} if n_pairs else {}),
-            "noise_variance": (by_pair, per_draw["noise_variance"]),
-        },
-        pairs,
-    )
-    ladder = {
-        name: (("chain", "draw", "rung") if name in ("energy", "replica_at") else by_pair, values)
+    stats = {"minibatch_energy": (by_draw, per_draw["energy"][:, :, 0])}
+    if n_pairs:
+        stats["swapped"] = (by_draw, swapped)
+    ladder: dict[str, Any] = {
+        name: (("chain", "draw", "rung") if name in BY_RUNG else by_pair, values)
         for name, values in per_draw.items()
     }
-    groups["replica_exchange"] = dataset(
-        {**ladder, **{name: (("chain", "pair"), values) for name, values in totals.items()}},
-        {"rung": list(range(n_rungs)), **pairs},
-    )
+    stats["noise_variance"] = ladder["noise_variance"]
+    ladder |= {name: (("chain", "pair"), values) for name, values in totals.items()}
+    groups = {"posterior": dataset(posterior, posterior_coords)} if posterior else {}
+    groups["sample_stats"] = dataset(stats, pairs)
+    groups["replica_exchange"] = dataset(ladder, {"rung": list(range(n_rungs)), **pairs})
     tree: DataTree = xarray.DataTree.from_dict({"/": xarray.Dataset(attrs=about), **groups})
     return tree
 
 
 def _library() -> dict[str, str]:
     """The attributes that the schema asks for."""
-    version = torchrex.__version__
     return {
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "creation_library": "torchrex",
-        "creation_library_version": version,
+        "creation_library_version": torchrex.__version__,
         "creation_library_language": "Python",
         "inference_library": "torchrex",
-        "inference_library_version": version,
+        "inference_library_version": torchrex.__version__,
     }
 
 
-def _as_json(settings: Mapping[str, Any]) -> str:
-    """Attributes of netCDF are numbers and text; nothing else of the settings needs to be computed
-    with.
-    """
+def _json(settings: Mapping[str, Any]) -> str:
+    """Attributes of netCDF are numbers and text, so the settings become text."""
     return json.dumps(dict(settings), default=str)
 
 
 def _numpy(values: Tensor) -> Any:
     values = values.detach().cpu()
-    halves = (torch.bfloat16, torch.float16)  # neither numpy nor netCDF knows both
+    halves = (torch.bfloat16, torch.float16)  # numpy lacks the first, netCDF the second
     return (values.float() if values.dtype in halves else values).numpy()
 
 
 def _swaps_between(trace: Mapping[str, Tensor]) -> Tensor:
-    """How many swaps of each pair were made after the kept step before, up to each kept step:
-    (draws, pairs).
-    """
+    """Swaps of each pair after the kept step before, up to each kept step: (draws, pairs)."""
     steps, n_pairs = trace["steps"], trace["noise_variance"].shape[1]
-    kept = torch.searchsorted(steps, trace["swap_steps"])  # the first kept step not before the swap
-    inside = kept < len(steps)  # swaps after the last kept step belong to none
+    row = torch.searchsorted(steps, trace["swap_steps"])  # the first kept step not before the swap
+    inside = row < len(steps)  # swaps after the last kept step belong to none
     counts = torch.zeros(len(steps), n_pairs, dtype=torch.int64)
     one = torch.ones(int(inside.sum()), dtype=torch.int64)
-    return counts.index_put_((kept[inside], trace["swap_pairs"][inside]), one, accumulate=True)
+    return counts.index_put_((row[inside], trace["swap_pairs"][inside]), one, accumulate=True)
 
 
 def _extent(trace: Mapping[str, Tensor]) -> str:

@@ -1,54 +1,62 @@
-"""Draws of weights and buffers on disk: how the store survives a crash and follows a resumed run.
+"""Draws of weights and buffers on disk: the store survives a crash and follows a resumed run.
 
 On disk: one `draw-000000000.safetensors` per draw, and `index.json`, which alone says what counts.
-A draw is written under a temporary name, synced and renamed, then the index is replaced, then what
-left is removed; files that the index does not name are ignored, and removed by the next `add`. One
-process writes into a folder; any number may read.
+A draw is written under a temporary name, synced and renamed; then the index is replaced; then
+replaced draws are removed. Files that the index does not name are ignored, and removed by the next
+`add`. One process writes into a folder; any number may read.
 
-Resume: `state_dict()` marks the present moment in the index. A draw that leaves later stays on disk
-as long as it was there at a marked moment, so going back to one restores exactly what was there,
-and the same draws added again meet the same decisions. `commit()` lets go of old marks and of the
-files that only they needed. Without marks there are never more than `capacity` files.
+Resume: `state_dict()` marks the present moment in the index. A draw that is replaced later stays on
+disk as long as it was there at a marked moment. So going back to a mark restores exactly what was
+there, and the same draws added again meet the same decisions. `commit()` forgets old marks and
+removes the files that only they needed. Without marks there are never more than `capacity` files.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
-from torchrex.checkpoint import one_line, require_file
 from torchrex.distributed import is_main_process
 from torchrex.durable import replace_file
-from torchrex.errors import CheckpointError, InvalidArgumentError
-from torchrex.posterior.metrics import Prediction
-from torchrex.posterior.store_files import check_size, draw_as_bytes, read_draw
-from torchrex.posterior.store_index import (
+from torchrex.errors import CheckpointError, InvalidArgumentError, require_whole
+from torchrex.posterior.prediction import (
+    Examples,
+    Prediction,
+    predict_all,
+    predictive_entropy,
+    split_batch,
+)
+from torchrex.posterior.store_format import (
     INDEX,
     Index,
     Keep,
     Moment,
     StoredDraw,
     check_settings,
+    check_size,
+    draw_as_bytes,
     file_of,
+    load_into,
+    read_draw,
+    read_index,
 )
-from torchrex.posterior.store_predict import predict_with
 
-OURS = re.compile(
-    r"draw-\d{9,}\.safetensors(\.part)?|index\.json\.part"
-)  # what may be removed if the index does not name it
+# Files that may be removed if the index does not name them.
+OURS = re.compile(r"draw-\d{9,}\.safetensors(\.part)?|index\.json\.part")
 
 
 class DrawStore:
-    """At most `capacity` draws of weights and buffers in a folder; an existing store there is
-    continued.
+    """At most `capacity` draws of weights and buffers in a folder; an existing store is continued.
 
     Draws of several rungs share the capacity. One draw at a time is in memory, whatever the
     capacity. Of several processes the first writes.
@@ -66,23 +74,21 @@ class DrawStore:
             raise CheckpointError(
                 f"cannot make the folder {self.folder} ({error.strerror}); choose another one"
             ) from None
+        self._index = new
         if (self.folder / INDEX).exists():
-            self._index = _read_index(self.folder)
+            self._index = read_index(self.folder)
             if self._index.settings() != new.settings():
                 raise CheckpointError(
-                    f"{self.folder} holds draws kept with {self._index.settings()}, asked for were {new.settings()}; "
-                    "use the same settings or another folder"
+                    f"{self.folder} holds draws kept with {self._index.settings()}, asked for were "
+                    f"{new.settings()}; use the same settings or another folder"
                 )
         elif is_main_process():
             self._write_index(new)
-        else:
-            self._index = new
 
     @classmethod
     def load(cls, folder: str | Path) -> DrawStore:
         """Open an existing store, with the settings it was made with. Nothing in it is executed."""
-        settings = _read_index(Path(folder)).settings()
-        return cls(folder, **settings)
+        return cls(folder, **read_index(Path(folder)).settings())
 
     @property
     def capacity(self) -> int:
@@ -101,51 +107,51 @@ class DrawStore:
     def __len__(self) -> int:
         return len(self._index.there())
 
+    def __iter__(self) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
+        """(step, rung, state dict) of each draw in order of arrival, on the CPU."""
+        for draw in self._index.there():
+            yield draw.step, draw.rung, read_draw(self.folder, draw)
+
     def add(self, module: nn.Module, *, step: int, rung: int = 0) -> bool:
-        """Offer the weights and buffers of a module; True if they are in the store now, False if
-        the rule left them out.
+        """Offer the weights and buffers of a module; returns whether they are in the store now.
 
         Steps never go back: after a resume from an earlier step use `load_state_dict` first. The
-        same step and rung once more, as after a failure between two rungs, is not counted again.
+        same step and rung again, as after a failure between two rungs, is not counted again.
         """
-        _whole_argument("step", step)
-        _whole_argument("rung", rung)
+        require_whole("step", step)
+        require_whole("rung", rung)
         index, now = self._index, self._index.now
         if step < now.step:
             raise InvalidArgumentError(
-                f"a draw of step {step} was offered, but {self.folder} has seen step {now.step}; after a resume call "
-                f"load_state_dict with the state of its checkpoint or rewind({max(step - 1, 0)}), for a new run use a new folder"
+                f"a draw of step {step} was offered, but {self.folder} has seen step {now.step}; "
+                f"call load_state_dict or rewind({max(step - 1, 0)}), or use a new folder"
             )
         if step == now.step and rung in now.rungs:
             return (step, rung) in self.draws
-        slot = index.slot(now.seen)
-        draws = index.draws
+        slot, draws = index.slot(now.seen), index.draws
         if slot is not None:
-            draws = tuple(
-                replace(d, left=now.seen) if d.left is None and index.slot(d.number) == slot else d
-                for d in draws
-            )
-            file = file_of(now.seen)
-            sha256, size = self._write_draw(file, module, step=step, rung=rung)
-            draws = (*draws, StoredDraw(now.seen, step, rung, file, sha256, size))
-        self._write_index(
-            replace(
-                index,
-                now=Moment(now.seen + 1, step, (*now.rungs, rung) if step == now.step else (rung,)),
-                marks=tuple(
-                    replace(mark, next_step=step) if mark.seen == now.seen else mark
-                    for mark in index.marks
+            data, file = draw_as_bytes(module, step=step, rung=rung), file_of(now.seen)
+            self._replace_file(file, data)
+            draws = (
+                *(
+                    replace(d, left=now.seen)
+                    if d.left is None and index.slot(d.number) == slot
+                    else d
+                    for d in draws
                 ),
-                draws=draws,
-            ).needed()
+                StoredDraw(now.seen, step, rung, file, hashlib.sha256(data).hexdigest(), len(data)),
+            )
+        rungs = (*now.rungs, rung) if step == now.step else (rung,)
+        marks = tuple(
+            replace(mark, next_step=step) if mark.seen == now.seen else mark for mark in index.marks
         )
+        arrived = Moment(now.seen + 1, step, rungs)
+        self._write_index(replace(index, now=arrived, marks=marks, draws=draws).needed())
         self._remove_unnamed()
         return slot is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Mark the present moment and describe it, in plain values. Files that it names stay until
-        `commit` lets them go.
-        """
+        """Mark the present moment and describe it; its files stay until `commit`."""
         index = self._index
         marks = (*(mark for mark in index.marks if mark.seen != index.now.seen), index.now)
         if marks != index.marks:
@@ -157,11 +163,10 @@ class DrawStore:
         return {**index.settings(), "seen": index.now.seen, "step": index.now.step, "draws": draws}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back exactly to the moment of a `state_dict`; refused if the folder is that of another
-        run, or if files are gone.
-        """
+        """Go back exactly to a `state_dict`; that of another run, or without files, is refused."""
+        index = self._index
         try:
-            given = {name: state[name] for name in self._index.settings()}
+            given = {name: state[name] for name in index.settings()}
             seen, step = state["seen"], state["step"]
             expected = {
                 file: (draw["step"], draw["rung"], draw["sha256"])
@@ -171,30 +176,23 @@ class DrawStore:
             raise CheckpointError(
                 f"not the state of a DrawStore ({error!r}); give what state_dict returned"
             ) from None
-        if given != self._index.settings():
+        if given != index.settings():
             raise CheckpointError(
-                f"the state is that of a store with {given}, but {self.folder} has {self._index.settings()}"
+                f"the state has the settings {given}, but {self.folder} has {index.settings()}"
             )
-        moments = [
-            mark
-            for mark in (*self._index.marks, self._index.now)
-            if (mark.seen, mark.step) == (seen, step)
-        ]
-        found = {
-            draw.file: (draw.step, draw.rung, draw.sha256)
-            for draw in self._index.draws
-            if draw.was_there(seen)
-        }
+        moments = [m for m in (*index.marks, index.now) if (m.seen, m.step) == (seen, step)]
+        found = {d.file: (d.step, d.rung, d.sha256) for d in index.draws if d.was_there(seen)}
         if not moments or found != expected:
             raise CheckpointError(
-                f"{self.folder} cannot go back to step {step} with {seen} draws seen: it holds another run, or commit() let "
-                "those draws go; resume from a newer checkpoint or use another folder"
+                f"{self.folder} cannot go back to step {step} with {seen} draws seen: it holds "
+                "another run, or commit() removed draws; use a newer checkpoint or another folder"
             )
         self._go_back(moments[0])
 
     def rewind(self, step: int) -> None:
-        """Forget every draw after `step` and bring back those they replaced, which needs a mark
-        there; 0 empties the store.
+        """Forget every draw after `step` and restore those they replaced, which needs a mark there.
+
+        `rewind(0)` empties the store.
         """
         if self._index.now.step <= step:
             return
@@ -202,38 +200,30 @@ class DrawStore:
             if mark.step <= step and mark.next_step is not None and step < mark.next_step:
                 return self._go_back(mark)
         able = ", ".join(
-            f"{max(mark.step, 0)} to {(mark.next_step or 0) - 1}"
+            f"{max(mark.step, 0)} to {mark.next_step - 1}"
             for mark in self._index.marks
             if mark.next_step
         )
         raise CheckpointError(
-            f"{self.folder} cannot forget what came after step {step}, because draws that were there may be gone; it can go "
-            f"back to steps {able}. Call state_dict() at every checkpoint and load_state_dict to resume from it"
+            f"{self.folder} cannot go back to step {step}, because draws of that time may be gone; "
+            f"it can go back to steps {able}. Call state_dict() at every checkpoint"
         )
 
     def commit(self, oldest: int | None = None) -> None:
-        """Remove files that only states of runs before step `oldest` need; with None, all that the
-        newest state does not need.
+        """Remove files that only states before step `oldest` need; None: all but the newest state.
 
         Call it when a checkpoint is safe on disk, with the step of the oldest checkpoint that is
         kept.
         """
         empty, *marks = self._index.marks
-        kept = (
-            marks[-1:]
-            if oldest is None
-            else [m for m in marks if m.next_step is None or m.next_step > oldest]
-        )
-        self._write_index(replace(self._index, marks=(empty, *kept)).needed())
+        if oldest is None:
+            marks = marks[-1:]
+        else:
+            marks = [m for m in marks if m.next_step is None or m.next_step > oldest]
+        self._write_index(replace(self._index, marks=(empty, *marks)).needed())
         self._remove_unnamed()
 
-    def __iter__(self) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
-        """(step, rung, state dict) of one draw after the other, in order of arrival, on the CPU;
-        tied names share one tensor.
-        """
-        for draw in self._index.there():
-            yield draw.step, draw.rung, read_draw(self.folder, draw)
-
+    @torch.no_grad()
     def predict(
         self,
         model: nn.Module | Callable[[], nn.Module],
@@ -243,11 +233,10 @@ class DrawStore:
         target_key: str = "target",
         forward: Callable[[nn.Module, Any], Tensor] | None = None,
     ) -> Prediction:
-        """The mean over stored draws of softmax(logits), one draw after the other in ONE module in
-        eval mode.
+        """The mean over stored draws of softmax(logits), one draw after the other in ONE module.
 
-        `model` is a function that makes the module, or a module, which is copied and stays as it
-        is. A batch `(x, ..., y)` calls `module(x, ...)`, a dict `module(**rest)`, a tensor
+        `model` is a function that makes the module, or a module, which is copied; it is in eval
+        mode. A batch `(x, ..., y)` calls `module(x, ...)`, a dict `module(**rest)`, a tensor
         `module(x)`; for anything else give `forward(module, batch)`. Hotter rungs do not sample the
         posterior, so only draws of `rung` 0 count; None pools all.
         """
@@ -255,22 +244,45 @@ class DrawStore:
         if not chosen:
             rungs = sorted({draw.rung for draw in self._index.there()})
             raise InvalidArgumentError(
-                f"{self.folder} holds no draw of rung {rung} (it has rungs {rungs}); add draws or choose another"
+                f"{self.folder} holds no draw of rung {rung}, it has rungs {rungs}; add draws first"
             )
-        return predict_with(
-            model, data, self.folder, chosen, target_key=target_key, forward=forward
-        )
+        module = (copy.deepcopy(model) if isinstance(model, nn.Module) else model()).eval()
+        call = forward or (lambda module, batch: _call(module, batch, target_key))
+        examples: Examples | None = None
+        total: Tensor | float = 0.0
+        entropies: Tensor | float = 0.0
+        for draw in chosen:
+            load_into(module, read_draw(self.folder, draw), draw.file)
+            _, (probabilities,), seen = predict_all(
+                data,
+                lambda batch, _: call(module, batch),
+                names=[f"the draw of rung {draw.rung} at step {draw.step}"],
+                first=examples,
+                target_key=target_key,
+            )
+            examples = examples or seen
+            total = total + probabilities
+            entropies = entropies + predictive_entropy(probabilities)
+        assert isinstance(total, Tensor)
+        assert examples is not None
+        mean, n = total / len(chosen), len(chosen)
+        entropy = predictive_entropy(mean)
+        labels = examples.marks if examples.labelled else None
+        return Prediction(mean, labels, entropy, entropy - entropies / n, n)
 
     def _go_back(self, moment: Moment) -> None:
-        old = [draw for draw in self._index.draws if draw.number < moment.seen]
-        draws = [replace(draw, left=None) if draw.was_there(moment.seen) else draw for draw in old]
         now = replace(moment, next_step=None)
-        marks = tuple(
-            now if mark.seen == now.seen else mark
-            for mark in self._index.marks
-            if mark.seen <= now.seen
+        past = [mark for mark in self._index.marks if mark.seen <= now.seen]
+        index = replace(
+            self._index,
+            now=now,
+            marks=tuple(now if mark.seen == now.seen else mark for mark in past),
+            draws=tuple(
+                replace(draw, left=None) if draw.was_there(now.seen) else draw
+                for draw in self._index.draws
+                if draw.number < now.seen
+            ),
         )
-        index = replace(self._index, now=now, marks=marks, draws=tuple(draws))
         try:
             index.checked()
         except ValueError as error:
@@ -282,64 +294,46 @@ class DrawStore:
         self._write_index(index)
         self._remove_unnamed()
 
-    def _write_draw(self, file: str, module: nn.Module, *, step: int, rung: int) -> tuple[str, int]:
-        """Put a draw in its place, synced; returns sha256 and size."""
-        data = draw_as_bytes(module, step=step, rung=rung)
-        self._replace_file(file, data)
-        return hashlib.sha256(data).hexdigest(), len(data)
-
     def _write_index(self, index: Index) -> None:
-        """Replace the index; only when that is done does the store take the new state."""
+        """Replace the index; the store takes the new state only when that is done."""
         self._replace_file(INDEX, index.to_json().encode())
         self._index = index
 
     def _replace_file(self, name: str, data: bytes) -> None:
         part = self.folder / f"{name}.part"
         try:
-            if (
-                part.is_symlink()
-            ):  # not written here; writing would go through it to wherever it points
+            if part.is_symlink():  # not written here; writing would follow it
                 part.unlink()
             replace_file(self.folder / name, data)
         except OSError as error:
-            words = f"cannot write {self.folder / name} ({error.strerror}); the draws before it are safe. Is the disk full?"
-            raise CheckpointError(words) from None
+            raise CheckpointError(
+                f"cannot write {self.folder / name} ({error.strerror}); draws before it are safe"
+            ) from None
 
     def _remove_unnamed(self) -> None:
-        """Remove what the index does not name: draws that left, and what a crash left behind."""
+        """Remove what the index does not name: replaced draws, and leftovers of a crash."""
         named = {draw.file for draw in self._index.draws}
         for name in os.listdir(self.folder):
             if OURS.fullmatch(name) and name not in named:
-                with contextlib.suppress(
-                    OSError
-                ):  # not worth losing a run for; the next add tries again
+                with contextlib.suppress(OSError):  # the next add tries again
                     os.unlink(self.folder / name)
 
     def __repr__(self) -> str:
-        index = self._index
-        return f"DrawStore({str(self.folder)!r}, {len(self)} of {self.n_seen} draws, keep={index.keep!r}, capacity={self.capacity})"
+        kept = f"{len(self)} of {self.n_seen} draws"
+        return (
+            f"DrawStore({str(self.folder)!r}, {kept}, keep={self._index.keep!r}, "
+            f"capacity={self.capacity})"
+        )
 
 
-def _whole_argument(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InvalidArgumentError(f"{name} must be a whole number >= 0, got {value!r}")
+def _call(module: nn.Module, batch: Any, target_key: str) -> Tensor:
+    inputs, _ = split_batch(batch, target_key)
+    tensors = [*module.parameters(), *module.buffers()]
+    device = tensors[0].device if tensors else torch.device("cpu")
 
+    def moved(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) else value
 
-def _read_index(folder: Path) -> Index:
-    path = folder / INDEX
-    try:
-        require_file(path)
-        index = Index.from_json(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(
-            f"there is no store of draws in {folder}: it has no {INDEX}"
-        ) from None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path} ({error.strerror})") from None
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} is not an index of draws ({one_line(error)}); restore the file or use another folder"
-        ) from None
-    for draw in index.there():
-        check_size(folder, draw)
-    return index
+    if isinstance(inputs, Mapping):
+        return cast(Tensor, module(**{name: moved(value) for name, value in inputs.items()}))
+    return cast(Tensor, module(*map(moved, inputs)))

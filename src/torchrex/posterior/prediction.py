@@ -1,0 +1,206 @@
+"""Predictions of draws: one pass over data, and how good and how uncertain they are.
+
+    accuracy   share of examples whose most probable class is the label
+    nll        mean over examples of -log p(label)
+    brier      mean over examples of the SUM over classes of (p - onehot(label))^2: 0 to 2,
+               twice the binary convention
+    ece        15 equal bins of the top probability: sum of share * |accuracy - mean confidence|
+
+Logarithms are natural. Everything is float64, but torchmetrics bins confidences in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrex.errors import InvalidArgumentError, import_extra
+
+ECE_BINS = 15
+SUM_TOLERANCE = 1e-3  # of a row of probabilities; wide enough for float16
+
+
+def classification_metrics(probabilities: Tensor, labels: Tensor) -> dict[str, float]:
+    """`accuracy`, `nll`, `brier` and `ece` of `probabilities` (n, classes) given `labels` (n,).
+
+    A probability that underflowed to 0 counts as the smallest normal number of its dtype, so the
+    nll stays finite: at most 87.3 per example in float32, 708.4 in float64. There is one host
+    synchronisation, at the end.
+    """
+    torchmetrics = import_extra("torchmetrics.functional.classification", "metrics")
+    shape, is_float = tuple(probabilities.shape), probabilities.is_floating_point()
+    if len(shape) != 2 or shape[0] == 0 or shape[1] < 2 or not is_float:
+        raise InvalidArgumentError(
+            "probabilities must be floating numbers (n, classes) with n >= 1 and 2 classes or more,"
+            f" got {probabilities.dtype} of shape {shape}"
+        )
+    n, n_classes = shape
+    if labels.shape != (n,) or labels.is_floating_point() or labels.is_complex():
+        raise InvalidArgumentError(
+            f"labels must be {n} class numbers, one for each row of probabilities, "
+            f"got {labels.dtype} of shape {tuple(labels.shape)}"
+        )
+    given = labels.to(probabilities.device, torch.long)
+    # An index out of range would end the CUDA context; it is reported below.
+    label = given.clamp(0, n_classes - 1)
+    p = probabilities.detach().double()
+    # torchmetrics applies a softmax to anything outside [0, 1]: not to a rounding error.
+    unit = p.clamp(0, 1)
+    of_label = p.gather(1, label[:, None]).squeeze(1)
+    onehot = torch.arange(n_classes, device=p.device) == label[:, None]
+    values = {
+        "accuracy": (unit.argmax(1) == label).double().mean(),
+        "nll": -of_label.clamp(min=torch.finfo(probabilities.dtype).tiny).log().mean(),
+        "brier": (p - onehot.double()).square().sum(1).mean(),
+        "ece": torchmetrics.multiclass_calibration_error(
+            unit, label, num_classes=n_classes, n_bins=ECE_BINS, norm="l1", validate_args=False
+        ),
+    }
+    checks = [(p.sum(1) - 1).abs().max(), p.min(), given.min(), given.max()]
+    everything = torch.stack([value.double() for value in [*values.values(), *checks]])
+    *numbers, off, lowest, first, last = everything.tolist()
+    if not (off <= SUM_TOLERANCE and lowest >= -SUM_TOLERANCE):  # NaN fails as well
+        raise InvalidArgumentError(
+            f"every row of probabilities must be >= 0 and sum to 1, but a sum is off by {off:.3g} "
+            f"and the lowest entry is {lowest:.3g}; for logits pass logits.softmax(1)"
+        )
+    if first < 0 or last >= n_classes:
+        raise InvalidArgumentError(
+            f"labels must lie in 0..{n_classes - 1}, got labels from {first:g} to {last:g}"
+        )
+    return dict(zip(values, numbers, strict=True))
+
+
+def predictive_entropy(probabilities: Tensor) -> Tensor:
+    """-sum_c p_c log p_c over the last axis, in nats; a class of probability 0 adds nothing."""
+    entropy: Tensor = torch.special.entr(probabilities).sum(-1)
+    return entropy
+
+
+@dataclass(repr=False)
+class Prediction:
+    """The predictive distribution of a set of draws on a data set."""
+
+    probabilities: Tensor  # (n, classes): mean over draws of softmax(logits)
+    labels: Tensor | None  # (n,), or None if the data have no targets
+    entropy: Tensor  # (n,): entropy of the mean, the total uncertainty
+    mutual_information: Tensor  # (n,): `entropy` minus the mean entropy of the draws
+    n_draws: int
+
+    def metrics(self) -> dict[str, float]:
+        """`accuracy`, `nll`, `brier` and `ece` of the mean over draws."""
+        if self.labels is None:
+            raise InvalidArgumentError(
+                "metrics need targets, but the batches hold only inputs; give batches (x, y)"
+            )
+        return classification_metrics(self.probabilities, self.labels)
+
+    def __repr__(self) -> str:
+        n, classes = self.probabilities.shape
+        return f"Prediction({self.n_draws} draws on {n:,} examples, {classes} classes)"
+
+
+@dataclass
+class Examples:
+    """What one pass over the data showed, to be compared with the next pass."""
+
+    marks: Tensor  # (n,): labels, or without labels the mean of each input
+    labelled: bool
+
+
+def split_batch(batch: Any, target_key: str) -> tuple[Any, Tensor | None]:
+    """Inputs and target of `(x, ..., y)` or of a dict; `x` and `(x,)` have no target."""
+    if isinstance(batch, Tensor):
+        return (batch,), None
+    if isinstance(batch, Mapping):
+        if target_key not in batch:
+            raise InvalidArgumentError(
+                f"a batch has no {target_key!r}, only {sorted(batch)}; name it with target_key=..."
+            )
+        inputs = {name: value for name, value in batch.items() if name != target_key}
+        return inputs, batch[target_key]
+    if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) > 0:
+        return (tuple(batch[:-1]), batch[-1]) if len(batch) > 1 else (tuple(batch), None)
+    raise InvalidArgumentError(
+        f"a batch must be a tuple (x, ..., y), a dict or a tensor, got {type(batch).__name__}"
+    )
+
+
+def _form(value: Any) -> str:
+    is_tensor = isinstance(value, Tensor)
+    return f"{value.dtype} of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
+
+
+def _marks_of(batch: Any, n: int, target_key: str) -> tuple[Tensor, bool]:
+    """What distinguishes the examples of a batch, (n,), and whether these are labels."""
+    inputs, target = split_batch(batch, target_key)
+    if target is None:
+        return inputs[0].detach().reshape(n, -1).double().mean(1), False
+    is_label = isinstance(target, Tensor) and target.shape == (n,)
+    if not is_label or target.is_floating_point() or target.is_complex():
+        raise InvalidArgumentError(
+            f"the target of a batch of {n} must be {n} class numbers, got {_form(target)}"
+        )
+    return target.detach().long(), True
+
+
+def predict_all(
+    data: Iterable[Any],
+    predict: Callable[[Any, int], Tensor],
+    *,
+    names: Sequence[str],
+    first: Examples | None,
+    target_key: str,
+) -> tuple[Tensor, Tensor, Examples]:
+    """Logits (models, n, classes) and float64 probabilities of one pass over `data`.
+
+    `predict(batch, k)` gives the logits of model k, called `names[k]` in error messages. The pass
+    must show the examples of the `first` pass. There is one host synchronisation, at the end.
+    """
+    logits: list[list[Tensor]] = [[] for _ in names]
+    marks: list[Tensor] = []
+    labelled = True
+    for batch in data:
+        for model, name in enumerate(names):
+            output = predict(batch, model)
+            is_matrix = isinstance(output, Tensor) and output.ndim == 2 and output.shape[1] >= 2
+            if not is_matrix or not output.is_floating_point():
+                raise InvalidArgumentError(
+                    "outputs must be logits (n, classes) of at least two classes, but "
+                    f"{name} gave {_form(output)}; a posterior average is for classifiers"
+                )
+            # A captured model may write its next output into the same memory, hence the copy.
+            logits[model].append(output.detach().clone())
+        mark, labelled = _marks_of(batch, len(logits[0][-1]), target_key)
+        marks.append(mark)
+    if not marks:
+        raise InvalidArgumentError(
+            "data gave no batches; give a DataLoader or a list of batches that is not empty"
+        )
+    values = torch.stack([torch.cat(of_model) for of_model in logits])
+    seen = Examples(torch.cat(marks).to(values.device), labelled)
+    n, probabilities = len(seen.marks), values.double().softmax(-1)
+    first = first or seen
+    if (n, labelled) != (len(first.marks), first.labelled):
+        raise InvalidArgumentError(
+            f"data changed between two draws: {len(first.marks)} examples at first, now {n}; every "
+            "pass must show the same examples in the same order (shuffle=False, drop_last=False)"
+        )
+    moved = (seen.marks != first.marks.to(values.device)).sum()
+    *broken, n_moved = torch.cat([probabilities.isnan().any(-1).sum(-1), moved[None]]).tolist()
+    if n_moved:
+        raise InvalidArgumentError(
+            f"{'labels' if labelled else 'inputs'} of {n_moved} of {n} examples differ from the "
+            "first pass over data: their order changes; use a DataLoader with shuffle=False"
+        )
+    for name, count in zip(names, broken, strict=True):
+        if count:
+            raise InvalidArgumentError(
+                f"{name} gave NaN or infinite logits for {count} of {n} examples; the draw was not "
+                "added. Lower the learning rate of that rung, or raise burn_in"
+            )
+    return values, probabilities, seen
