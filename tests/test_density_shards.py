@@ -256,7 +256,7 @@ def refused(folder, what):
             "4 processes cannot share 3 shards; give shards=4 or more",
         ),
         ("none", "InvalidArgumentError", "4 processes cannot share 1 shard; give shards=4 or more"),
-        ("other", "CheckpointError", "is a checkpoint of another setting: setting['ladder'] was"),
+        ("other", "CheckpointError", "is a checkpoint of another setting: ladder."),
         ("broken", "NonFiniteEnergyError", "became nan at step"),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "src" / "torchrex"
 ORDER = [
-    {"errors", "rng", "schedules", "durable", "notebook"},
+    {"errors", "rng", "schedules", "durable", "notebook", "settings"},
     {"distributed"},
     {"targets"},
     {"samplers"},
@@ -29,6 +29,7 @@ FOUNDATIONS_KNOW = {
     "errors": set(),
     "durable": set(),
     "notebook": set(),
+    "settings": {"errors"},
 }
 
 

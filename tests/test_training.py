@@ -277,9 +277,7 @@ def test_a_checkpoint_of_another_ladder_or_seed_is_refused(tmp_path):
         ("momentum", (1.0, 1.1), {"momentum": "keep"}),
     ):
         run, loader, average, trace = parts(ladder, **other)
-        with pytest.raises(
-            CheckpointError, match=rf"another setting: setting\['{what}'\] was '.*' and is now '.*'"
-        ):
+        with pytest.raises(CheckpointError, match=rf"another setting: {what}.* was .* and is now "):
             torchrex.train(run, loader, 80, average=average, trace=trace, checkpoints=tmp_path)
 
 

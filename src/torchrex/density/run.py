@@ -31,6 +31,7 @@ from torchrex.exchange.noise import NoiseShape
 from torchrex.exchange.run import ReplicaExchange, RuleOptions, joined, require_every, require_known
 from torchrex.exchange.standing import take
 from torchrex.rng import Streams, derive_seed
+from torchrex.settings import settings_of
 
 logger = logging.getLogger("torchrex")
 
@@ -370,10 +371,11 @@ class DensityExchange(ReplicaExchange):
         self.n_steps, self._block_length, self._streams_at_block = n_steps, length, state["streams"]
 
     @property
-    def setting(self) -> dict[str, str]:
+    def setting(self) -> dict[str, Any]:
         """What must agree between a state and the run that loads it."""
-        target, sampler = repr(self._ensemble.target), repr(self._ensemble.sampler)
-        return {"target": target, "sampler": sampler, **self._rule_settings()}
+        ensemble = self._ensemble
+        parts = {"target": settings_of(ensemble.target), "sampler": settings_of(ensemble.sampler)}
+        return {**parts, **self._rule_settings()}
 
     def __repr__(self) -> str:
         return f"DensityExchange({self._ensemble!r}, {self.rules.ladder!r}, step {self.n_steps})"

@@ -224,27 +224,22 @@ class Ladder:
             f"the schedule {name} must be finite and {least} at every step taken, but gave {factor} at step {step}"
         )
 
-    def in_words(self) -> str:
-        """All that distinguishes one ladder from another, schedules included by some of their
-        values.
-        """
+    def settings(self) -> dict[str, Any]:
+        """All that distinguishes one ladder from another; a schedule is known by some of its values."""
 
         def value(schedule: Schedule, step: int) -> Any:
             try:
                 return schedule(step)
-            except Exception as error:  # a schedule need not go beyond the steps of its run, and where it ends tells it apart too
+            except Exception as error:  # past the end of a schedule; where it ends is a value too
                 return type(error).__name__
 
-        values = [
-            f"{name} {[value(schedule, step) for step in (1, 10, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)]}"
-            for name, schedule in (
-                ("annealing", self.anneal),
-                ("decay", self.decay),
-                ("noise", self.noise),
-            )
-            if schedule is not None
-        ]
-        return " ".join([f"Ladder({self.temperatures}, {self.lrs})", *values])
+        steps = (1, 10, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
+        schedules = {"anneal": self.anneal, "decay": self.decay, "noise": self.noise}
+        return {
+            "temperatures": self.temperatures,
+            "lrs": self.lrs,
+            **{name: s and [value(s, step) for step in steps] for name, s in schedules.items()},
+        }
 
     def _repr_html_(self) -> str:
         moving = [

@@ -9,6 +9,7 @@ import difflib
 import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -23,6 +24,7 @@ from torchrex.exchange.momentum import POLICIES, MomentumPolicy
 from torchrex.exchange.noise import KnownVariance, NoiseEstimator, NoiseShape, default_estimator
 from torchrex.exchange.pairing import Pairing, default_pairing
 from torchrex.rng import Streams
+from torchrex.settings import require_same, settings_of
 
 logger = logging.getLogger("torchrex")
 
@@ -197,7 +199,7 @@ class ReplicaExchange:
             )
         ]
         rules = ", ".join(
-            f"{name}: {value}" for name, value in self._rule_settings().items() if name != "ladder"
+            f"{field.name}: {getattr(self.rules, field.name)}" for field in fields(self.rules)[1:]
         )
         return notebook.panel(
             type(self).__name__,
@@ -207,30 +209,17 @@ class ReplicaExchange:
             notebook.details("ensemble", repr(self)),
         )
 
-    def _rule_settings(self) -> dict[str, str]:
+    def _rule_settings(self) -> dict[str, Any]:
         """What must agree between a state and the run that loads it, as far as the rules go."""
-        rules = self.rules
         return {
-            "ladder": rules.ladder.in_words(),
-            "noise": repr(rules.noise),
-            "correction_factor": repr(rules.factor),
-            "pairing": repr(rules.pairing),
-            "swap_interval": str(rules.swap_interval),
-            "swap_start": str(rules.swap_start),
-            "swap_rest": str(rules.swap_rest),
-            "swap_intensity": str(rules.swap_intensity),
-            "momentum": rules.momentum,
+            field.name: settings_of(getattr(self.rules, field.name)) for field in fields(self.rules)
         }
 
     @staticmethod
-    def _require_same(stored: Any, mine: dict[str, str]) -> None:
+    def _require_same(stored: Any, mine: dict[str, Any]) -> None:
         """Refuse a state that was made with other settings, naming them."""
-        stored = stored if isinstance(stored, dict) else {}
-        for name in {**mine, **stored}:
-            if stored.get(name) != mine.get(name):
-                raise InvalidArgumentError(
-                    f"the state is that of another run: its {name} is {stored.get(name)}, that of this run is {mine.get(name)}"
-                )
+        what, cure = "the state is that of another run,", "Load it into a run with its settings"
+        require_same(stored, mine, what=what, cure=cure, error=InvalidArgumentError)
 
 
 def require_every(every: int | None) -> None:

@@ -33,6 +33,7 @@ from torchrex.network.work import (
 )
 from torchrex.rng import Streams, derive_seed
 from torchrex.samplers import SGLD, AdamStart, Sampler
+from torchrex.settings import settings_of
 from torchrex.targets import Batch, Energy, GaussianPrior, Noise, PosteriorEnergy, Twice
 
 RandomPart = Literal["model", "data"]
@@ -586,13 +587,13 @@ class ModuleEnsemble(ModuleReplicas):
         self._move_keys.copy_(self._keys(seed))
         self._common_keys.copy_(self._keys_of_common(seed))
 
-    def setting(self) -> dict[str, str]:
+    def setting(self) -> dict[str, Any]:
         """What must agree between a state and the ensemble that loads it."""
         return {
             "model": f"{type(self.modules[0]).__name__} with {self.n_parameters:,} parameters",
             "dtype": str(self.layout.dtype).removeprefix("torch."),
-            "energy": repr(self.energy),
-            "sampler": repr(self.sampler),
+            "energy": settings_of(self.energy),
+            "sampler": settings_of(self.sampler),
             **({"shared": ", ".join(self.shared)} if self.shared else {}),
             "minibatches": "shared" if self.shares_minibatch else "independent",
             "replacement": str(self.replacement),
@@ -607,8 +608,8 @@ class ModuleEnsemble(ModuleReplicas):
         said = self.setting()
         shared = f", {said['shared']} shared" if self.shared else ""
         return (
-            f"ModuleEnsemble({self.mesh.n_replicas} x {said['model']} of {said['dtype']}{shared}, {said['energy']}, "
-            f"{said['sampler']}, {said['minibatches']} minibatches)"
+            f"ModuleEnsemble({self.mesh.n_replicas} x {said['model']} of {said['dtype']}{shared}, {self.energy!r}, "
+            f"{self.sampler!r}, {said['minibatches']} minibatches)"
         )
 
 

@@ -486,7 +486,7 @@ class ModuleExchange(ReplicaExchange):
         return states
 
     @property
-    def setting(self) -> dict[str, str]:
+    def setting(self) -> dict[str, Any]:
         """What must agree between a state and the run that loads it."""
         return {**self._ensemble.setting(), **self._rule_settings()}
 

@@ -323,6 +323,11 @@ class PosteriorEnergy:
             return batch[self.target_key]
         return batch[-1] if isinstance(batch, tuple | list) else None
 
+    def settings(self) -> dict[str, Any]:
+        """What distinguishes one energy from another."""
+        own = {k: v for k, v in vars(self).items() if k[0] != "_"}
+        return {"loss": self._name if inspect.isfunction(self._loss) else self._loss, **own}
+
     def __repr__(self) -> str:
         prior = (
             self.prior
