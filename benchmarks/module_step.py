@@ -21,7 +21,7 @@ import torchrex
 from record import surroundings, write
 from torchrex.exchange import capture
 from torchrex.exchange.algorithm import Exchanged
-from torchrex.vision import resnet as vision_resnet
+from torchrex.vision import nets as vision_nets
 from torchrex.vision import resnet20
 
 N_TRAIN, N_TEST, BATCH, AVERAGE_EVERY = 50_000, 10_000, 256, 200
@@ -295,8 +295,8 @@ def main() -> None:
             replicas,
             without_exchange(replicas, arguments.steps, arguments.repeats),
         )
-    ours = vision_resnet.NarrowConv2d
-    vision_resnet.NarrowConv2d = torch.nn.Conv2d  # type: ignore[misc,assignment]
+    ours = vision_nets.NarrowConv2d
+    vision_nets.NarrowConv2d = torch.nn.Conv2d  # type: ignore[misc,assignment]
     add(
         "torchrex, captured, convolutions by cuDNN",
         2,
@@ -308,7 +308,7 @@ def main() -> None:
             replicas,
             eager(replicas, 40, arguments.repeats)["ms_per_step"],
         )
-    vision_resnet.NarrowConv2d = ours  # type: ignore[misc]
+    vision_nets.NarrowConv2d = ours  # type: ignore[misc]
     write(arguments.out, {**record, "results": results})
 
 

@@ -1,6 +1,4 @@
-"""Batched augmentation: the same as one image at a time with the same random numbers, and the laws
-that it promises.
-"""
+"""Batched augmentation: equal to one image at a time with the same random numbers, and its laws."""
 
 from __future__ import annotations
 
@@ -36,9 +34,8 @@ SHAPES = [(32, 32), (20, 28)]  # sides that differ, so that rows and columns can
 
 def bytes_of(n, height=32, width=32, channels=3, *, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(
-        1, 256, (n, height, width, channels), dtype=torch.uint8, generator=generator
-    )  # no black but the border
+    shape = (n, height, width, channels)  # no black except the border
+    return torch.randint(1, 256, shape, dtype=torch.uint8, generator=generator)
 
 
 def numbers(n, *, attempts=8, seed=1):
@@ -69,18 +66,15 @@ def reference_size(u_area, u_aspect, erasing, height, width):
 
 
 def reference(image, u, settings):
-    """The augmented image (channels, height, width), and how many attempts at erasing it took; None
-    if it was left alone.
-    """
+    """The augmented image (channels, height, width), and the number of attempts at erasing."""
     height, width, _ = image.shape
     x = reference_crop_and_flip(image, u, settings.crop_padding, flip=settings.flip)
     x = (x / 255 - np.array(settings.mean)) / np.array(settings.std)
     took = None
     if settings.erase is not None and u[3] < settings.erase.probability:
-        for k in range(settings.erase.attempts):
-            h, w = reference_size(
-                u[6 + k], u[6 + settings.erase.attempts + k], settings.erase, height, width
-            )
+        attempts = settings.erase.attempts
+        for k in range(attempts):
+            h, w = reference_size(u[6 + k], u[6 + attempts + k], settings.erase, height, width)
             if h < height and w < width:
                 top, left = math.floor(u[4] * (height - h + 1)), math.floor(u[5] * (width - w + 1))
                 x[top : top + h, left : left + w] = settings.erase.fill
@@ -90,29 +84,24 @@ def reference(image, u, settings):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("padding", [0, 1, 4])
+@pytest.mark.parametrize("padding", [0, 4])
 @pytest.mark.parametrize("flip", [True, False])
 def test_crop_and_flip_byte_for_byte(shape, padding, flip):
     images, u = bytes_of(200, *shape), numbers(200)
     ours = crop_and_flip(images, u, padding, flip=flip)
     assert ours.dtype == torch.uint8
     for k, image in enumerate(images.numpy()):
-        assert np.array_equal(
-            ours[k].numpy(), reference_crop_and_flip(image, u[:, k].tolist(), padding, flip=flip)
-        ), k
+        expected = reference_crop_and_flip(image, u[:, k].tolist(), padding, flip=flip)
+        assert np.array_equal(ours[k].numpy(), expected), k
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1.0 - 2.0**-24], ids=["least", "greatest"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_ends_of_the_random_numbers(uniform, shape):
-    """The largest float32 below 1 must not become one more than the last place, whatever the number
-    of places.
-    """
-    sizes = [
-        (h / shape[0]) * (w / shape[1])
-        for h, w in zip(range(1, shape[0]), range(shape[1] - 1, 0, -1), strict=False)
-    ]
-    for size in sizes:
+    """The largest float32 below 1 must not become one more than the last place."""
+    sides = zip(range(1, shape[0]), range(shape[1] - 1, 0, -1), strict=False)
+    for h, w in sides:
+        size = (h / shape[0]) * (w / shape[1])
         settings = Augment(erase=Erasing(probability=1.0, area=(size, size), aspect=(1.0, 1.0)))
         u = torch.full((22, 1), uniform)
         u[3] = 0.0
@@ -129,11 +118,7 @@ def test_the_ends_of_the_random_numbers(uniform, shape):
         Augment(erase=None),
         Augment(flip=False, crop_padding=0),
         Augment(erase=Erasing(probability=0.9, fill=(1.0, 2.0, 3.0), attempts=3)),
-        Augment(
-            erase=Erasing(probability=1.0, area=(0.7, 1.0), attempts=2),
-            mean=(0.1, 0.2, 0.3),
-            std=(0.5, 0.6, 0.7),
-        ),
+        Augment(erase=Erasing(1.0, (0.7, 1.0), attempts=2), mean=(0.1, 0.2, 0.3), std=(0.5,) * 3),
     ],
     ids=["authors", "no erasing", "only erasing", "three attempts", "large, seldom fit"],
 )
@@ -147,31 +132,14 @@ def test_the_whole_against_one_image_at_a_time(settings, shape):
         took.append(n)
         assert np.allclose(ours[k].numpy(), expected, rtol=1e-5, atol=1e-5), k
     if settings.erase is not None:
-        assert {None, 1, 2} <= set(took), (
-            "the case needs images that are left alone and second attempts"
-        )
-
-
-def test_what_is_erased_has_the_mean_colour_itself():
-    """Not the normalised one, which would be 0; and the border is black before normalisation, so
-    not 0 either.
-    """
-    settings = Augment(erase=Erasing(probability=1.0))
-    x = transform(bytes_of(64), numbers(64), settings)
-    for channel in range(3):
-        values = set(x[:, channel].flatten().tolist())
-        black = (0.0 - CIFAR_MEAN[channel]) / CIFAR_STD[channel]
-        assert any(math.isclose(value, CIFAR_MEAN[channel], rel_tol=1e-6) for value in values)
-        assert math.isclose(min(values), black, rel_tol=1e-5)
+        assert {None, 1, 2} <= set(took), "the case needs images left alone and second attempts"
 
 
 # Laws. One assertion has a false-alarm rate of 5.7e-7
 
 
 def test_crops_and_flips_are_uniform_and_independent():
-    """81 shifts, mirrored or not: 162 cells of equal chances, read from images whose pixels say
-    where they were.
-    """
+    """81 shifts, mirrored or not: 162 cells of equal chances, read from the pixels' values."""
     n, size, at = 60_000, 10, 5
     place = torch.arange(size, dtype=torch.uint8)
     one = torch.stack([place[:, None].expand(size, size), place[None, :].expand(size, size)], -1)
@@ -179,10 +147,8 @@ def test_crops_and_flips_are_uniform_and_independent():
     x, _ = settings((one.expand(n, -1, -1, -1), None), torch.Generator().manual_seed(2))
     row, column, before = (x[:, 0, at, at], x[:, 1, at, at], x[:, 1, at, at - 1])
     flipped = (before > column).long()
-    down, right = (
-        row.round().long() - at + 4,
-        column.round().long() - torch.where(flipped == 1, size - 1 - at, at) + 4,
-    )
+    down = row.round().long() - at + 4
+    right = column.round().long() - torch.where(flipped == 1, size - 1 - at, at) + 4
     assert {int(value) for value in (down.min(), right.min())} == {0}
     assert {int(value) for value in (down.max(), right.max())} == {8}
     cell = (down * 9 + right) * 2 + flipped
@@ -191,21 +157,15 @@ def test_crops_and_flips_are_uniform_and_independent():
 
 
 def erased_boxes(settings, n, *, seed, size=32):
-    """Whether erased, and top, left, height and width of what is, from black images of one channel
-    erased in white.
-    """
+    """(erased, top, left, height, width) of black images that are erased in white."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for _ in range(n // 10_000):
         x, _ = settings((torch.zeros(10_000, size, size, 1, dtype=torch.uint8), None), generator)
         mask = x[:, 0] == 1.0
         across, along = mask.any(2), mask.any(1)
-        top, left, height, width = (
-            across.int().argmax(1),
-            along.int().argmax(1),
-            across.sum(1),
-            along.sum(1),
-        )
+        top, left = across.int().argmax(1), along.int().argmax(1)
+        height, width = across.sum(1), along.sum(1)
         assert torch.equal(mask.sum((1, 2)), height * width)
         rows.append(torch.stack([height > 0, top, left, height, width]).double())
     return torch.cat(rows, 1)
@@ -239,16 +199,13 @@ def test_half_of_the_images_are_erased():
 
 
 def test_erasing_has_the_law_of_one_attempt_after_the_other():
-    """Mean area, and other moments of sizes and places, against as many rectangles by the
-    reference.
-    """
+    """Moments of sizes and places against as many rectangles by the reference."""
     n = 40_000
     ours, theirs = erased_boxes(white(probability=1.0), n, seed=5)[1:], reference_boxes(n, seed=6)
     for difference in moments_of(*ours) - moments_of(*theirs):
         assert_mean_is(difference, 0.0)
-    once = erased_boxes(white(probability=1.0, attempts=1), n, seed=7)[
-        1:
-    ]  # the mutant that does not try again
+    # The mutant that does not try again.
+    once = erased_boxes(white(probability=1.0, attempts=1), n, seed=7)[1:]
     assert_mean_is_not(once[2] * once[3] - theirs[2] * theirs[3], 0.0)
 
 
@@ -263,10 +220,8 @@ def test_how_often_an_attempt_is_refused():
     assert 6.2e-11 < refused**8 < 6.4e-11
     assert refused**8 * 50_000 * 500 * 0.5 < 1e-3
     for attempts in (1, 2):
-        left_alone = (
-            1.0 - erased_boxes(white(probability=1.0, attempts=attempts), 40_000, seed=8)[0]
-        )
-        assert_mean_is(left_alone, refused**attempts)
+        erased = erased_boxes(white(probability=1.0, attempts=attempts), 40_000, seed=8)[0]
+        assert_mean_is(1.0 - erased, refused**attempts)
 
 
 @pytest.mark.parametrize("side", ["top", "left"])
@@ -286,9 +241,8 @@ def test_corners_are_uniform_given_the_size(side):
 def test_erasing_does_not_depend_on_the_flip_or_the_crop():
     n = 10_000
     one = torch.arange(1, 33, dtype=torch.uint8)[None, :, None].expand(32, 32, 1)
-    settings = plain(
-        erase=Erasing(fill=(-1.0,), area=(0.02, 0.05))
-    )  # small: most of a row is left to read
+    # Small areas: most of a row is left to read.
+    settings = plain(erase=Erasing(fill=(-1.0,), area=(0.02, 0.05)))
     x, _ = settings((one.expand(n, -1, -1, -1), None), torch.Generator().manual_seed(3))
     erased = (x[:, 0] == -1.0).any((1, 2)).double()
     kept = torch.where(x[:, 0] > 0.0, x[:, 0], float("nan"))
@@ -323,7 +277,7 @@ def test_the_generator_decides():
 def test_the_number_of_draws_does_not_depend_on_what_is_drawn(settings):
     """A captured step moves its generator by a fixed amount."""
     n_rows = 3 if settings.erase is None else 22
-    for seed in range(20):
+    for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         settings((bytes_of(7, seed=seed), None), generator)
         expected = torch.Generator().manual_seed(seed)
@@ -347,34 +301,18 @@ def test_form_of_the_batch(dtype):
 
 def test_in_a_loader():
     images = bytes_of(20)
-    images[:, :, :, 0] = (
-        torch.arange(20, dtype=torch.uint8)[:, None, None] + 1
-    )  # the label, where the border has 0
-    loaders = [
-        torchrex.DeviceLoader((images, torch.arange(20)), 5, seed=3, augment=plain3())
-        for _ in range(2)
-    ]
+    # The first channel is the label, where the border has 0.
+    images[:, :, :, 0] = torch.arange(20, dtype=torch.uint8)[:, None, None] + 1
+    augment = Augment(mean=(0.0,) * 3, std=(1 / 255,) * 3, erase=Erasing(fill=(0.0,) * 3))
+    tensors = (images, torch.arange(20))
+    loaders = [torchrex.DeviceLoader(tensors, 5, seed=3, augment=augment) for _ in range(2)]
     for (x, y), (again, _) in zip(*loaders, strict=True):
         assert torch.equal(x[:, 0].amax((1, 2)).round().long() - 1, y)
         assert torch.equal(x, again)
 
 
-def plain3():
-    return Augment(mean=(0.0,) * 3, std=(1 / 255,) * 3, erase=Erasing(fill=(0.0,) * 3))
-
-
-def test_settings_print_and_compare():
-    assert repr(Augment(erase=None)) == (
-        "Augment(crop_padding=4, flip=True, erase=None, mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.201), "
-        "dtype=torch.float32)"
-    )
-    assert "Erasing(probability=0.5, area=(0.02, 0.4)" in repr(Augment())
-    assert Augment() == Augment()
-    assert Augment() != Augment(erase=Erasing(probability=0.4))
-    assert (Augment().erase, Augment().erase.fill) == (Erasing(), CIFAR_MEAN)
-
-
 @needs_compiler
+@pytest.mark.slow
 def test_compiled_it_gives_the_same():
     """In one graph: nothing in it asks the host."""
     images, u = bytes_of(8), numbers(8)
@@ -390,17 +328,14 @@ def test_nothing_waits_for_the_host():
     images, u = bytes_of(32).cuda(), numbers(32).cuda()
     with no_waiting():
         ours = transform(images, u, Augment())
-    assert torch.allclose(
-        ours.cpu(), transform(images.cpu(), u.cpu(), Augment()), rtol=1e-5, atol=1e-5
-    )
+    expected = transform(images.cpu(), u.cpu(), Augment())
+    assert torch.allclose(ours.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 @needs_cuda
 def test_captured_it_gives_the_same():
-    batch, generator = (
-        (bytes_of(32).cuda(), torch.arange(32, device="cuda")),
-        torch.Generator("cuda"),
-    )
+    batch = bytes_of(32).cuda(), torch.arange(32, device="cuda")
+    generator = torch.Generator("cuda")
     Augment()(batch, generator)  # compiles
     generator.manual_seed(3)
     expected = [Augment()(batch, generator)[0] for _ in range(3)]
@@ -427,7 +362,7 @@ def test_normalise_against_plain_numpy():
     assert torch.equal(x, Augment(0, flip=False, erase=None)((images, None), torch.Generator())[0])
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 23, 100])
+@pytest.mark.parametrize("batch_size", [7, 100])
 def test_evaluation_batches_are_the_whole_set_in_order(batch_size):
     images, labels = bytes_of(23), torch.arange(23)
     batches = evaluation_batches(images, labels, Normalise(), batch_size, "cpu")
@@ -444,39 +379,23 @@ def test_evaluation_batches_are_the_whole_set_in_order(batch_size):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (
-            lambda: Augment(crop_padding=-1),
-            "crop_padding must be a whole number of pixels from 0 on, got -1",
-        ),
-        (
-            lambda: Augment(crop_padding=2.0),
-            "crop_padding must be a whole number of pixels from 0 on, got 2.0",
-        ),
-        (lambda: Augment(std=(0.2, 0.0, 0.2)), "those of std above 0"),
+        (lambda: Augment(crop_padding=-1), "crop_padding must be a whole number >= 0, got -1"),
+        (lambda: Augment(crop_padding=2.0), "crop_padding .* got 2.0"),
+        (lambda: Augment(std=(0.2, 0.0, 0.2)), "std above 0"),
         (lambda: Augment(mean=(0.5,)), "one number per channel"),
         (lambda: Augment(dtype=torch.uint8), "floating point one, got torch.uint8"),
+        (lambda: Augment(erase=False), r"Erasing\(...\) or None, got False"),
         (lambda: plain(erase=Erasing()), "the fill of erase must have 1 channels"),
         (lambda: Normalise(mean=()), "one number per channel"),
         (lambda: Erasing(probability=1.5), "between 0 and 1, got 1.5"),
-        (lambda: Erasing(area=(0.4, 0.02)), "two rising fractions of the image"),
-        (lambda: Erasing(area=(0.0, 0.5)), "above 0 and up to 1"),
-        (lambda: Erasing(aspect=(2.0, 1.0)), "two rising ratios above 0"),
+        (lambda: Erasing(area=(0.4, 0.02)), "area must be"),
+        (lambda: Erasing(area=(0.0, 0.5)), "area must be"),
+        (lambda: Erasing(aspect=(2.0, 1.0)), "aspect must be"),
         (lambda: Erasing(attempts=0), "attempts must be at least 1, got 0"),
-        (
-            lambda: Augment()(
-                (torch.zeros(2, 3, 32, 32, dtype=torch.uint8), None), torch.Generator()
-            ),
-            r"images must be bytes \(n, height, width, 3\), got torch.uint8 of shape \(2, 3, 32, 32\)",
-        ),
+        (lambda: Normalise()(bytes_of(2, 3, 32, 32)), r"3\), got .*\(2, 3, 32, 32\)"),
         (lambda: Normalise()(torch.zeros(2, 32, 32, 3)), "got torch.float32 of shape"),
-        (
-            lambda: evaluation_batches(bytes_of(3), torch.arange(4), Normalise(), 2),
-            "got 3 images and 4 labels",
-        ),
-        (
-            lambda: evaluation_batches(bytes_of(3), torch.arange(3), Normalise(), 0),
-            "batch_size must be at least 1, got 0",
-        ),
+        (lambda: evaluation_batches(bytes_of(3), torch.arange(4), Normalise(), 2), "4 labels"),
+        (lambda: evaluation_batches(bytes_of(3), torch.arange(3), Normalise(), 0), "batch_size"),
     ],
 )
 def test_what_is_refused(make, words):
@@ -492,5 +411,3 @@ def test_a_state_of_another_augmentation_is_refused():
     )
     with pytest.raises(InvalidArgumentError, match="the state is that of"):
         other.load_state_dict(mine.state_dict())
-    with pytest.raises(InvalidArgumentError, match="or None for no erasing"):
-        Augment(erase=False)

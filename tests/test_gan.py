@@ -19,21 +19,22 @@ from torchrex.exchange import StepInfo
 from torchrex.experiments import gan
 from torchrex.experiments.gan_recipes import digits_cells
 from torchrex.experiments.gan_runs import images_of, loader_of
-from torchrex.targets import aside
+from torchrex.targets import without_tracking
 from torchrex.vision.bayesian_gan import (
     BayesianGAN,
     Discriminator,
     Generators,
+    Upsampling,
     WithLabelled,
     gan_losses,
     gan_terms,
+    log_fake,
+    log_real,
     sample_grid,
     supervised_losses,
     to_unit_range,
     variety,
 )
-from torchrex.vision.bayesian_gan.losses import log_fake, log_real
-from torchrex.vision.bayesian_gan.nets import Upsampling
 
 
 def small(n_generators=3):
@@ -227,11 +228,8 @@ def test_losses_of_logits_far_out_are_finite():
 @pytest.mark.parametrize(("n_unlabelled", "n_latents"), [(5, 6), (6, 5)])
 def test_batches_that_do_not_fit(n_unlabelled, n_latents):
     x, y, u, z = batch_of()
-    with pytest.raises(
-        TargetError, match="as many unlabelled images as labelled ones, and latents x generators"
-    ) as caught:
+    with pytest.raises(TargetError, match="as many unlabelled as labelled images"):
         gan_losses(small(), (x, y, u[:n_unlabelled], z[:n_latents]))
-    assert "\n" not in str(caught.value)
 
 
 def test_each_network_descends_its_own_loss():
@@ -273,7 +271,7 @@ def test_running_statistics_come_from_real_images_alone():
 def test_aside_leaves_buffers_alone_and_gives_gradients():
     gan, (x, *_) = small(), batch_of()
     before = {name: buffer.clone() for name, buffer in gan.discriminator.named_buffers()}
-    found = aside(gan.discriminator)(x)
+    found = without_tracking(gan.discriminator)(x)
     assert same(before, dict(gan.discriminator.named_buffers()))
     gradients = torch.autograd.grad(found.sum(), list(gan.discriminator.parameters()))
     assert torch.equal(found, gan.discriminator(x))

@@ -1,6 +1,4 @@
-"""Convolutions of few channels: the same layer as nn.Conv2d, and on a GPU numbers at least as good
-as cuDNN's.
-"""
+"""Convolutions of few channels: the layer is nn.Conv2d; on a GPU it is as accurate as cuDNN."""
 
 from __future__ import annotations
 
@@ -23,12 +21,9 @@ SHAPES = [(3, 16, 32, 32), (16, 16, 32, 32), (32, 32, 16, 16), (16, 16, 5, 6)]
 def layers(channels_in, channels_out, **options):
     """The same weights in our layer and in torch's."""
     torch.manual_seed(0)
-    ours = NarrowConv2d(
-        channels_in, channels_out, **{"kernel_size": 3, "padding": 1, "bias": False, **options}
-    )
-    theirs = nn.Conv2d(
-        channels_in, channels_out, **{"kernel_size": 3, "padding": 1, "bias": False, **options}
-    )
+    options = {"kernel_size": 3, "padding": 1, "bias": False, **options}
+    ours = NarrowConv2d(channels_in, channels_out, **options)
+    theirs = nn.Conv2d(channels_in, channels_out, **options)
     theirs.load_state_dict(ours.state_dict())
     return ours, theirs
 
@@ -90,23 +85,14 @@ def test_values_are_as_good_as_cudnns(channels_in, channels_out, height, width, 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize(("channels_in", "channels_out", "height", "width"), SHAPES)
 def test_borders(channels_in, channels_out, height, width, channels_last):
-    """Single bright pixels in the corners and the middle of a few images: every sum has one term,
-    so the answer is exact.
-    """
+    """Single bright pixels in the corners and the middle: every sum has one term and is exact."""
     ours, theirs = (layer.cuda() for layer in layers(channels_in, channels_out))
     if channels_last:
         ours = ours.to(memory_format=torch.channels_last)
-    x, dy = (
-        torch.zeros_like(images(6, channels_in, height, width)),
-        images(6, channels_out, height, width, seed=1),
-    )
-    places = [
-        (0, 0),
-        (0, width - 1),
-        (height - 1, 0),
-        (height - 1, width - 1),
-        (height // 2, width // 2),
-    ]
+    x = torch.zeros_like(images(6, channels_in, height, width))
+    dy = images(6, channels_out, height, width, seed=1)
+    bottom, right = height - 1, width - 1
+    places = [(0, 0), (0, right), (bottom, 0), (bottom, right), (height // 2, width // 2)]
     for image, (row, column) in enumerate(places):
         x[image, image % channels_in, row, column] = 1.0
     assert torch.equal(results(ours, x, dy)[0].double(), exact_results(theirs, x, dy)[0])
@@ -199,10 +185,8 @@ def test_captured_on_side_streams():
 @needs_hopper
 @pytest.mark.filterwarnings("ignore")
 def test_the_operators_keep_torchs_rules():
-    x, weight = (
-        images(2, 16, 8, 8).requires_grad_(),
-        torch.randn(16, 16, 3, 3, device="cuda", requires_grad=True),
-    )
+    x = images(2, 16, 8, 8).requires_grad_()
+    weight = torch.randn(16, 16, 3, 3, device="cuda", requires_grad=True)
     checked = torch.library.opcheck(narrow_conv, (x, weight))
     checked |= torch.library.opcheck(
         narrow_conv_weight, (x.detach(), images(2, 16, 8, 8), weight.detach())

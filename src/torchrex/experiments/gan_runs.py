@@ -23,7 +23,7 @@ from torchrex.network.work import evaluating
 from torchrex.posterior import PosteriorAverage
 from torchrex.recording import Callback
 from torchrex.rng import derive_seed
-from torchrex.targets import DeviceLoader, aside
+from torchrex.targets import DeviceLoader, without_tracking
 from torchrex.vision.augment import evaluation_batches
 from torchrex.vision.bayesian_gan import (
     BayesianGAN,
@@ -226,7 +226,7 @@ def authors_score(
     """
     module = run.live_module_at(0)
     assert isinstance(module, BayesianGAN)
-    discriminator, beside = module.discriminator, aside(module.discriminator)
+    discriminator, beside = module.discriminator, without_tracking(module.discriminator)
 
     def of_each(x: Tensor) -> Tensor:
         with evaluating(module), run.ensemble.casting():

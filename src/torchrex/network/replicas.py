@@ -340,7 +340,7 @@ class ModuleReplicas:
         """
         if replica not in self.mesh.mine:
             return None
-        asked = getattr(self.modules[self.mesh.mine.index(replica)], "what_broke", None)
+        asked = getattr(self.modules[self.mesh.mine.index(replica)], "nonfinite_part", None)
         return asked() if callable(asked) else None
 
     def finite(self) -> list[bool]:

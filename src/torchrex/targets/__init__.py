@@ -13,9 +13,9 @@ from torchrex.targets.posterior import (
     GaussianPrior,
     PosteriorEnergy,
     SummedScale,
-    aside,
     from_sgd,
     frozen,
+    without_tracking,
 )
 from torchrex.targets.tall import TallPosterior
 
@@ -36,11 +36,11 @@ __all__ = [
     "TallPosterior",
     "Target",
     "Twice",
-    "aside",
     "from_sgd",
     "frozen",
     "laplace",
     "logistic_regression",
     "require_no_dataset",
     "simulate_logistic",
+    "without_tracking",
 ]

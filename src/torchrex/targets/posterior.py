@@ -394,7 +394,7 @@ def frozen(module: nn.Module) -> Callable[..., Any]:
     return lambda *inputs: torch.func.functional_call(module, constants, inputs)
 
 
-def aside(module: nn.Module) -> Callable[..., Any]:
+def without_tracking(module: nn.Module) -> Callable[..., Any]:
     """The module as a function that leaves its buffers as they are: for inputs that are not to
     count in running statistics.
     """

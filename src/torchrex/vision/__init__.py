@@ -2,9 +2,17 @@
 
 from torchrex.vision.augment import Augment, Erasing, Normalise, evaluation_batches
 from torchrex.vision.data import ImageSet, fetch_images, import_images, load_images
-from torchrex.vision.nets import NETS, build_net
-from torchrex.vision.resnet import ResNet, resnet20, resnet32, resnet56
-from torchrex.vision.wide_resnet import WideResNet, wrn_16_8, wrn_28_10
+from torchrex.vision.nets import (
+    NETS,
+    ResNet,
+    WideResNet,
+    build_net,
+    resnet20,
+    resnet32,
+    resnet56,
+    wrn_16_8,
+    wrn_28_10,
+)
 
 __all__ = [
     "NETS",

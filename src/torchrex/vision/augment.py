@@ -1,11 +1,10 @@
-"""What happens to images between the data set and the network: crop, flip, normalisation and random
-erasing, a batch at a time.
+"""Crop, flip, normalisation and random erasing of images, a batch at a time.
 
 Everything happens on the batch's device and nothing waits for the host, so it can be part of a
-captured step. The random numbers of a batch are drawn first, in one call; the rest is a pure
+captured step. The random numbers of a batch are drawn first, in one call. The rest is a pure
 function of images and numbers, which is compiled on a GPU. The order is that of the paper's
 authors: the border of a crop is black before normalisation, and what is erased is filled after it,
-with the mean colour as it stands and not normalised.
+with the mean colour that is not normalised.
 """
 
 from __future__ import annotations
@@ -21,19 +20,15 @@ from torch import Tensor
 from torchrex.errors import InvalidArgumentError
 from torchrex.network.compiling import compiled_or_plain
 
-CIFAR_MEAN, CIFAR_STD = (
-    (0.4914, 0.4822, 0.4465),
-    (0.2023, 0.1994, 0.2010),
-)  # CIFAR-10's; the authors take them for both
-DOWN, RIGHT, FLIP, ERASE, TOP, LEFT, SIZES = range(
-    7
-)  # rows of the random numbers; sizes of attempts to erase come last
+CIFAR_MEAN = (0.4914, 0.4822, 0.4465)  # CIFAR-10's; the authors use them for CIFAR-100 too
+CIFAR_STD = (0.2023, 0.1994, 0.2010)
+# Rows of the random numbers; the sizes of the attempts to erase come last.
+DOWN, RIGHT, FLIP, ERASE, TOP, LEFT, SIZES = range(7)
 
 
 @dataclass(frozen=True)
 class Erasing:
-    """Random erasing (Zhong et al. 2020): with `probability`, a rectangle of the image is
-    overwritten with the colour `fill`.
+    """Random erasing (Zhong et al. 2020): with `probability`, a rectangle gets the colour `fill`.
 
         height = round(sqrt(area * aspect)),  width = round(sqrt(area / aspect)),
 
@@ -41,9 +36,8 @@ class Erasing:
     of the image are drawn again.
 
     The authors try up to 100 times, one after the other. Here `attempts` are made at once and the
-    first that fits counts. If none does, nothing is erased: at 32 x 32 with the default bounds one
-    attempt is refused with probability 0.0531, all eight with 6.3e-11, which is less than a
-    thousandth of an image in 500 epochs of 50,000.
+    first that fits counts. If none does, nothing is erased. At 32 x 32 with the default bounds one
+    attempt is refused with probability 0.0531, all eight with 6.3e-11.
     """
 
     probability: float = 0.5
@@ -53,26 +47,21 @@ class Erasing:
     attempts: int = 8
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.probability <= 1.0:
-            raise InvalidArgumentError(
-                f"probability must lie between 0 and 1, got {self.probability!r}"
-            )
-        if not 0.0 < self.area[0] <= self.area[1] <= 1.0:
-            raise InvalidArgumentError(
-                f"area must be two rising fractions of the image, above 0 and up to 1, got {self.area!r}"
-            )
-        if not 0.0 < self.aspect[0] <= self.aspect[1] < float("inf"):
-            raise InvalidArgumentError(
-                f"aspect must be two rising ratios above 0, got {self.aspect!r}"
-            )
-        if self.attempts < 1:
-            raise InvalidArgumentError(f"attempts must be at least 1, got {self.attempts!r}")
+        for name, valid, rule in (
+            ("probability", 0.0 <= self.probability <= 1.0, "between 0 and 1"),
+            ("area", 0.0 < self.area[0] <= self.area[1] <= 1.0, "two rising fractions, 0 to 1"),
+            ("aspect", 0.0 < self.aspect[0] <= self.aspect[1] < float("inf"), "two rising ratios"),
+            ("attempts", self.attempts >= 1, "at least 1"),
+        ):
+            if not valid:
+                raise InvalidArgumentError(f"{name} must be {rule}, got {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True)
 class Normalise:
-    """(x / 255 - mean) / std: bytes (n, height, width, channels) to (n, channels, height, width),
-    channels last in memory.
+    """(x / 255 - mean) / std: bytes (n, height, width, channels) to (n, channels, height, width).
+
+    The result is channels-last in memory.
     """
 
     mean: tuple[float, ...] = CIFAR_MEAN
@@ -82,7 +71,8 @@ class Normalise:
     def __post_init__(self) -> None:
         if len(self.mean) != len(self.std) or not self.std or min(self.std) <= 0.0:
             raise InvalidArgumentError(
-                f"mean and std must have one number per channel, those of std above 0, got mean={self.mean!r}, std={self.std!r}"
+                f"mean and std must have one number per channel, std above 0, got {self.mean!r} "
+                f"and {self.std!r}"
             )
         if not self.dtype.is_floating_point:
             raise InvalidArgumentError(f"dtype must be a floating point one, got {self.dtype}")
@@ -94,14 +84,14 @@ class Normalise:
 
 @dataclass(frozen=True)
 class Augment:
-    """Augmentation for `DeviceLoader(augment=...)`; by default that of the paper's authors for both
-    CIFARs.
+    """Augmentation for `DeviceLoader(augment=...)`; by default that of the paper's authors.
 
-    A batch is (images of bytes (n, height, width, channels), labels); it becomes (images (n,
-    channels, height, width) in `dtype`, channels last in memory, labels). `crop_padding` is how far
-    a crop may be shifted, over a black border.
+    A batch is (images of bytes (n, height, width, channels), labels). The images become (n,
+    channels, height, width) in `dtype`, channels-last in memory. `crop_padding` is how far a crop
+    may be shifted, over a black border.
 
-    >>> Augment(erase=None)((torch.zeros(5, 32, 32, 3, dtype=torch.uint8), torch.arange(5)), torch.Generator())[0].shape
+    >>> batch = torch.zeros(5, 32, 32, 3, dtype=torch.uint8), torch.arange(5)
+    >>> Augment(erase=None)(batch, torch.Generator())[0].shape
     torch.Size([5, 3, 32, 32])
     """
 
@@ -113,35 +103,25 @@ class Augment:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        if (
-            isinstance(self.crop_padding, bool)
-            or not isinstance(self.crop_padding, int)
-            or self.crop_padding < 0
-        ):
-            raise InvalidArgumentError(
-                f"crop_padding must be a whole number of pixels from 0 on, got {self.crop_padding!r}"
-            )
+        padding, erase = self.crop_padding, self.erase
+        if isinstance(padding, bool) or not isinstance(padding, int) or padding < 0:
+            raise InvalidArgumentError(f"crop_padding must be a whole number >= 0, got {padding!r}")
         Normalise(self.mean, self.std, self.dtype)
-        if self.erase is not None and not isinstance(self.erase, Erasing):
+        if erase is not None and not isinstance(erase, Erasing):
+            raise InvalidArgumentError(f"erase must be an Erasing(...) or None, got {erase!r}")
+        if erase is not None and len(erase.fill) != len(self.mean):
             raise InvalidArgumentError(
-                f"erase must be an Erasing(...), or None for no erasing, got {self.erase!r}"
-            )
-        if self.erase is not None and len(self.erase.fill) != len(self.mean):
-            raise InvalidArgumentError(
-                f"the fill of erase must have {len(self.mean)} channels, got fill={self.erase.fill!r}"
+                f"the fill of erase must have {len(self.mean)} channels, got {erase.fill!r}"
             )
 
     def __call__(self, batch: Any, generator: torch.Generator) -> tuple[Tensor, Any]:
         images, labels = batch
         check_images(images, len(self.mean))
-        # One draw of a size that the settings decide: the same place in the stream for every batch,
-        # eager or captured.
-        n_rows = ERASE if self.erase is None else SIZES + 2 * self.erase.attempts
-        random = torch.rand(
-            (n_rows, len(images)), dtype=torch.float32, device=images.device, generator=generator
-        )
-        work = compiled_transform() if images.is_cuda else transform
-        return work(images, random, self), labels
+        # One draw, whose size the settings decide: eager and captured steps use the same numbers.
+        shape = (ERASE if self.erase is None else SIZES + 2 * self.erase.attempts, len(images))
+        random = torch.rand(shape, dtype=torch.float32, device=images.device, generator=generator)
+        apply = compiled_transform() if images.is_cuda else transform
+        return apply(images, random, self), labels
 
 
 def transform(images: Tensor, random: Tensor, settings: Augment) -> Tensor:
@@ -161,41 +141,30 @@ def compiled_transform() -> Callable[..., Tensor]:
 
 
 def integers(uniform: Tensor, n_values: int | Tensor) -> Tensor:
-    """0, ..., n_values - 1 with equal chances. Never n_values itself: the product of a float32
-    below 1 rounds to less.
-    """
+    """0, ..., n_values - 1 with equal chances; the product of a float32 below 1 rounds to less."""
     return (uniform * n_values).long()
 
 
 def crop_and_flip(images: Tensor, random: Tensor, padding: int, *, flip: bool) -> Tensor:
-    """Each image shifted by up to `padding` pixels over a border of zeros and, half of them,
-    mirrored.
-    """
+    """Each image shifted by up to `padding` pixels over a border of zeros; half are mirrored."""
     n, height, width, _ = images.shape
     device = images.device
     column = torch.arange(width, device=device)
     if flip:
         column = torch.where(random[FLIP, :, None] < 0.5, width - 1 - column, column)
-    rows = (
-        integers(random[DOWN], 2 * padding + 1)[:, None]
-        - padding
-        + torch.arange(height, device=device)
-    )
-    columns = integers(random[RIGHT], 2 * padding + 1)[:, None] - padding + column
-    known = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[
-        :, None, :
-    ]
-    # Three small index tensors that broadcast: neither the padded images nor an index per pixel is
-    # ever stored.
+    row = torch.arange(height, device=device)
+    rows = (integers(random[DOWN], 2 * padding + 1)[:, None] - padding + row)[:, :, None]
+    columns = (integers(random[RIGHT], 2 * padding + 1)[:, None] - padding + column)[:, None, :]
+    known = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
+    # Three small index tensors that broadcast: neither padded images nor an index per pixel is
+    # stored.
     image = torch.arange(n, device=device)[:, None, None]
-    pixels = images[
-        image, rows.clamp(0, height - 1)[:, :, None], columns.clamp(0, width - 1)[:, None, :]
-    ]
+    pixels = images[image, rows.clamp(0, height - 1), columns.clamp(0, width - 1)]
     return pixels * known[..., None]
 
 
 class Boxes(NamedTuple):
-    """A rectangle of each image; one of no height if nothing is erased."""
+    """A rectangle of each image; its height is 0 if nothing is erased."""
 
     top: Tensor
     left: Tensor
@@ -203,7 +172,7 @@ class Boxes(NamedTuple):
     width: Tensor
 
     def cover(self, height: int, width: int) -> Tensor:
-        """Which pixels (n, height, width) of the images lie in them."""
+        """Which pixels (n, height, width) of the images are inside."""
         row = torch.arange(height, device=self.top.device)
         column = torch.arange(width, device=self.top.device)
         across = (row >= self.top[:, None]) & (row < (self.top + self.height)[:, None])
@@ -212,32 +181,25 @@ class Boxes(NamedTuple):
 
 
 def boxes(random: Tensor, erasing: Erasing, height: int, width: int) -> Boxes:
-    """What is to be erased: of the sizes attempted the first that fits, at a place where it does."""
+    """What is erased: the first attempted size that fits, at a place where it fits."""
     (least, most), (flattest, tallest) = erasing.area, erasing.aspect
     area = (least + (most - least) * random[SIZES : SIZES + erasing.attempts]) * (height * width)
     aspect = flattest + (tallest - flattest) * random[SIZES + erasing.attempts :]
     heights, widths = (area * aspect).sqrt().round(), (area / aspect).sqrt().round()
     fits = (heights < height) & (widths < width)
     h = w = torch.zeros_like(random[ERASE])
-    for attempt in reversed(
-        range(erasing.attempts)
-    ):  # the first is looked at last, and so has the last word
+    for attempt in reversed(range(erasing.attempts)):  # the first attempt overwrites the others
         h = torch.where(fits[attempt], heights[attempt], h)
         w = torch.where(fits[attempt], widths[attempt], w)
     h = h * (random[ERASE] < erasing.probability)
-    return Boxes(
-        integers(random[TOP], height - h + 1),
-        integers(random[LEFT], width - w + 1),
-        h.long(),
-        w.long(),
-    )
+    top, left = integers(random[TOP], height - h + 1), integers(random[LEFT], width - w + 1)
+    return Boxes(top, left, h.long(), w.long())
 
 
 def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     """Bytes (..., channels) to float32 of mean 0 and variance 1 over the data set."""
-    return (images.float() / 255 - per_channel(mean, images.device)) / per_channel(
-        std, images.device
-    )
+    device = images.device
+    return (images.float() / 255 - per_channel(mean, device)) / per_channel(std, device)
 
 
 def per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
@@ -252,7 +214,8 @@ def per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
 def check_images(images: Tensor, n_channels: int) -> None:
     if images.ndim != 4 or images.dtype != torch.uint8 or images.shape[3] != n_channels:
         raise InvalidArgumentError(
-            f"images must be bytes (n, height, width, {n_channels}), got {images.dtype} of shape {tuple(images.shape)}"
+            f"images must be bytes (n, height, width, {n_channels}), got {images.dtype} of shape "
+            f"{tuple(images.shape)}"
         )
 
 
@@ -263,11 +226,10 @@ def evaluation_batches(
     batch_size: int,
     device: torch.device | str | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """A whole test set in its order, normalised, on the device; the last batch may be smaller."""
+    """A test set in its order, normalised, on the device; the last batch may be smaller."""
     if len(images) != len(labels):
-        raise InvalidArgumentError(
-            f"there must be a label for each image, got {len(images)} images and {len(labels)} labels"
-        )
+        given = f"{len(images)} images and {len(labels)} labels"
+        raise InvalidArgumentError(f"there must be a label for each image, got {given}")
     if batch_size < 1:
         raise InvalidArgumentError(f"batch_size must be at least 1, got {batch_size!r}")
     device = images.device if device is None else device

@@ -1,15 +1,15 @@
-"""How a 3x3 convolution of few channels runs on an H200: by kernels of its own, because cuDNN's are
-not made for 16 channels.
+"""Kernels for 3x3 convolutions of few channels on an H200; cuDNN's are slow for 16 channels.
 
 Two neighbouring pixels of a row are computed together, from the four pixels around them. Such a
-window is one run of memory in a channels-last tensor, and makes matrices wide enough for the tensor
-cores, though a quarter of the products are with zeros.
+window is contiguous in a channels-last tensor, and makes matrices wide enough for the tensor cores,
+although a quarter of the products are with zeros.
 
     pair (2 out)              = sum over 3 rows of   window (4 in) @ taps (4 in, 2 out)
-    products (4 in, 2 out)    = sum over pairs of    window^T @ gradient of the pair;  the weight gradient is a sum of these
+    products (4 in, 2 out)    = sum over pairs of    window^T @ gradient of the pair
 
-The input gradient is the forward with turned weights. Sums are made in float32 in an order that
-depends on the shapes alone, so that results repeat bit for bit. Microseconds in bfloat16 at batch
+The weight gradient is a sum of these products. The input gradient is the forward with turned
+weights. Sums are made in float32 in an order that depends on the shapes alone, so that results
+repeat bit for bit. Microseconds in bfloat16 at batch
 256, cuDNN (with the cast of weights that it needs) -> here, on an H200 with torch 2.11, in a
 captured graph, tensors larger than the cache; 1 to 3 less on both sides if in the cache:
 
@@ -18,9 +18,8 @@ captured graph, tensors larger than the cache; 1 to 3 less on both sides if in t
     16 to 16, 32 x 32      37 -> 11    44 -> 12          55 -> 12
     32 to 32, 16 x 16      13 -> 10    15 -> 10          29 -> 13
 
-Reading and writing each tensor once would take 4. What is left is latency, not bytes: kernels that
-walk down the rows of an image with their sums in registers read half as much (counted) and are no
-faster (measured).
+Reading and writing each tensor once would take 4. The rest is latency, not bytes: kernels that go
+down the rows of an image with their sums in registers read half as much and are no faster.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -39,9 +38,7 @@ except ImportError:
 
 
 class Launch(NamedTuple):
-    """Found by measuring and then fixed: a choice made at run time would give processes different
-    sums.
-    """
+    """Measured and then fixed: a choice at run time would give processes different sums."""
 
     block: int  # pairs of pixels at a time
     programs: int  # at most so many, which share the blocks
@@ -64,7 +61,7 @@ class Shape(NamedTuple):
     CI: int
     CO: int
     SPAN: int  # numbers in a row of a window, with padding
-    COLUMNS: int  # numbers in a tile of windows: one row of them, or all if they are as small as an image's three channels
+    COLUMNS: int  # numbers in a tile of windows: one row of a window, or all of it for 3 channels
     TILES: int
 
     @staticmethod
@@ -78,9 +75,7 @@ if triton is not None:
 
     @triton.jit
     def windows(x, pair, down, n_pairs, S: tl.constexpr):
-        """(pairs, COLUMNS): the four pixels around each pair, from `down` rows below it on; zero
-        beyond the border.
-        """
+        """(pairs, COLUMNS): the four pixels around each pair, from `down` rows below it on."""
         column = tl.arange(0, S.COLUMNS)
         row, place = down + column // S.SPAN, column % S.SPAN
         at, pixel = (pair // S.HALF % S.H)[:, None] + row[None, :], (place // S.CI)[None, :]
@@ -153,9 +148,7 @@ if triton is not None:
 
     @triton.jit
     def products_kernel(x, dy, products, n_pairs, n_programs, S: tl.constexpr, BLOCK: tl.constexpr):
-        """products (programs, TILES, COLUMNS, 2 CO): windows times pairs, summed over the blocks of
-        a program.
-        """
+        """products (programs, TILES, COLUMNS, 2 CO): windows times pairs, summed by program."""
         COLUMNS: tl.constexpr = S.COLUMNS
         WIDTH: tl.constexpr = 2 * S.CO
         total0 = tl.zeros((COLUMNS, WIDTH), tl.float32)
@@ -187,16 +180,10 @@ if triton is not None:
         TOGETHER: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """dw[co, ci, r, s] = sum over programs of pixel s times the first of the pair and pixel s +
-        1 times the second.
-        """
+        """dw[co, ci, r, s]: pixel s by the first of a pair and s + 1 by the second, summed."""
         number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        co, ci, tap, row = (
-            number % S.CO,
-            number // S.CO % S.CI,
-            number // (S.CO * S.CI) % 3,
-            number // (3 * S.CO * S.CI),
-        )
+        co, ci = number % S.CO, number // S.CO % S.CI
+        tap, row = number // (S.CO * S.CI) % 3, number // (3 * S.CO * S.CI)
         where = (row * S.SPAN + tap * S.CI + ci) * (2 * S.CO) + co
         total = tl.zeros((TOGETHER, BLOCK), tl.float32)
         for first in range(0, n_programs, TOGETHER):
@@ -235,10 +222,8 @@ def convolve(x: Tensor, weight: Tensor, plan: Launch, *, turned: bool = False) -
 
 def correlate(x: Tensor, dy: Tensor, weight: Tensor, plan: Launch) -> Tensor:
     """The weight gradient, in the dtype and memory order of the weight."""
-    x, dy = (
-        x.contiguous(memory_format=torch.channels_last),
-        dy.contiguous(memory_format=torch.channels_last),
-    )
+    x = x.contiguous(memory_format=torch.channels_last)
+    dy = dy.contiguous(memory_format=torch.channels_last)
     shape = Shape.of(x, len(weight))
     n_pairs = dy.numel() // len(weight) // 2
     programs = min(plan.programs, -(-n_pairs // plan.block))
@@ -247,16 +232,9 @@ def correlate(x: Tensor, dy: Tensor, weight: Tensor, plan: Launch) -> Tensor:
     )
     dw = torch.empty_like(weight)
     with torch.cuda.device(x.device):
+        options = {"num_warps": plan.warps, "num_stages": plan.stages}
         products_kernel[(programs,)](
-            x,
-            dy,
-            products,
-            n_pairs,
-            programs,
-            shape,
-            plan.block,
-            num_warps=plan.warps,
-            num_stages=plan.stages,
+            x, dy, products, n_pairs, programs, shape, plan.block, **options
         )
         sum_kernel[(-(-dw.numel() // 16),)](
             products, dw, programs, shape, dw.stride(), 128, 16, num_warps=4
@@ -271,8 +249,9 @@ def correlate(x: Tensor, dy: Tensor, weight: Tensor, plan: Launch) -> Tensor:
     schema="(Tensor x, Tensor weight) -> Tensor",
 )
 def narrow_conv(x: Tensor, weight: Tensor) -> Tensor:
-    """A 3x3 convolution of bfloat16 x, padded by one, with `weight` rounded to bfloat16. Its
-    gradient has no gradient.
+    """A 3x3 convolution of bfloat16 x, padded by one, with `weight` rounded to bfloat16.
+
+    Its gradient has no gradient.
     """
     return convolve(x, weight, PLANS[weight.shape[1], weight.shape[0]][0])
 
@@ -319,52 +298,38 @@ narrow_conv.register_autograd(
 
 
 class NarrowConv2d(nn.Conv2d):
-    """nn.Conv2d that uses the kernels of this file where they are made for it, and cuDNN or the CPU
-    for all else.
+    """nn.Conv2d that uses the kernels of this file where they fit, and torch's own elsewhere.
 
-    They are used for 3x3 kernels without bias, stride 1 and padding 1, 3 to 16, 16 to 16 or 32 to
+    They fit 3x3 kernels without bias, stride 1 and padding 1, 3 to 16, 16 to 16 or 32 to
     32 channels, on channels-last images of even width in bfloat16 or under autocast to it, on a
     Hopper GPU with Triton. Parameters and state dict are the same.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        return (
-            narrow_conv(x.to(torch.bfloat16), self.weight) if self._fits(x) else super().forward(x)
-        )
+        if self._fits(x):
+            convolved: Tensor = narrow_conv(x.to(torch.bfloat16), self.weight)
+            return convolved
+        return super().forward(x)
 
     def _fits(self, x: Tensor) -> bool:
         """Whether the kernels of this file are made for this layer, this input and this device."""
-        if triton is None or not (
-            x.is_cuda and self.weight.is_cuda and x.ndim == 4 and x.numel() > 0
-        ):
+        if triton is None or not (x.is_cuda and self.weight.is_cuda):
             return False
-        if torch.cuda.get_device_properties(x.device).major != 9 or not x.is_contiguous(
-            memory_format=torch.channels_last
-        ):
+        if x.ndim != 4 or not x.numel() or not x.is_contiguous(memory_format=torch.channels_last):
             return False
-        layer = (
-            self.kernel_size,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.groups,
-            self.padding_mode,
-        )
-        if layer != ((3, 3), (1, 1), (1, 1), (1, 1), 1, "zeros") or self.bias is not None:
+        if torch.cuda.get_device_properties(x.device).major != 9:
+            return False
+        window = (self.kernel_size, self.stride, self.padding, self.dilation)
+        layer = (*window, self.groups, self.padding_mode, self.bias is None)
+        if layer != ((3, 3), (1, 1), (1, 1), (1, 1), 1, "zeros", True):
+            return False
+        n_out = x.numel() // x.shape[1] * self.out_channels
+        if x.shape[1] != self.in_channels or x.shape[3] % 2 or n_out >= 2**31:
             return False
         if (self.in_channels, self.out_channels) not in PLANS:
-            return False
-        if (
-            x.shape[1] != self.in_channels
-            or x.shape[3] % 2
-            or x.numel() // x.shape[1] * self.out_channels >= 2**31
-        ):
             return False
         if not torch.is_autocast_enabled("cuda"):
             return x.dtype == self.weight.dtype == torch.bfloat16
         known = (torch.bfloat16, torch.float32)
-        return (
-            torch.get_autocast_dtype("cuda") == torch.bfloat16
-            and x.dtype in known
-            and self.weight.dtype in known
-        )
+        autocasts = torch.get_autocast_dtype("cuda") == torch.bfloat16
+        return autocasts and x.dtype in known and self.weight.dtype in known
