@@ -76,9 +76,9 @@ def momentum(policy: str, lr: float) -> dict[str, Any]:
     for _ in run.advance(3_000, every=10):
         if run.n_steps > 500:
             now, cold = run.ensemble, run.state.replica_at[0].long()
-            assert now.velocity is not None
+            (velocity,) = now.sampler_state
             x2 += now.position[cold, torch.arange(n_runs), 0].square()
-            v2 += now.velocity[cold, torch.arange(n_runs), 0].square() / (2 * lr / (2 - friction))
+            v2 += velocity[cold, torch.arange(n_runs), 0].square() / (2 * lr / (2 - friction))
             n += 1
     return {
         "momentum": policy,

@@ -71,6 +71,16 @@ def assert_same(a, b):
         assert torch.equal(left.cpu(), right.cpu())
 
 
+def ours(caplog):
+    """Our own warnings of captures: torch's compiler has its own advice on "the captured graph"."""
+    return [
+        record
+        for record in caplog.records
+        if (record.name, record.levelno) == ("torchrex", logging.WARNING)
+        and "captured" in record.message
+    ]
+
+
 def infos(run, n, loader):
     blocks = list(run.advance(n, loader))
     return {
@@ -145,9 +155,7 @@ def test_too_many_shapes_run_eagerly_and_say_so_once(caplog):
     x, y = torch.randn(40, 3, 8, 8, device="cuda"), torch.randint(5, (40,), device="cuda")
     for n in (10, 11, 12, 13, 14, 15, 10):
         run.step((x[:n], y[:n]))
-    (record,) = [
-        r for r in caplog.records if "captured" in r.message and r.levelno == logging.WARNING
-    ]
+    (record,) = ours(caplog)
     assert "more than 4 shapes" in record.message
     assert run.n_steps == 7
 
@@ -160,9 +168,7 @@ class NeedsTheHost(Net):
 def test_a_module_that_cannot_be_captured_runs_eagerly_with_the_same_numbers(caplog):
     run, eager = make(model=NeedsTheHost), make(compiled=False)
     a, b = infos(run, 10, data()), infos(eager, 10, data())
-    (record,) = [
-        r for r in caplog.records if "captured" in r.message and r.levelno == logging.WARNING
-    ]
+    (record,) = ours(caplog)
     assert "cannot be captured" in record.message
     assert run.alone.graphs.failed
     torch.rand(1, device="cuda")  # torch's own generator has survived
@@ -213,9 +219,7 @@ class Reassigning(Net):
 def test_a_buffer_that_is_replaced_is_not_captured(caplog):
     run = make(model=Reassigning)
     list(run.advance(10, data()))
-    (record,) = [
-        r for r in caplog.records if "captured" in r.message and r.levelno == logging.WARNING
-    ]
+    (record,) = ours(caplog)
     assert "buffer 'calls'" in record.message
     assert [float(module.calls) for module in run.ensemble.modules] == [10.0, 10.0, 10.0]
 

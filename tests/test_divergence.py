@@ -216,7 +216,10 @@ def test_a_broken_replica_never_swaps_and_changes_nobody(value, noise):
         assert broken.state.replica_at[:, 0].tolist() == [0, 1, 2]
         for replica in (0, 2):
             assert torch.equal(broken.ensemble.position[replica], alone.ensemble.position[replica])
-            assert torch.equal(broken.ensemble.velocity[replica], alone.ensemble.velocity[replica])
+            assert torch.equal(
+                broken.ensemble.sampler_state.velocity[replica],
+                alone.ensemble.sampler_state.velocity[replica],
+            )
             assert same(buffers_of(broken, replica), buffers_of(alone, replica))
     assert broken.n_steps == 15
 
@@ -271,7 +274,9 @@ def test_the_nearest_healthy_replica_is_copied(broken_rungs, copied):
     for event in run.respawns:
         a, b = event["replica"], event["copied_from"]
         assert torch.equal(run.ensemble.position[a], run.ensemble.position[b])
-        assert torch.equal(run.ensemble.velocity[a], run.ensemble.velocity[b])
+        assert torch.equal(
+            run.ensemble.sampler_state.velocity[a], run.ensemble.sampler_state.velocity[b]
+        )
         assert same(buffers_of(run, a), buffers_of(run, b))
         assert same(weights_of(run, a), weights_of(run, b))
     run.step(data[31])
@@ -285,7 +290,7 @@ def test_the_nearest_healthy_replica_is_copied(broken_rungs, copied):
 def test_a_replica_that_the_last_move_broke_is_no_source():
     """Its energy is still finite, its weights are not: rung 0 is copied over both."""
     run = run_on(divergence="respawn", noise=tr.KnownVariance(), momentum="keep")
-    run.ensemble.velocity[1, 0] = INF
+    run.ensemble.sampler_state.velocity[1, 0] = INF
     poison(run, 2)
     run.step(classes(8))
     standing = run.state.replica_at[:, 0].tolist()

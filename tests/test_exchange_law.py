@@ -17,6 +17,7 @@ from torchrex.exchange.algorithm import ExchangeState, Rules, step
 from torchrex.exchange.correction import as_rule
 from torchrex.exchange.standing import take
 from torchrex.rng import Streams
+from torchrex.samplers import Momentum
 
 RUNS = 400_000
 NOISE_STD = 1.0
@@ -197,7 +198,7 @@ def rung0_phase_space(lr, policy, swap_interval, *, ratio=3.0, n_runs=8192, n_st
     ensemble = tr.TensorEnsemble.start(
         gaussian(1), tr.SGHMC(FRICTION), n_rungs=2, n_runs=n_runs, initial=z[0] * tau.sqrt()
     )
-    ensemble = replace(ensemble, velocity=z[1] * scale)
+    ensemble = replace(ensemble, sampler_state=Momentum(z[1] * scale))
     run = tr.DensityExchange(
         ensemble, ladder, momentum=policy, swap_interval=swap_interval, seed=6, compiled=True
     )
@@ -208,7 +209,7 @@ def rung0_phase_space(lr, policy, swap_interval, *, ratio=3.0, n_runs=8192, n_st
         if k >= 300:
             now, cold = run.ensemble, run.state.replica_at[:1]
             x2 += take(now.position, cold)[0, :, 0].square()
-            v2 += take(now.velocity, cold)[0, :, 0].square() / float(scale[0]) ** 2
+            v2 += take(now.sampler_state.velocity, cold)[0, :, 0].square() / float(scale[0]) ** 2
             n += 1
     return x2 / n, v2 / n
 

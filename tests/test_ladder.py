@@ -18,6 +18,7 @@ from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyEr
 from torchrex.exchange.momentum import after_swap
 from torchrex.exchange.standing import change_places, invert, take
 from torchrex.network import ModuleExchange
+from torchrex.samplers import Momentum
 
 CPU = torch.device("cpu")
 
@@ -283,22 +284,21 @@ def test_swaps_with_rungs_that_do_not_move_make_no_nan(make, policy):
         )
         go(run, 40)
         assert bool(position_of(run).isfinite().all())
-        assert bool(run.ensemble.velocity.isfinite().all())
+        assert bool(run.ensemble.sampler_state.velocity.isfinite().all())
 
 
 def test_the_velocity_of_a_swap_with_a_rung_that_does_not_move():
     """It stops where nothing moves; from there, and while nothing moves anywhere, it stays as it
     is.
     """
-    velocity = torch.full((4, 1, 1), 3.0)
+    state = Momentum(torch.full((4, 1), 3.0))
     swapped = torch.tensor([True, True, True, False])[:, None]
     before, after = (
         torch.tensor([2.0, 0.0, 0.0, 0.0])[:, None],
         torch.tensor([0.0, 2.0, 0.0, 0.0])[:, None],
     )
-    new = after_swap(
-        velocity, None, swapped, policy="rescale", scale_before=before, scale_after=after
-    )
+    scales = {"scale_before": before, "scale_after": after}
+    (new,) = after_swap(tr.SGHMC(0.5), state, swapped, policy="rescale", **scales)
     assert new.flatten().tolist() == [0.0, 3.0, 3.0, 3.0]
 
 

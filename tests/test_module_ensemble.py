@@ -1214,22 +1214,24 @@ def test_momenta_after_a_forced_swap(policy):
     run = make_run(
         linear, flat_energy(), tr.Ladder(TINY, LRS), sampler=tr.SGHMC(0.5), momentum=policy
     )
-    run.ensemble.velocity.fill_(1.0)
+    run.ensemble.sampler_state.velocity.fill_(1.0)
     scale = (
         torch.tensor(TINY, dtype=torch.float64) * torch.tensor(LRS, dtype=torch.float64)
     ).sqrt()
     for k, batch in enumerate(batches(6)):
         stood, before, place = (
             run.state.rung_of[:, 0],
-            run.ensemble.velocity.clone(),
+            run.ensemble.sampler_state.velocity.clone(),
             run.ensemble.position.clone(),
         )
         info = run.step(batch)
         assert info.accepted[:, 0].tolist() == [k % 2 == 0, k % 2 == 1]
         stands = run.state.rung_of[:, 0]
         ratio = (scale[stands] / scale[stood]).float() if policy == "rescale" else torch.ones(3)
-        assert torch.allclose(run.ensemble.velocity, 0.5 * ratio[:, None] * before, rtol=1e-6)
-        assert torch.allclose(run.ensemble.position, place + run.ensemble.velocity)
+        assert torch.allclose(
+            run.ensemble.sampler_state.velocity, 0.5 * ratio[:, None] * before, rtol=1e-6
+        )
+        assert torch.allclose(run.ensemble.position, place + run.ensemble.sampler_state.velocity)
         assert float((ratio - 1.0).abs().max()) > 0.3 or policy == "keep"
 
 
@@ -1244,7 +1246,7 @@ def test_refreshed_momenta_have_the_law_of_the_new_rung():
     streams, size = Streams(seed), run.ensemble.layout.size
     product = torch.tensor(ladder.lrs) * torch.tensor(ladder.temperatures)
     for batch in batches(5):
-        stood, before = run.state.rung_of[:, 0], run.ensemble.velocity.clone()
+        stood, before = run.state.rung_of[:, 0], run.ensemble.sampler_state.velocity.clone()
         run.step(batch)
         stands = run.state.rung_of[:, 0]
         assert bool((stood != stands).any())
@@ -1257,7 +1259,9 @@ def test_refreshed_momenta_have_the_law_of_the_new_rung():
             refreshed = (2 / (2 - friction) * product[rung]).sqrt() * fresh
             v = refreshed if stood[replica] != rung else before[replica]
             expected = (1 - friction) * v + (2 * friction * product[rung]).sqrt() * kick
-            assert torch.allclose(run.ensemble.velocity[replica], expected, rtol=1e-5, atol=1e-6)
+            assert torch.allclose(
+                run.ensemble.sampler_state.velocity[replica], expected, rtol=1e-5, atol=1e-6
+            )
 
 
 # Stopping and going on exactly

@@ -75,12 +75,12 @@ def begin(temperatures, lrs, sampler, seed, **options):
         make_line, energy, sampler, initial="independent", replacement=True
     )
     run = tr.ModuleExchange(ensemble, tr.Ladder(temperatures, lrs), seed=seed, **options)
-    if sampler.has_momentum:
+    if sampler.velocity_std:
         scale = (
             sampler.velocity_std
             * (torch.tensor(lrs) * torch.tensor(temperatures)).double().sqrt()[:, None]
         )
-        ensemble.velocity.copy_(
+        ensemble.sampler_state.velocity.copy_(
             scale * torch.randn(2, 2, generator=torch.Generator().manual_seed(seed))
         )
     return run
@@ -95,8 +95,8 @@ def trace(run, n_steps, batches):
         swaps += int(run.step(next(batches)).accepted.sum())
         standing = [run.replica_at(rung) for rung in range(run.n_rungs)]
         weights.append(run.ensemble.position[standing])
-        if run.ensemble.velocity is not None:
-            momenta.append(run.ensemble.velocity[standing[0]].clone())
+        for velocity in run.ensemble.sampler_state:
+            momenta.append(velocity[standing[0]].clone())
     return (
         (torch.stack(weights) - MEAN) @ WHITEN,
         torch.stack(momenta) if momenta else None,

@@ -45,7 +45,7 @@ def threshold_in_the_log(rules):
     )
     variance = torch.full_like(state.noise_variance, (6.41e6 + 5.86e6) / 2)
     for k in range(3):
-        inputs = StepInputs(*(values[k] for values in table), target_noise=({},), move_noise={})
+        inputs = StepInputs(*(values[k] for values in table), torch.tensor(k), ({},), move_noise={})
         higher_on_rung_0 = torch.where(state.replica_at.argsort(0) == 0, 1e9, 0.0)  # by replica
         state = state._replace(noise_variance=variance)
         state, _, info = exchange_rungs(
@@ -102,7 +102,9 @@ def test_the_threshold_does_not_change_when_the_ladder_cools():
             table = draw_exchange_inputs(
                 Streams(0), each, epoch * EPOCH, 1, runs=1, device=CPU, dtype=torch.float64
             )
-            inputs = StepInputs(*(values[0] for values in table), target_noise=({},), move_noise={})
+            inputs = StepInputs(
+                *(values[0] for values in table), torch.tensor(0), ({},), move_noise={}
+            )
             energy = Energy(torch.tensor([[0.0], [1e9]], dtype=torch.float64))
             corrections.append(
                 float(exchange_rungs(state, energy, [], inputs, each, 50_000, False)[2].correction)

@@ -386,16 +386,17 @@ def test_mutants_miss_it(monkeypatch):
     """
     plain = module_work.update_rows
 
-    def leaking(position, velocity, squares, gradient, numbers, *rest):
-        return plain(position, velocity, squares, gradient, numbers[:1].expand_as(numbers), *rest)
+    def leaking(position, state, gradient, numbers, *rest):
+        return plain(position, state, gradient, numbers[:1].expand_as(numbers), *rest)
 
     monkeypatch.setattr("torchrex.network.ensemble.update_rows", leaking)
     _, v, _, _ = stationary()
     assert_mean_is_not(v[0] * v[1], 0.0)
 
     def cold(*given):
-        *rest, lr, temperature, sampler = given
-        return plain(*rest, lr[:1].expand_as(lr), temperature[:1].expand_as(temperature), sampler)
+        *rest, exchanged, policy, sampler = given
+        coldest = (each[:1].expand_as(each) for each in exchanged)
+        return plain(*rest, type(exchanged)(*coldest), policy, sampler)
 
     monkeypatch.setattr("torchrex.network.ensemble.update_rows", cold)
     x, _, laws, _ = stationary()

@@ -17,6 +17,7 @@ from torchrex.density.block import draw_block, measured_steps
 from torchrex.exchange.algorithm import ExchangeState, Rules, measure
 from torchrex.exchange.standing import take
 from torchrex.rng import Streams
+from torchrex.samplers import Momentum
 from torchrex.targets import Energy
 
 TINY = (1e-24, 2e-24, 3e-24, 4e-24)  # temperatures at which nothing random is left
@@ -66,14 +67,19 @@ def test_rescaled_momenta_follow_the_rungs():
         n_rungs=4,
         n_runs=2,
     )
-    ensemble = replace(ensemble, velocity=torch.ones_like(ensemble.position))
+    ensemble = replace(ensemble, sampler_state=Momentum(torch.ones_like(ensemble.position)))
     run = tr.DensityExchange(ensemble, tr.Ladder(TINY, LRS))
     scale = (torch.tensor(TINY, dtype=torch.float64) * torch.tensor(LRS)).sqrt()
     for _ in range(8):
-        stood, velocity = rungs_of(run.state.replica_at), run.ensemble.velocity[..., 0].double()
+        stood, velocity = (
+            rungs_of(run.state.replica_at),
+            run.ensemble.sampler_state.velocity[..., 0].double(),
+        )
         stands = rungs_of(run.step().replica_at)
         expected = 0.5 * velocity * scale[stands] / scale[stood]
-        assert torch.allclose(run.ensemble.velocity[..., 0].double(), expected, rtol=1e-5)
+        assert torch.allclose(
+            run.ensemble.sampler_state.velocity[..., 0].double(), expected, rtol=1e-5
+        )
 
 
 def test_what_is_recorded():

@@ -43,9 +43,9 @@ def block_length(rules: Rules, ensemble: TensorEnsemble) -> int:
     one = draw_block(
         Streams(0, ensemble.position.device), rules, ensemble, every, 1
     )  # with a measurement, if there are any
-    fitting = max(
-        1, int(BYTES_PER_BLOCK // (_bytes(one.inputs) + _bytes(one.measure_noise) / every))
-    )
+    # Without the number of the step, which is not random: it must not change the stream.
+    n_bytes = _bytes(one.inputs._replace(step=one.inputs.step[:0]))
+    fitting = max(1, int(BYTES_PER_BLOCK // (n_bytes + _bytes(one.measure_noise) / every)))
     return min(LONGEST, max(SHORTEST, 1 << (fitting.bit_length() - 1)))
 
 
@@ -156,7 +156,8 @@ def draw_block(
     move_noise = ensemble.draw_move_noise(
         streams["move"], length, refresh=rules.momentum == "refresh"
     )
-    inputs = StepInputs(*common, target_noise=rounds, move_noise=move_noise)
+    steps = torch.arange(start, start + length, device=device)
+    inputs = StepInputs(*common, step=steps, target_noise=rounds, move_noise=move_noise)
     return Block(
         start,
         length,

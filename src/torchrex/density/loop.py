@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -77,6 +76,7 @@ class CompiledLoop:
         self.rules = rules
         self.stretch = block_length(rules, ensemble)
         self._template = ensemble
+        self._n_carried = len(ensemble.tensors) + len(state)
         block = trial_block(rules, ensemble)
         inputs, self._input_form = pytree.tree_flatten(_row(block.inputs, 0))
         feed = measures(rules)
@@ -116,33 +116,24 @@ class CompiledLoop:
         return ensemble, state, StepInfo(*outputs)
 
     def _flat_step(self, *tensors: Tensor) -> Sequence[Tensor]:
-        n = len(self._flatten_names())
+        n = self._n_carried
         ensemble, state = self._unflatten(tensors[:n])
         inputs = pytree.tree_unflatten(tensors[n:], self._input_form)
         ensemble, state, info = step(ensemble, state, inputs, self.rules)
         return [*self._flatten(ensemble, state), *info]
 
     def _flat_measure(self, *tensors: Tensor) -> Sequence[Tensor]:
-        n = len(self._flatten_names())
+        n = self._n_carried
         ensemble, state = self._unflatten(tensors[:n])
         noise = pytree.tree_unflatten(tensors[n:], self._measure_form)
         return self._flatten(ensemble, measure(ensemble, state, noise, self.rules))
 
-    def _flatten_names(self) -> list[str]:
-        return [
-            "position",
-            *(["velocity"] if self._template.velocity is not None else []),
-            *ExchangeState._fields,
-        ]
-
     def _flatten(self, ensemble: TensorEnsemble, state: ExchangeState) -> list[Tensor]:
-        velocity = [] if ensemble.velocity is None else [ensemble.velocity]
-        return [ensemble.position, *velocity, *state]
+        return [*ensemble.tensors, *state]
 
     def _unflatten(self, tensors: Sequence[Tensor]) -> tuple[TensorEnsemble, ExchangeState]:
-        position, *rest = tensors
-        velocity = rest.pop(0) if self._template.velocity is not None else None
-        return replace(self._template, position=position, velocity=velocity), ExchangeState(*rest)
+        n = len(self._template.tensors)
+        return self._template.with_tensors(tensors[:n]), ExchangeState(*tensors[n:])
 
 
 def make_loop(

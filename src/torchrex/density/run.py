@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -91,8 +90,7 @@ class DensityExchange(ReplicaExchange):
     @property
     def ensemble(self) -> TensorEnsemble:
         """The replicas now, as a copy that later steps do not touch."""
-        velocity = None if self._ensemble.velocity is None else self._ensemble.velocity.clone()
-        return replace(self._ensemble, position=self._ensemble.position.clone(), velocity=velocity)
+        return self._ensemble.copy()
 
     def step(self, batch: Any = None) -> StepInfo:
         """One step of every run."""
@@ -320,9 +318,6 @@ class DensityExchange(ReplicaExchange):
         """Everything the next step needs; with `load_state_dict` a run goes on exactly as if it had
         not stopped.
         """
-        velocity = (
-            {} if self._ensemble.velocity is None else {"velocity": self._ensemble.velocity.clone()}
-        )
         drawn = self._block is not None and self.n_steps < self._block.start + self._block.length
         return {
             "setting": self.setting,
@@ -330,7 +325,7 @@ class DensityExchange(ReplicaExchange):
             "n_steps": self.n_steps,
             "block_length": self._block_length,
             "position": self._ensemble.position.clone(),
-            **velocity,
+            **{name: tensor.clone() for name, tensor in self._ensemble.named_state.items()},
             **{name: tensor.clone() for name, tensor in self._state._asdict().items()},
             # As they were before the current block was drawn, or as they are if it is used up.
             "streams": self._streams_at_block if drawn else self.streams.state_dict(),
@@ -347,9 +342,7 @@ class DensityExchange(ReplicaExchange):
         # Everything is made before anything is changed: a state of another form leaves the run as
         # it was.
         position = state["position"].to(self._ensemble.position, copy=True)
-        velocity = (
-            None if self._ensemble.velocity is None else state["velocity"].to(position, copy=True)
-        )
+        carried = [state[name].to(position, copy=True) for name in self._ensemble.named_state]
         mine = self._state._asdict()
         for name, tensor in mine.items():
             if (state[name].shape, state[name].dtype) != (tensor.shape, tensor.dtype):
@@ -363,7 +356,7 @@ class DensityExchange(ReplicaExchange):
         streams.load_state_dict(state["streams"])
         n_steps, length = state["n_steps"], state["block_length"]
         start = n_steps - n_steps % length
-        ensemble = replace(self._ensemble, position=position, velocity=velocity)
+        ensemble = self._ensemble.with_tensors([position, *carried])
         block = (
             draw_block(streams, self.rules, ensemble, start, length) if n_steps > start else None
         )

@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +109,7 @@ class Shards:
         if self.n_shards == 1:
             return self.whole
         here = slice(self.runs[k].start, self.runs[k].stop)
-        velocity = self.whole.velocity
-        return replace(
-            self.whole,
-            position=self.whole.position[:, here].clone(),
-            velocity=None if velocity is None else velocity[:, here].clone(),
-        )
+        return self.whole.copy(here)
 
     def seed_of(self, k: int) -> int:
         return self.seed if self.n_shards == 1 else derive_seed(self.seed, f"shard.{k}")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from torchrex.errors import InvalidArgumentError
-from torchrex.exchange.momentum import after_swap
+from torchrex.exchange.algorithm import Exchanged
+from torchrex.exchange.momentum import MomentumPolicy, after_swap
 from torchrex.exchange.standing import take
-from torchrex.samplers import SGLD, Sampler
+from torchrex.samplers import SGLD, Sampler, State, named_tensors
 from torchrex.targets import Energy, Noise, Target
 
 
@@ -23,7 +25,7 @@ class TensorEnsemble:
     target: Target
     sampler: Sampler
     position: Tensor  # (replicas, runs, dim)
-    velocity: Tensor | None = None  # the same, for samplers with momentum
+    sampler_state: State  # the sampler's own, of tensors shaped like the position
 
     @staticmethod
     def start(
@@ -37,7 +39,7 @@ class TensorEnsemble:
         dtype: torch.dtype = torch.float32,
     ) -> TensorEnsemble:
         """Replicas at `initial`: a number, or a tensor that broadcasts to (rungs, runs, dim).
-        Momenta start at 0.
+        Samplers start at rest.
         """
         if not isinstance(target, Target):
             raise InvalidArgumentError(
@@ -47,10 +49,6 @@ class TensorEnsemble:
         if not isinstance(sampler, Sampler):
             raise InvalidArgumentError(
                 f"sampler must be a sampler such as SGLD() or SGHMC(0.1), got {sampler!r}"
-            )
-        if sampler.has_squares:
-            raise InvalidArgumentError(
-                f"{sampler!r} is for ensembles of modules; give a density SGLD() or SGHMC(0.1)"
             )
         shape = (n_rungs, n_runs, target.dim)
         start = torch.as_tensor(initial, dtype=dtype, device=device)
@@ -62,10 +60,9 @@ class TensorEnsemble:
             ) from None
         if not bool(position.isfinite().all()):
             raise InvalidArgumentError("initial must be finite")
-        velocity = torch.zeros_like(position) if sampler.has_momentum else None
         target = target.to(device, dtype)
         target.check(position)
-        return TensorEnsemble(target, sampler, position, velocity)
+        return TensorEnsemble(target, sampler, position, sampler.init(position))
 
     @property
     def source_of_noise(self) -> Target:
@@ -98,42 +95,49 @@ class TensorEnsemble:
         """Position of one replica per run: replica (runs,) to (runs, dim)."""
         return take(self.position, replica[None]).squeeze(0)
 
-    def change_rungs(
+    def move(
         self,
-        swapped: Tensor,
+        gradient: Tensor,
         noise: Noise,
+        exchanged: Exchanged,
         *,
-        policy: str,
-        scale_before: Tensor,
-        scale_after: Tensor,
+        policy: MomentumPolicy,
+        step: Tensor,
     ) -> TensorEnsemble:
-        """Adjust momenta after a swap; positions stay."""
-        if self.velocity is None:
-            return self
-        fresh = self.sampler.velocity_std * noise["refresh"] if policy == "refresh" else None
-        velocity = after_swap(
-            self.velocity,
-            fresh,
+        """Adjust the samplers' states after a swap, then move every replica with its rung's rates."""
+        swapped, before, after, lr, temperature = (each.unsqueeze(-1) for each in exchanged)
+        state = after_swap(
+            self.sampler,
+            self.sampler_state,
             swapped,
             policy=policy,
-            scale_before=scale_before,
-            scale_after=scale_after,
+            scale_before=before,
+            scale_after=after,
+            noise=noise.get("refresh"),
         )
-        return replace(self, velocity=velocity)
+        position, state = self.sampler.move(
+            self.position, state, gradient, noise["move"], lr=lr, temperature=temperature, step=step
+        )
+        return replace(self, position=position, sampler_state=state)
 
-    def move(
-        self, gradient: Tensor, noise: Noise, *, lr: Tensor, temperature: Tensor
-    ) -> TensorEnsemble:
-        """One move of every replica with the lr and temperature (replicas, runs) of its rung."""
-        position, velocity = self.sampler.move(
-            self.position,
-            self.velocity,
-            gradient,
-            noise["move"],
-            lr=lr.unsqueeze(-1),
-            temperature=temperature.unsqueeze(-1),
-        )
-        return replace(self, position=position, velocity=velocity)
+    def copy(self, runs: slice = slice(None)) -> TensorEnsemble:
+        """A copy of all or of some runs."""
+        return self.with_tensors([tensor[:, runs].clone() for tensor in self.tensors])
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The positions and what the sampler remembers, for the compiled loop and for copies."""
+        return [self.position, *self.sampler_state]
+
+    @property
+    def named_state(self) -> dict[str, Tensor]:
+        """What the sampler remembers, by its own names, for checkpoints."""
+        return named_tensors(self.sampler_state)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> TensorEnsemble:
+        """The same ensemble with other `tensors`."""
+        state = type(self.sampler_state)(*tensors[1:])
+        return replace(self, position=tensors[0], sampler_state=state)
 
     def draw_move_noise(self, generator: torch.Generator, n: int, *, refresh: bool) -> Noise:
         """Standard normals of `n` moves; a second set where momenta are drawn anew at a swap."""
@@ -147,7 +151,7 @@ class TensorEnsemble:
             )
 
         return {"move": normals()} | (
-            {"refresh": normals()} if refresh and self.sampler.has_momentum else {}
+            {"refresh": normals()} if refresh and self.sampler.velocity_std else {}
         )
 
     def __repr__(self) -> str:

@@ -33,7 +33,7 @@ def kinetic_temperature(velocity: Tensor, *, lr: float, sampler: Sampler) -> Est
     The factor is that of the discrete recursion as lr -> 0; without it friction 0.1 would read 5 %
     high.
     """
-    if not sampler.has_momentum:
+    if not sampler.velocity_std:
         raise InvalidArgumentError(f"{sampler!r} has no velocities; use equipartition_temperature")
     _require_axes(velocity)
     scale = lr * sampler.velocity_std**2

@@ -102,6 +102,7 @@ class StepInputs(NamedTuple):
     first_gap: Tensor  # (pairs,): inverse gaps at step 0
     proposed: Tensor  # (rounds, pairs, runs or 1): which pairs are tested
     uniform: Tensor  # (rounds, pairs, runs)
+    step: Tensor  # (): how many steps came before, int64
     target_noise: tuple[Noise, ...]  # one evaluation a round, the first with gradients
     move_noise: Noise
 
@@ -140,16 +141,15 @@ class Ensemble(Protocol):
     def evaluate(self, noise: Noise) -> tuple[Energy, Tensor]: ...
     def energies(self, noise: Noise) -> Energy: ...
     def draw_of(self, replica: Tensor) -> Tensor: ...
-    def change_rungs(
+    def move(
         self,
-        swapped: Tensor,
+        gradient: Tensor,
         noise: Noise,
+        exchanged: Exchanged,
         *,
-        policy: str,
-        scale_before: Tensor,
-        scale_after: Tensor,
+        policy: MomentumPolicy,
+        step: Tensor,
     ) -> Self: ...
-    def move(self, gradient: Tensor, noise: Noise, *, lr: Tensor, temperature: Tensor) -> Self: ...
 
 
 E = TypeVar("E", bound=Ensemble)
@@ -174,16 +174,9 @@ def step(
     state, exchanged, info = exchange(
         state, energy, later, inputs, rules, ensemble.n_data, ensemble.finite_population
     )
-    if rules.ladder.n_pairs:
-        ensemble = ensemble.change_rungs(
-            exchanged.swapped,
-            inputs.move_noise,
-            policy=rules.momentum,
-            scale_before=exchanged.scale_before,
-            scale_after=exchanged.scale_after,
-        )
+    policy = rules.momentum if rules.ladder.n_pairs else "keep"
     ensemble = ensemble.move(
-        gradient, inputs.move_noise, lr=exchanged.lr, temperature=exchanged.temperature
+        gradient, inputs.move_noise, exchanged, policy=policy, step=inputs.step
     )
     return ensemble, state, info._replace(position=ensemble.draw_of(state.replica_at[0]))
 

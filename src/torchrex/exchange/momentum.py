@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
+
+from torchrex.samplers import Sampler, State
 
 MomentumPolicy = Literal["rescale", "keep", "refresh"]
 POLICIES: tuple[str, ...] = ("rescale", "keep", "refresh")
 
 
 def after_swap(
-    velocity: Tensor,
-    fresh: Tensor | None,
+    sampler: Sampler,
+    state: State,
     swapped: Tensor,
     *,
-    policy: str,
+    policy: MomentumPolicy,
     scale_before: Tensor,
     scale_after: Tensor,
-) -> Tensor:
-    """Velocity of each replica on its new rung; replicas that stayed keep theirs.
+    noise: Tensor | None = None,
+) -> State:
+    """The sampler's state of each replica on its new rung; replicas that stayed keep theirs.
 
     The stationary variance of v on a rung is proportional to lr * temperature, and the scales are
-    its square root (shape (replicas, runs)).
+    its square root; they broadcast against the state.
 
     - `rescale` multiplies by the ratio of the scales, which maps one rung's law onto the other's.
       Measured with unequal lrs, exact gradients and swaps at every step, the law of (x, v) is right
@@ -37,18 +39,13 @@ def after_swap(
       rung 0 has 1.43 of the variance of v and 1.04 of that of x at lr 0.03, where `rescale` has
       1.01 and 1.00 (benchmarks/biased_rules.py).
 
-    `fresh` is a draw of v in units of the scale, needed by `refresh` alone.
+    `noise` is standard normal, needed by `refresh` alone.
     """
-    if policy == "keep":
-        return velocity
+    if policy == "keep" or not state:
+        return state
+    dtype = state[0].dtype
     if policy == "rescale":
-        return velocity * rescaling(swapped, scale_before, scale_after).unsqueeze(-1)
-    assert fresh is not None
-    return torch.where(swapped.unsqueeze(-1), scale_after.unsqueeze(-1) * fresh, velocity)
-
-
-def rescaling(swapped: Tensor, scale_before: Tensor, scale_after: Tensor) -> Tensor:
-    """The factor of each replica's velocity under `rescale`; 1 where there is no scale to come
-    from.
-    """
-    return torch.where(swapped & (scale_before > 0), scale_after / scale_before, 1.0)
+        ratio = (scale_after / scale_before).to(dtype)
+        return sampler.rescale(state, swapped & (scale_before > 0), ratio)
+    assert noise is not None
+    return sampler.refresh(state, swapped, scale_after.to(dtype), noise)

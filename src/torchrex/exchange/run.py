@@ -122,6 +122,8 @@ class ReplicaExchange:
                 "ModuleExchange(ModuleEnsemble(model, energy), ladder) for a network"
             )
         self.rules = make_rules(ladder, ensemble.source_of_noise, rules)
+        swap_start = self.rules.swap_start if self.rules.swaps else None
+        ensemble.sampler.check(n_data=ensemble.n_data, swap_start=swap_start)
         self.n_steps = 0
 
     @abstractmethod

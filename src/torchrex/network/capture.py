@@ -226,7 +226,7 @@ class CapturedStep(Captured):
             )
             return state, exchanged, records.info
 
-        inputs = StepInputs(*table, target_noise=({"batch": batch},), move_noise={})
+        inputs = StepInputs(*table, ensemble.clock, ({"batch": batch},), move_noise={})
         return step(ensemble, own_state, inputs, rules, exchange=exchange)
 
 
@@ -261,7 +261,7 @@ def exchange_and_record(
     """
     row = (clock % len(table.lr))[None]
     drawn = ExchangeInputs(*(values.index_select(0, row)[0] for values in table))
-    inputs = StepInputs(*drawn, target_noise=(), move_noise={})
+    inputs = StepInputs(*drawn, clock, target_noise=(), move_noise={})
     new, exchanged, info = exchange_rungs(
         state, energy, [], inputs, rules, n_data, finite_population
     )

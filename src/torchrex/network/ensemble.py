@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torchrex.distributed import ReplicaMesh
 from torchrex.errors import InvalidArgumentError, TargetError
 from torchrex.exchange import resolve_device
-from torchrex.exchange.momentum import after_swap
+from torchrex.exchange.algorithm import Exchanged
+from torchrex.exchange.momentum import MomentumPolicy
 from torchrex.network.flat import FlatLayout
 from torchrex.network.philox import MASK, keys_of, normals
 from torchrex.network.replicas import Model, ModuleReplicas
-from torchrex.network.rows import Rows
 from torchrex.network.work import (
     assemble_energy,
     prior_terms,
@@ -32,7 +32,7 @@ from torchrex.network.work import (
     update_rows,
 )
 from torchrex.rng import Streams, derive_seed
-from torchrex.samplers import SGLD, AdamStart, Sampler
+from torchrex.samplers import SGLD, Sampler
 from torchrex.settings import settings_of
 from torchrex.targets import Batch, Energy, GaussianPrior, Noise, PosteriorEnergy, Twice
 
@@ -97,10 +97,6 @@ class ModuleEnsemble(ModuleReplicas):
         if sampler is not None and not isinstance(sampler, Sampler):
             raise InvalidArgumentError(
                 f"sampler must be a sampler such as SGLD() or SGHMC(0.1), got {sampler!r}"
-            )
-        if isinstance(sampler, AdamStart) and sampler.n_data != energy.n_data:
-            raise InvalidArgumentError(
-                f"AdamStart counts n_data={sampler.n_data} examples and the energy {energy.n_data}; give both the same"
             )
         if initial not in ("identical", "independent"):
             raise InvalidArgumentError(f"initial must be identical or independent, got {initial!r}")
@@ -182,9 +178,7 @@ class ModuleEnsemble(ModuleReplicas):
             raise InvalidArgumentError(
                 f"the mesh is one of {self.mesh.n_replicas} replicas, the ladder has {n_replicas} rungs; make it for as many"
             )
-        modules = self.hold(
-            streams, momenta=self.sampler.has_momentum, squares=self.sampler.has_squares
-        )
+        modules = self.hold(streams, self.sampler)
         if gpu_only and self.device.type != "cuda":
             raise InvalidArgumentError(
                 f"compiled=True captures a CUDA graph, but the ensemble is on {self.device}; leave it out"
@@ -206,9 +200,6 @@ class ModuleEnsemble(ModuleReplicas):
         self.clock = torch.zeros(
             (), dtype=torch.int64, device=self.device
         )  # the step, where a captured graph can read it
-        self._pending: tuple[Tensor, Tensor, Tensor] | None = (
-            None  # momenta to be rescaled: who, scales before and after
-        )
         self.use(self.energy.losses, assemble_energy, update_rows)
         self.backward_at_once = False  # one call of autograd for all replicas: the same numbers, see `QUICK` in batches.py
         self._held: list[Tensor] = []
@@ -386,94 +377,53 @@ class ModuleEnsemble(ModuleReplicas):
             ):
                 buffer.copy_(mean.view_as(buffer))
 
-    def change_rungs(
-        self,
-        swapped: Tensor,
-        noise: Noise,
-        *,
-        policy: str,
-        scale_before: Tensor,
-        scale_after: Tensor,
-    ) -> ModuleEnsemble:
-        """Adjust momenta after a swap. A rescaling is kept for the move, which passes over them
-        anyway.
-        """
-        if self.velocity is None or policy == "keep":
-            return self
-        swapped, scale_before, scale_after = map(
-            self.mesh.local, (swapped, scale_before, scale_after)
-        )
-        if policy == "rescale":
-            self._pending = (swapped, scale_before, scale_after)
-            return self
-        fresh = self.sampler.velocity_std * self._normals("refresh")
-        before, after = (
-            scale_before[:, 0].to(self.layout.dtype),
-            scale_after[:, 0].to(self.layout.dtype),
-        )
-        self.velocity.copy_(
-            after_swap(
-                self.velocity,
-                fresh,
-                swapped[:, 0],
-                policy=policy,
-                scale_before=before,
-                scale_after=after,
-            )
-        )
-        return self
-
     def move(
-        self, gradient: Tensor, noise: Noise, *, lr: Tensor, temperature: Tensor
+        self,
+        gradient: Tensor,
+        noise: Noise,
+        exchanged: Exchanged,
+        *,
+        policy: MomentumPolicy,
+        step: Tensor,
     ) -> ModuleEnsemble:
         """Move every replica in place with the lr and temperature (replicas, 1) of its rung."""
+        # Before any noise of the move is drawn: the order of random numbers is part of a checkpoint.
+        refreshes = policy == "refresh" and self.sampler.velocity_std > 0
+        refreshing = self._normals("refresh") if refreshes else None
         numbers = None if self.counted_noise else self._normals("move")
-        own = self.mesh.local(lr), self.mesh.local(temperature)
-        self._move_rows(
-            self.rows, gradient, numbers, self._move_keys, self._precision, self._pending, *own
-        )
-        self._pending = None
-        if self.common is not None:
-            coldest = temperature.argmin(0, keepdim=True)  # who stands there changes with the swaps
-            numbers = None if self.counted_noise else self._common_normals()
-            cold = lr.gather(0, coldest), temperature.gather(0, coldest)
-            self._move_rows(
-                self.common,
-                self.common.gradient,
-                numbers,
-                self._common_keys,
-                self._common_precision,
-                None,
-                *cold,
-            )
-        return self
-
-    def _move_rows(
-        self,
-        rows: Rows,
-        gradient: Tensor,
-        numbers: Tensor | None,
-        keys: Tensor,
-        precision: Tensor | float | None,
-        rescaled: tuple[Tensor, Tensor, Tensor] | None,
-        lr: Tensor,
-        temperature: Tensor,
-    ) -> None:
         self._update(
-            rows.position,
-            rows.velocity,
-            rows.squares,
+            self.rows.position,
+            self.rows.state,
             gradient,
             numbers,
-            keys,
-            self.clock,
-            self.sampler.numbers_at(self.clock),
-            precision,
-            rescaled,
-            lr,
-            temperature,
+            refreshing,
+            self._move_keys,
+            step,
+            self._precision,
+            Exchanged(*map(self.mesh.local, exchanged)),
+            policy,
             self.sampler,
         )
+        if self.common is not None:
+            # Which replica is at the coldest rung changes with the swaps.
+            coldest = exchanged.temperature.argmin(0, keepdim=True)
+            lr, temperature = (
+                each.gather(0, coldest) for each in (exchanged.lr, exchanged.temperature)
+            )
+            self._update(
+                self.common.position,
+                self.common.state,
+                self.common.gradient,
+                None if self.counted_noise else self._common_normals(),
+                None,
+                self._common_keys,
+                step,
+                self._common_precision,
+                exchanged._replace(lr=lr, temperature=temperature),
+                "keep",
+                self.sampler,
+            )
+        return self
 
     def draw_of(self, replica: Tensor) -> Tensor:
         """Nothing: which weights make a draw is the recorders' choice."""

@@ -20,6 +20,7 @@ from torchrex.errors import InvalidArgumentError, TargetError
 from torchrex.network.flat import FlatLayout
 from torchrex.network.rows import Rows
 from torchrex.rng import Streams, derive_seed
+from torchrex.samplers import Sampler, State
 
 Model = nn.Module | Callable[[], nn.Module]
 Tensors = dict[str, dict[str, Tensor]]  # by part of a replica, then by name
@@ -75,14 +76,10 @@ class ModuleReplicas:
         return self.rows.gradient
 
     @property
-    def velocity(self) -> Tensor | None:
-        return self.rows.velocity
+    def sampler_state(self) -> State:
+        return self.rows.state
 
-    @property
-    def squares(self) -> Tensor | None:
-        return self.rows.squares
-
-    def hold(self, streams: Streams, *, momenta: bool, squares: bool) -> list[nn.Module]:
+    def hold(self, streams: Streams, sampler: Sampler) -> list[nn.Module]:
         """Build the replicas of this process, and rows for them."""
         modules = self._build(streams)
         if not any(True for _ in modules[0].parameters()):
@@ -101,15 +98,13 @@ class ModuleReplicas:
             channels_last=self._channels_last,
             only=lambda name: not self.is_shared(name),
         )
-        self.rows = Rows.of(own, n, self.device, gradients=n, momenta=momenta, squares=squares)
+        self.rows = Rows.of(own, n, self.device, gradients=n, sampler=sampler)
         self.common = None
         if self.shared:
             common = FlatLayout.of(
                 modules[0], channels_last=self._channels_last, only=self.is_shared
             )
-            self.common = Rows.of(
-                common, 1, self.device, gradients=n, momenta=momenta, squares=squares
-            )
+            self.common = Rows.of(common, 1, self.device, gradients=n, sampler=sampler)
         self._parameters = [self._adopt(replica, module) for replica, module in enumerate(modules)]
         for module in (
             modules[1:] if self.shared else []

@@ -27,7 +27,6 @@ from torchrex.exchange.noise import (
     RepeatedDraws,
     warn_of_no_measurement,
 )
-from torchrex.exchange.pairing import NoSwaps
 from torchrex.exchange.run import ReplicaExchange, RuleOptions, require_known
 from torchrex.exchange.standing import take
 from torchrex.network.capture import Workings
@@ -41,7 +40,6 @@ from torchrex.network.replicas import copied
 from torchrex.network.side_by_side import BLOCK, SideBySide
 from torchrex.network.work import evaluating, telling_of_one, untouched_buffers
 from torchrex.rng import Streams
-from torchrex.samplers import AdamStart
 from torchrex.targets import Batch
 
 BLOCK_STREAMS = ("pairing", "swap")
@@ -89,16 +87,6 @@ class ModuleExchange(ReplicaExchange):
             raise InvalidArgumentError(
                 f"{rules.pairing!r} needs fresh minibatch energies for every pair, which a step on one batch cannot give; use "
                 f"EvenOdd() or RandomPair()"
-            )
-        warm = ensemble.sampler.steps if isinstance(ensemble.sampler, AdamStart) else 0
-        if (
-            rules.swap_start < warm
-            and rules.ladder.n_pairs
-            and not isinstance(rules.pairing, NoSwaps)
-        ):
-            raise InvalidArgumentError(
-                f"swaps would be tested from step {rules.swap_start} on, while Adam descends for {warm} steps without "
-                f"temperatures; say swap_start={warm}"
             )
         self.streams = Streams(seed)
         ensemble.start(rules.ladder.n_rungs, self.streams, gpu_only=bool(compiled))
@@ -329,7 +317,7 @@ class ModuleExchange(ReplicaExchange):
             _, state, info = step(
                 self._ensemble,
                 self._state,
-                StepInputs(*inputs, target_noise=({"batch": batch},), move_noise={}),
+                StepInputs(*inputs, self._ensemble.clock, ({"batch": batch},), move_noise={}),
                 self.rules,
             )
         self._set_state(state)

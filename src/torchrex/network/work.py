@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchrex.errors import TargetError
-from torchrex.exchange.momentum import rescaling
+from torchrex.exchange.algorithm import Exchanged
+from torchrex.exchange.momentum import MomentumPolicy, after_swap
 from torchrex.network.philox import normals
-from torchrex.samplers import Sampler
+from torchrex.samplers import Sampler, State
 from torchrex.targets import Batch, Energy
 
 
@@ -71,43 +72,45 @@ def prior_terms(
 
 def update_rows(
     position: Tensor,
-    velocity: Tensor | None,
-    squares: Tensor | None,
+    state: State,
     gradient: Tensor,
     numbers: Tensor | None,
+    refreshing: Tensor | None,
     keys: Tensor,
-    clock: Tensor,
-    now: Tensor | None,
+    step: Tensor,
     precision: Tensor | float | None,
-    rescaled: tuple[Tensor, Tensor, Tensor] | None,
-    lr: Tensor,
-    temperature: Tensor,
+    exchanged: Exchanged,
+    policy: MomentumPolicy,
     sampler: Sampler,
 ) -> None:
-    """Prior, momentum rescaling, noise and move of all rows (replicas, size), in place: one pass
-    over memory when compiled.
+    """Prior, samplers' states after a swap, noise and move of all rows (replicas, size), in place:
+    one pass over memory when compiled.
 
     One row that several replicas have in common is moved by the mean of their gradients.
     """
     dtype = position.dtype
-    lr, temperature = lr.to(dtype), temperature.to(dtype)
+    lr, temperature = exchanged.lr.to(dtype), exchanged.temperature.to(dtype)
     if numbers is None:
-        numbers = normals(keys, clock, position.shape[1]).to(dtype)
+        numbers = normals(keys, step, position.shape[1]).to(dtype)
     if len(gradient) > len(position):
         gradient = gradient.mean(0, keepdim=True)
     if precision is not None:
         gradient = gradient + precision * position
-    kept = velocity
-    if velocity is not None and rescaled is not None:
-        kept = velocity * rescaling(*rescaled).to(dtype)
-    moved, kicked, grown = sampler.move_at(
-        now, position, kept, squares, gradient, numbers, lr=lr, temperature=temperature
+    kept = after_swap(
+        sampler,
+        state,
+        exchanged.swapped,
+        policy=policy,
+        scale_before=exchanged.scale_before,
+        scale_after=exchanged.scale_after,
+        noise=refreshing,
+    )
+    moved, carried = sampler.move(
+        position, kept, gradient, numbers, lr=lr, temperature=temperature, step=step
     )
     position.copy_(moved)
-    if velocity is not None and kicked is not None:
-        velocity.copy_(kicked)
-    if squares is not None and grown is not None:
-        squares.copy_(grown)
+    for old, new in zip(state, carried, strict=True):
+        old.copy_(new)
 
 
 @contextlib.contextmanager

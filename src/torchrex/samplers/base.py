@@ -1,55 +1,67 @@
-"""What a sampler is: one move of all replicas, given gradients, learning rates and temperatures."""
+"""What a sampler is: a pure function that moves all replicas, and the state that it carries."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 from torch import Tensor
 
+State = tuple[
+    Tensor, ...
+]  # a named tuple of the sampler's own, of tensors shaped like the position
+
+
+class NoState(NamedTuple):
+    """The state of a sampler that remembers nothing."""
+
+
+class Momentum(NamedTuple):
+    """The state of a sampler with momentum."""
+
+    velocity: Tensor
+
+
+def named_tensors(state: State) -> dict[str, Tensor]:
+    """The tensors of a state by the sampler's own names, for checkpoints."""
+    return dict(zip(type(state)._fields, state, strict=True))  # type: ignore[attr-defined]
+
 
 class Sampler(ABC):
-    """Moves positions (..., dim); learning rates and temperatures broadcast against them and may
-    change at every step.
+    """Moves positions (..., dim), given gradients, learning rates and temperatures that broadcast.
+
+    A sampler keeps nothing itself: `init` gives the first state, `move` and `rescale` the next one.
+    All of them are traced and compiled, so they must not branch on values.
     """
 
-    has_momentum: bool = False
-    has_squares: bool = False  # does it keep a mean of squared gradients besides?
-    velocity_std: float = (
-        0.0  # of the stationary velocity as lr -> 0, in units of sqrt(lr * temperature)
-    )
+    # Of the stationary velocity as lr -> 0, in units of sqrt(lr * temperature); 0 without momentum.
+    velocity_std: float = 0.0
+
+    @abstractmethod
+    def init(self, position: Tensor) -> State:
+        """The state before the first move: at rest."""
 
     @abstractmethod
     def move(
         self,
         position: Tensor,
-        velocity: Tensor | None,
+        state: State,
         gradient: Tensor,
         noise: Tensor,
         *,
         lr: Tensor,
         temperature: Tensor,
-    ) -> tuple[Tensor, Tensor | None]:
-        """New position and velocity; `noise` is standard normal and shaped like `position`."""
+        step: Tensor,
+    ) -> tuple[Tensor, State]:
+        """New position and state. `noise` is standard normal; `step` counts moves from 0, () int64."""
 
-    def numbers_at(self, step: Tensor) -> Tensor | None:
-        """What `move_at` has to know of the step, counted from 0: a few numbers, made once and not
-        for each weight.
-        """
-        return None
+    def rescale(self, state: State, changed: Tensor, ratio: Tensor) -> State:
+        """The state after a swap: `ratio` is sqrt(lr * temperature) of the new rung over the old."""
+        return state
 
-    def move_at(
-        self,
-        now: Tensor | None,
-        position: Tensor,
-        velocity: Tensor | None,
-        squares: Tensor | None,
-        gradient: Tensor,
-        noise: Tensor,
-        *,
-        lr: Tensor,
-        temperature: Tensor,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """`move` for a sampler that changes with the step; also the new mean of squares."""
-        return *self.move(
-            position, velocity, gradient, noise, lr=lr, temperature=temperature
-        ), squares
+    def refresh(self, state: State, changed: Tensor, scale: Tensor, noise: Tensor) -> State:
+        """The state after a swap, with momenta drawn for the new rung: `scale` is that square root."""
+        return state
+
+    def check(self, *, n_data: int | None, swap_start: int | None) -> None:  # noqa: B027
+        """Refuse a target or a first swap (None without swaps) that do not fit this sampler."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from torchrex.errors import InvalidArgumentError
-from torchrex.samplers.base import Sampler
+from torchrex.samplers.base import Momentum, Sampler, State
 
 
 def sghmc(
@@ -40,7 +41,6 @@ class SGHMC(Sampler):
     """SGHMC with a friction in (0, 1]; the paper uses 0.1, that is momentum 0.9."""
 
     friction: float = 0.1
-    has_momentum = True
 
     def __post_init__(self) -> None:
         if not 0.0 < self.friction <= 1.0:
@@ -52,23 +52,26 @@ class SGHMC(Sampler):
     def velocity_std(self) -> float:  # type: ignore[override]
         return math.sqrt(2.0 / (2.0 - self.friction))
 
+    def init(self, position: Tensor) -> Momentum:
+        return Momentum(torch.zeros_like(position))
+
     def move(
         self,
         position: Tensor,
-        velocity: Tensor | None,
+        state: State,
         gradient: Tensor,
         noise: Tensor,
         *,
         lr: Tensor,
         temperature: Tensor,
-    ) -> tuple[Tensor, Tensor | None]:
-        assert velocity is not None
-        return sghmc(
-            position,
-            velocity,
-            gradient,
-            noise,
-            lr=lr,
-            temperature=temperature,
-            friction=self.friction,
-        )
+        step: Tensor,
+    ) -> tuple[Tensor, State]:
+        rates = {"lr": lr, "temperature": temperature}
+        moved = sghmc(position, state[0], gradient, noise, friction=self.friction, **rates)
+        return moved[0], Momentum(moved[1])
+
+    def rescale(self, state: State, changed: Tensor, ratio: Tensor) -> Momentum:
+        return Momentum(state[0] * torch.where(changed, ratio, 1.0))
+
+    def refresh(self, state: State, changed: Tensor, scale: Tensor, noise: Tensor) -> Momentum:
+        return Momentum(torch.where(changed, scale * (self.velocity_std * noise), state[0]))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from torchrex.samplers.base import Sampler
+from torchrex.samplers.base import NoState, Sampler, State
 
 
 def sgld(
@@ -27,14 +27,18 @@ def sgld(
 class SGLD(Sampler):
     """SGLD; it has no parameters of its own, learning rate and temperature belong to the rung."""
 
+    def init(self, position: Tensor) -> NoState:
+        return NoState()
+
     def move(
         self,
         position: Tensor,
-        velocity: Tensor | None,
+        state: State,
         gradient: Tensor,
         noise: Tensor,
         *,
         lr: Tensor,
         temperature: Tensor,
-    ) -> tuple[Tensor, Tensor | None]:
-        return sgld(position, gradient, noise, lr=lr, temperature=temperature), None
+        step: Tensor,
+    ) -> tuple[Tensor, State]:
+        return sgld(position, gradient, noise, lr=lr, temperature=temperature), state
