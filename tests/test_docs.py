@@ -1,8 +1,11 @@
-"""Every Python snippet of the README and the docs runs, in the order of the page."""
+"""Every Python snippet of the README and the docs runs, in the order of the page, and passes mypy."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,64 +13,67 @@ import pytest
 import torchrex
 
 ROOT = Path(__file__).parents[1]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
 
 
-PAGES = [
-    "README.md",
-    "docs/index.md",
-    "docs/density.md",
-    "docs/choosing.md",
-    "docs/your-model.md",
-    "docs/looking.md",
-    "docs/scaling.md",
+def snippets_of(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+PAGES = [page for page in (ROOT / "README.md", *DOCS) if snippets_of(page)]
+QUICK = ("README.md", "index.md", "scaling.md")
+MARKED = [
+    pytest.param(page, id=page.name, marks=() if page.name in QUICK else pytest.mark.slow)
+    for page in PAGES
 ]
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", MARKED)
 def test_snippets_run(page, capsys):
-    snippets = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    assert len(snippets) >= 2
     names = {"torchrex": torchrex}
-    for snippet in snippets:
-        exec(compile(snippet, page, "exec"), names)
+    for snippet in snippets_of(page):
+        exec(compile(snippet, page.name, "exec"), names)
     if "draws" in names:
         assert names["draws"].values.isfinite().all()
     if "average" in names:
         assert names["average"].metrics()["accuracy"] > 0.8, "the example does not learn"
 
 
-def test_every_snippet_of_the_docs_is_run():
-    with_snippets = {
-        page for page in (ROOT / "docs").glob("*.md") if "```python\n" in page.read_text()
-    }
-    assert with_snippets <= {ROOT / page for page in PAGES}
+@pytest.mark.slow  # a minute while mypy has no cache of torch
+def test_snippets_pass_a_type_checker(tmp_path):
+    pytest.importorskip("mypy")
+    for page in PAGES:
+        text = "\n".join(["import torchrex", *snippets_of(page)])
+        (tmp_path / f"{page.stem.replace('-', '_')}.py").write_text(text)
+    flags = ["--config-file=", "--check-untyped-defs", "--ignore-missing-imports"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *flags, f"--cache-dir={ROOT / '.mypy_cache' / 'docs'}", "."],
+        cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_page_is_on_the_site():
     named = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
-    assert named == {page.name for page in (ROOT / "docs").glob("*.md")}
+    assert named == {page.name for page in DOCS}
 
 
 def test_links_lead_somewhere():
-    for page in [
-        ROOT / "README.md",
-        *(ROOT / "docs").glob("*.md"),
-        ROOT / "benchmarks" / "README.md",
-    ]:
+    for page in (ROOT / "README.md", *DOCS, ROOT / "benchmarks" / "README.md"):
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            assert link.startswith("http") or (page.parent / link).exists(), (
-                f"{page.name} links to {link}"
-            )
+            found = link.startswith("http") or (page.parent / link).exists()
+            assert found, f"{page.name} links to {link}"
 
 
 def test_links_to_headings_find_them():
-    for page in (ROOT / "docs").glob("*.md"):
+    for page in DOCS:
         for name, anchor in re.findall(r"\]\((\w[^):#]*)?#([^)]+)\)", page.read_text()):
-            headings = re.findall(
-                r"^#+ (.*)$", (page.parent / (name or page.name)).read_text(), re.MULTILINE
-            )
+            text = (page.parent / (name or page.name)).read_text()
             slugs = {
                 re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-")
-                for heading in headings
+                for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
             }
             assert anchor in slugs, f"{page.name} links to {name}#{anchor}"
