@@ -227,7 +227,7 @@ def test_one_chain_has_batch_means():
         ),
         (
             lambda: hypervirial_temperature(torch.zeros(2, 3, 4), torch.zeros(2, 4)),
-            "one number a draw",
+            "one number per draw",
         ),
     ],
 )

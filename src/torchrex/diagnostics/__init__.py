@@ -2,41 +2,51 @@
 
 from torchrex.diagnostics.acceptance import (
     CorrectionSize,
+    Tail,
     acceptance_from_energies,
-    correction_against_spread,
-    factor_for_acceptance,
-    observed_acceptance,
-)
-from torchrex.diagnostics.convergence import AT_ONE_POINT, FEWEST_DRAWS, Convergence, convergence
-from torchrex.diagnostics.disagreement import Disagreement, replica_disagreement
-from torchrex.diagnostics.distance import (
-    MixtureQuantiles,
-    distance_curve,
-    mean_and_error,
-    wasserstein,
-)
-from torchrex.diagnostics.estimate import Estimate, batch_means, mean_of, over_chains
-from torchrex.diagnostics.history import History, Swaps, temperatures_at
-from torchrex.diagnostics.noise_level import (
     allowed_acceptance,
+    correction_against_spread,
     effective_noise,
+    factor_for_acceptance,
     factor_for_noise,
+    hill,
     ladder_for_noise,
     noise_level,
+    observed_acceptance,
     rungs_for_noise,
 )
-from torchrex.diagnostics.tails import Tail, hill
+from torchrex.diagnostics.convergence import (
+    AT_ONE_POINT,
+    FEWEST_DRAWS,
+    Convergence,
+    Disagreement,
+    convergence,
+    replica_disagreement,
+)
+from torchrex.diagnostics.distance import (
+    MixtureQuantiles,
+    assigned_w2,
+    distance_curve,
+    line_distance,
+    mean_and_error,
+    same_law_distance,
+    sliced_w2,
+    transported,
+    wasserstein,
+)
+from torchrex.diagnostics.history import (
+    Estimate,
+    History,
+    Swaps,
+    batch_means,
+    mean_of,
+    over_chains,
+    temperatures_at,
+)
 from torchrex.diagnostics.temperature import (
     equipartition_temperature,
     hypervirial_temperature,
     kinetic_temperature,
-)
-from torchrex.diagnostics.transport import (
-    assigned_w2,
-    line_distance,
-    same_law_distance,
-    sliced_w2,
-    transported,
 )
 from torchrex.diagnostics.travel import (
     Occupancy,

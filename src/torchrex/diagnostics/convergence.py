@@ -1,12 +1,11 @@
-"""Have the chains converged, and how many independent draws are they worth? R-hat, ESS and MCSE of
-every coordinate, by ArviZ.
-"""
+"""Do chains agree (R-hat, ESS and MCSE by ArviZ), and do replicas predict different things?"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from torchrex.diagnostics.history import Estimate, over_chains
 from torchrex.errors import InvalidArgumentError, import_extra
-from torchrex.posterior import Draws, coordinate_labels, import_arviz
+from torchrex.posterior import Draws, coordinate_labels, import_arviz, predictive_entropy
 
 AT_ONE_POINT = (
     "All runs started at one point: R-hat cannot show a mode that none of them has found."
@@ -32,9 +32,7 @@ class Convergence:
     ess_bulk: Tensor  # effective number of draws, for means and medians
     ess_tail: Tensor  # the smaller of those of the 5 % and 95 % quantiles
     mcse_mean: Tensor  # standard error of the mean of all draws, autocorrelation counted
-    started_at_one_point: bool = (
-        False  # all runs did, so that R-hat cannot show a mode that none has found
-    )
+    started_at_one_point: bool = False  # then R-hat cannot show a mode that no run has found
 
     @property
     def worst_rhat(self) -> float:
@@ -47,27 +45,15 @@ class Convergence:
         return float(torch.minimum(self.ess_bulk, self.ess_tail).min())
 
     def summary(self, *, most: int = 10) -> str:
-        """A small table; where there are more coordinates than `most`, those with the largest
-        R-hat, or the smallest ESS.
-        """
+        """A table of at most `most` coordinates, those with the largest R-hat or smallest ESS."""
         badness = -self.ess_bulk if self.rhat.isnan().all() else self.rhat
-        order = (
-            badness.nan_to_num(nan=math.inf)
-            .argsort(descending=True, stable=True)[:most]
-            .sort()
-            .values
-        )
+        order = badness.nan_to_num(nan=math.inf).argsort(descending=True, stable=True)[:most]
         table = Table()
         for column in ("coordinate", "R-hat", "bulk ESS", "tail ESS", "MCSE of mean"):
             table.add_column(column, justify="right")
-        for k in order.tolist():
-            numbers = (
-                f"{self.rhat[k]:.4f}",
-                f"{self.ess_bulk[k]:.0f}",
-                f"{self.ess_tail[k]:.0f}",
-                f"{self.mcse_mean[k]:.2g}",
-            )
-            table.add_row(self.names[k], *numbers)
+        for k in sorted(order.tolist()):
+            ess = (f"{self.ess_bulk[k]:.0f}", f"{self.ess_tail[k]:.0f}")
+            table.add_row(self.names[k], f"{self.rhat[k]:.4f}", *ess, f"{self.mcse_mean[k]:.2g}")
         if len(self.names) > most:
             table.add_row("...", f"{len(self.names) - most} better", "", "", "")
         console = Console(width=80, color_system=None, markup=False)
@@ -78,12 +64,12 @@ class Convergence:
         return captured.get().rstrip()
 
     def __repr__(self) -> str:
-        return f"Convergence({len(self.names)} coordinates, worst R-hat {self.worst_rhat:.4f}, least ESS {self.least_ess:.0f})"
+        worst = f"worst R-hat {self.worst_rhat:.4f}, least ESS {self.least_ess:.0f}"
+        return f"Convergence({len(self.names)} coordinates, {worst})"
 
 
 def convergence(draws: Draws | Tensor, names: Sequence[str] | None = None) -> Convergence:
-    """R-hat, bulk and tail ESS and the Monte Carlo standard error of the mean, for draws or any
-    tensor (chains, draws, dim).
+    """R-hat, bulk and tail ESS and MCSE of the mean, of draws or any tensor (chains, draws, dim).
 
     R-hat near 1 says that the chains agree, not that they have seen every mode: start them apart
     (`sample(initial=)`). Definitions of Vehtari et al. 2021. A coordinate that never moves has no
@@ -94,32 +80,74 @@ def convergence(draws: Draws | Tensor, names: Sequence[str] | None = None) -> Co
         raise InvalidArgumentError(
             f"draws must have the axes (chains, draws, dim), got shape {tuple(values.shape)}"
         )
-    labels = coordinate_labels(names, values.shape[2])
     n_chains, n_draws, dim = values.shape
+    labels = coordinate_labels(names, dim)
     if n_chains < 1 or n_draws < FEWEST_DRAWS:
         raise InvalidArgumentError(
-            f"R-hat and ESS need a chain of at least {FEWEST_DRAWS} draws, got {n_chains} chains of {n_draws}; draw more"
+            f"R-hat and ESS need a chain of at least {FEWEST_DRAWS} draws, "
+            f"got {n_chains} chains of {n_draws}; draw more"
         )
     arviz, xarray = import_arviz(), import_extra("xarray", "diagnostics")
-    # In float64: numpy knows no bfloat16, and not every function of ArviZ widens float32 before it
-    # sums.
-    array = xarray.DataArray(
-        values.detach().cpu().double().numpy(), dims=("chain", "draw", "coordinate")
-    )
-    dataset = xarray.Dataset({"x": array})
+    # In float64: numpy has no bfloat16, and some functions of ArviZ sum in float32.
+    array = values.detach().cpu().double().numpy()
+    dataset = xarray.Dataset({"x": (("chain", "draw", "coordinate"), array)})
 
     def numbers(result: object) -> Tensor:
         return torch.as_tensor(np.array(result["x"], dtype=float)).reshape(dim)  # type: ignore[index]
 
     with np.errstate(divide="ignore", invalid="ignore"):  # a coordinate that never moves: 0 / 0
+        unknown = torch.full((dim,), math.nan, dtype=torch.float64)
         return Convergence(
             names=tuple(str(label) for label in labels),
-            rhat=numbers(arviz.rhat(dataset))
-            if n_chains > 1
-            else torch.full((dim,), math.nan, dtype=torch.float64),
+            rhat=numbers(arviz.rhat(dataset)) if n_chains > 1 else unknown,
             ess_bulk=numbers(arviz.ess(dataset, method="bulk")),
             ess_tail=numbers(arviz.ess(dataset, method="tail")),
             mcse_mean=numbers(arviz.mcse(dataset, method="mean")),
             started_at_one_point=isinstance(draws, Draws)
             and draws.settings.get("started_at_one_point") is True,
         )
+
+
+class Disagreement(NamedTuple):
+    """Between every two replicas, (replicas, replicas), and of all together.
+
+    Errors are those of a finite set of examples.
+    """
+
+    differing: Tensor  # fraction of the examples on which their most probable classes differ
+    divergence: Tensor  # mean Jensen-Shannon divergence, in nats, at most log 2
+    mean_differing: Estimate  # over all pairs of replicas
+    mutual_information: Estimate  # of prediction and replica, in nats, at most log(replicas)
+
+
+def replica_disagreement(probabilities: Tensor) -> Disagreement:
+    """How differently replicas predict, from probabilities (replicas, n, classes).
+
+        JS(p, q) = H((p + q) / 2) - (H(p) + H(q)) / 2
+        I = H(mean over replicas of p) - mean over replicas of H(p)     (of two replicas, their JS)
+
+    H is the entropy in nats; divergence and information are means over the n examples. The more
+    replicas disagree, the more a swap, or an average over them, brings to rung 0.
+    """
+    p = probabilities.detach().double()
+    if p.ndim != 3 or len(p) < 2 or p.shape[1] == 0:
+        raise InvalidArgumentError(
+            f"give probabilities (replicas, n, classes) of 2 replicas or more, got {tuple(p.shape)}"
+        )
+    if not bool((p >= 0).all()) or not bool(((p.sum(-1) - 1.0).abs() < 1e-3).all()):
+        raise InvalidArgumentError(
+            "probabilities must be >= 0 and sum to 1 over the last axis; take the softmax of logits"
+        )
+    n_replicas, choice, own = len(p), p.argmax(-1), predictive_entropy(p)
+    differing = torch.zeros(n_replicas, n_replicas, dtype=torch.float64)
+    divergence = torch.zeros_like(differing)
+    pairs = [(i, j) for i in range(n_replicas) for j in range(i)]
+    per_example = torch.zeros(p.shape[1], dtype=torch.float64)
+    for i, j in pairs:
+        apart = (choice[i] != choice[j]).double().cpu()
+        per_example += apart / len(pairs)
+        differing[i, j] = differing[j, i] = apart.mean()
+        js = predictive_entropy((p[i] + p[j]) / 2) - (own[i] + own[j]) / 2
+        divergence[i, j] = divergence[j, i] = js.mean().cpu()
+    information = (predictive_entropy(p.mean(0)) - own.mean(0)).cpu()
+    return Disagreement(differing, divergence, over_chains(per_example), over_chains(information))

@@ -1,14 +1,14 @@
-"""What diagnostics read of a run: one record of tensors with axes in a fixed order (recorded steps,
-rungs or pairs, chains).
+"""What diagnostics read of a run, and what they return: a history of the ladder, and estimates.
 
 Draws and traces thin what they keep. Means over recorded steps (acceptance expected from the
 energies, noise level, occupancy) are right with any thinning. Counts of swaps are totals over all
-steps. Round trips need every step: a trace lists every swap and so tells them exactly however it
-was thinned, while thinned draws give a lower bound.
+steps. Round trips need every step: a trace lists every swap and so gives them exactly, while
+thinned draws give a lower bound.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -19,6 +19,53 @@ from torch import Tensor
 from torchrex.errors import InvalidArgumentError
 from torchrex.exchange import Ladder
 from torchrex.posterior import Draws
+
+FEWEST_BATCHES = 4
+
+
+class Estimate(NamedTuple):
+    """A value and its standard error, of equal shape; NaN is an error that the data cannot show."""
+
+    value: Tensor
+    error: Tensor
+
+
+def over_chains(per_chain: Tensor) -> Estimate:
+    """Mean over the last axis, one value per independent chain, and its standard error.
+
+        error = std / sqrt(chains),    NaN for one chain
+
+    It is right whatever the correlation within each chain.
+    """
+    values = per_chain.double()
+    n, mean = values.shape[-1], values.mean(-1)
+    error = values.std(-1) / math.sqrt(n) if n > 1 else torch.full_like(mean, math.nan)
+    return Estimate(mean, error)
+
+
+def batch_means(series: Tensor) -> Estimate:
+    """Mean of a stationary series along the last axis, with an error from about sqrt(k) batches.
+
+        error = std(batch means) / sqrt(batches)
+
+    Batches must be long against the correlation time; otherwise the error is too small. Fewer than
+    16 values give no error (NaN). Values that do not fill a batch count in the mean alone.
+    """
+    values = series.double()
+    n, mean = values.shape[-1], values.mean(-1)
+    n_batches = math.isqrt(n)
+    if n_batches < FEWEST_BATCHES:
+        return Estimate(mean, torch.full_like(mean, math.nan))
+    length = n // n_batches
+    batches = values[..., n - n_batches * length :].reshape(*values.shape[:-1], n_batches, length)
+    return Estimate(mean, over_chains(batches.mean(-1)).error)
+
+
+def mean_of(values: Tensor) -> Estimate:
+    """Mean of values (..., chains, k): the error is between chains, or by batches of one chain."""
+    if values.shape[-2] > 1:
+        return over_chains(values.double().mean(-1))
+    return batch_means(values.squeeze(-2))
 
 
 class Swaps(NamedTuple):
@@ -31,13 +78,11 @@ class Swaps(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class History:
-    """How the ladder of a run behaved. Steps count from 0, and row i of every tensor belongs to
-    step `steps[i]`.
-    """
+    """How the ladder of a run behaved. Steps count from 0; row i belongs to step `steps[i]`."""
 
     steps: Tensor  # (k,): the recorded ones
-    energy: Tensor  # (k, rungs, chains): estimates, as the swap tests of that step saw them, before the swaps
-    replica_at: Tensor  # (k, rungs, chains): who stood there, after the swaps
+    energy: Tensor  # (k, rungs, chains): estimates that the swap tests saw, before the swaps
+    replica_at: Tensor  # (k, rungs, chains): the replica on each rung, after the swaps
     noise_variance: Tensor  # (k, pairs, chains): sigma2
     temperature: Tensor  # (k, rungs)
     accepted: Tensor  # (pairs, chains): over all steps
@@ -48,34 +93,30 @@ class History:
 
     def __post_init__(self) -> None:
         k, rungs, chains = self.energy.shape
-        pairs = rungs - 1
+        by_pair = (k, rungs - 1, chains)
         wanted: dict[str, tuple[int, ...]] = {
             "steps": (k,),
             "replica_at": (k, rungs, chains),
-            "noise_variance": (k, pairs, chains),
+            "noise_variance": by_pair,
             "temperature": (k, rungs),
-            "accepted": (pairs, chains),
-            "proposed": (pairs, chains),
-            "correction": (k, pairs, chains),
+            "accepted": by_pair[1:],
+            "proposed": by_pair[1:],
+            "correction": by_pair,
         }
         for name, shape in wanted.items():
             tensor = getattr(self, name)
             if tensor is not None and tuple(tensor.shape) != shape:
                 raise InvalidArgumentError(
-                    f"with energies of shape (steps, rungs, chains) = {(k, rungs, chains)}, {name} must have shape {shape}, "
-                    f"got {tuple(tensor.shape)}; is the ladder the one of this run?"
+                    f"with energies (steps, rungs, chains) = {(k, rungs, chains)}, {name} must "
+                    f"have shape {shape}, got {tuple(tensor.shape)}; is it the ladder of this run?"
                 )
 
     @classmethod
     def from_draws(
         cls, draws: Draws, ladder: Ladder, *, correction_factor: float | None = None
     ) -> History:
-        """From the draws of `sample`. They do not record F: give it if it was a constant, and the
-        corrections are known too.
-        """
-        steps = (
-            draws.steps - 1
-        )  # a draw is named by the steps done, a history by the index of the last of them
+        """From the draws of `sample`. They do not record F: give it if it was a constant."""
+        steps = draws.steps - 1  # draws count the steps done, a history numbers steps from 0
         temperature = temperatures_at(ladder, steps)
         correction = None
         if correction_factor is not None:
@@ -83,30 +124,19 @@ class History:
                 raise InvalidArgumentError(
                     f"the correction factor F must be positive, got {correction_factor}"
                 )
-            correction = (
-                _gaps(temperature)[:, :, None] * draws.noise_variance.double() / correction_factor
-            )
-        return cls(
-            steps=steps,
-            energy=draws.energy,
-            replica_at=draws.replica_at,
-            noise_variance=draws.noise_variance,
-            temperature=temperature,
-            accepted=draws.accepted,
-            proposed=draws.proposed,
-            n_steps=draws.n_steps,
-            correction=correction,
-        )
+            sigma2 = draws.noise_variance.double()
+            correction = _gaps(temperature)[:, :, None] * sigma2 / correction_factor
+        names = ("energy", "replica_at", "noise_variance", "accepted", "proposed", "n_steps")
+        same = {name: getattr(draws, name) for name in names}
+        return cls(steps=steps, temperature=temperature, correction=correction, **same)
 
     @classmethod
     def from_traces(
         cls, traces: Sequence[Mapping[str, Tensor]], ladder: Ladder, *, n_steps: int | None = None
     ) -> History:
-        """From `Trace.tensors()` of one run, or of several with the same recorded steps, which
-        become the chains.
+        """From `Trace.tensors()` of one run, or of several with the same recorded steps, as chains.
 
-        `n_steps` defaults to the last step recorded or swapped at; say how many there were if the
-        trace was thinned.
+        `n_steps` defaults to the last step recorded or swapped at; give it for a thinned trace.
         """
         if not traces or any("steps" not in trace for trace in traces):
             raise InvalidArgumentError(
@@ -116,32 +146,22 @@ class History:
         for chain, trace in enumerate(traces):
             if not torch.equal(trace["steps"], steps):
                 raise InvalidArgumentError(
-                    f"trace {chain} has recorded {len(trace['steps'])} steps and not the {len(steps)} of trace 0; look at "
-                    f"runs of different length or thinning one by one"
+                    f"trace {chain} has recorded {len(trace['steps'])} steps, not the {len(steps)} "
+                    "of trace 0; read runs of different length or thinning one by one"
                 )
-
-        def side_by_side(name: str) -> Tensor:
-            return torch.stack([trace[name] for trace in traces], dim=-1)
-
+        chains = [torch.full_like(trace["swap_steps"], k) for k, trace in enumerate(traces)]
         swaps = Swaps(
             step=torch.cat([trace["swap_steps"] for trace in traces]),
             pair=torch.cat([trace["swap_pairs"] for trace in traces]),
-            chain=torch.cat(
-                [torch.full_like(trace["swap_steps"], chain) for chain, trace in enumerate(traces)]
-            ),
+            chain=torch.cat(chains),
         )
-        last = int(torch.cat([steps, swaps.step]).max())
+        names = ("energy", "replica_at", "noise_variance", "correction", "accepted", "proposed")
         return cls(
             steps=steps,
-            energy=side_by_side("energy"),
-            replica_at=side_by_side("replica_at"),
-            noise_variance=side_by_side("noise_variance"),
             temperature=temperatures_at(ladder, steps),
-            accepted=side_by_side("accepted"),
-            proposed=side_by_side("proposed"),
-            n_steps=last + 1 if n_steps is None else n_steps,
-            correction=side_by_side("correction"),
+            n_steps=int(torch.cat([steps, swaps.step]).max()) + 1 if n_steps is None else n_steps,
             swaps=swaps,
+            **{name: torch.stack([trace[name] for trace in traces], dim=-1) for name in names},
         )
 
     @property
@@ -158,12 +178,10 @@ class History:
 
     @property
     def has_every_step(self) -> bool:
-        """Is the path of every replica known from the first recorded step on, by the rows or by the
-        list of swaps?
-        """
-        return len(self.steps) > 0 and (
-            self.swaps is not None or len(self.steps) == self.n_steps - int(self.steps[0])
-        )
+        """Is the path of every replica known from the first recorded step on?"""
+        if len(self.steps) == 0:
+            return False
+        return self.swaps is not None or len(self.steps) == self.n_steps - int(self.steps[0])
 
     @property
     def inverse_gap(self) -> Tensor:
@@ -172,50 +190,34 @@ class History:
 
     @property
     def energy_difference(self) -> Tensor:
-        """(k, pairs, chains): cold minus hot, as the swap test saw it; in double, for it is small
-        against the energies.
-        """
+        """(k, pairs, chains): cold minus hot, in double because it is a small difference."""
         return -self.energy.double().diff(dim=1)
 
     @property
     def correction_factor(self) -> Tensor | None:
-        """(k, pairs, chains): F = gap * sigma2 / correction; infinite for the naive test, NaN where
-        sigma2 = 0 leaves it open.
-        """
+        """(k, pairs, chains): F = gap * sigma2 / correction; NaN where sigma2 = 0."""
         if self.correction is None:
             return None
-        return (
-            self.inverse_gap[:, :, None] * self.noise_variance.double() / self.correction.double()
-        )
+        full = self.inverse_gap[:, :, None] * self.noise_variance.double()
+        return full / self.correction.double()
 
     def after(self, step: int) -> History:
-        """The rows of steps >= `step` (burn-in left out); swaps and totals stay those of the whole
-        run.
-        """
+        """The rows of steps >= `step` (no burn-in); swaps and totals stay those of all steps."""
         kept = self.steps >= step
-        return replace(
-            self,
-            steps=self.steps[kept],
-            energy=self.energy[kept],
-            replica_at=self.replica_at[kept],
-            noise_variance=self.noise_variance[kept],
-            temperature=self.temperature[kept],
-            correction=None if self.correction is None else self.correction[kept],
-        )
+        names = ("steps", "energy", "replica_at", "noise_variance", "temperature", "correction")
+        rows = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: x[kept] for name, x in rows.items() if x is not None})
 
     def __repr__(self) -> str:
-        return f"History({self.n_rungs} rungs x {self.n_chains} chains, {len(self.steps):,} of {self.n_steps:,} steps recorded)"
+        recorded = f"{len(self.steps):,} of {self.n_steps:,} steps recorded"
+        return f"History({self.n_rungs} rungs x {self.n_chains} chains, {recorded})"
 
 
 def temperatures_at(ladder: Ladder, steps: Tensor) -> Tensor:
     """Temperatures of every rung at the given steps, annealing included: (k, rungs)."""
     base = torch.tensor(ladder.temperatures, dtype=torch.float64)
-    anneal = ladder.anneal
-    if anneal is None:
-        return base.repeat(len(steps), 1)
-    return (
-        torch.tensor([anneal(step) for step in steps.tolist()], dtype=torch.float64)[:, None] * base
-    )
+    anneal = ladder.anneal or (lambda step: 1.0)
+    return torch.tensor([anneal(step) for step in steps.tolist()], dtype=base.dtype)[:, None] * base
 
 
 def _gaps(temperature: Tensor) -> Tensor:

@@ -1,26 +1,23 @@
-"""Is a rung really at its temperature? Three thermometers, from velocities, positions and exact or
-minibatch gradients.
+"""Is a rung really at its temperature? Three thermometers.
 
-All take tensors of one rung, or of several in front: (..., chains, draws, dim). A finite learning
-rate makes every one of them read high (on a quadratic of stiffness a, SGLD is at tau / (1 - lr * a
-/ 2)), and so does the noise of minibatch gradients where it is not small beside the injected noise.
-That is what they are for.
+All take tensors (..., chains, draws, dim) of one rung or of several. A finite learning rate makes
+every one of them read high (on a quadratic of stiffness a, SGLD is at tau / (1 - lr * a / 2)), and
+so does gradient noise that is not small against the injected noise. That is what they are for.
 
-| thermometer   | valid for                              | with minibatch gradients                    | feels           |
-|---------------|----------------------------------------|---------------------------------------------|-----------------|
-| kinetic       | any energy; samplers with momentum     | not needed                                  | fast directions |
-| equipartition | any energy that grows without bound    | yes, they enter linearly                    | slow directions |
-| hypervirial   | any smooth one, Laplacian required     | no: |g|^2 is too large by their variance    | stiff ones      |
+| thermometer   | valid for                           | with minibatch gradients | feels           |
+|---------------|-------------------------------------|--------------------------|-----------------|
+| kinetic       | any energy; samplers with momentum  | not needed               | fast directions |
+| equipartition | any energy that grows without bound | yes, they enter linearly | slow directions |
+| hypervirial   | any smooth one, needs the Laplacian | no, their variance adds  | stiff ones      |
 
-Fast directions are in equilibrium soon; equipartition needs the slow ones to be, and with several
-modes all of those.
+Fast directions are soon in equilibrium; equipartition needs the slow ones to be, in all modes.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from torchrex.diagnostics.estimate import Estimate, mean_of
+from torchrex.diagnostics.history import Estimate, mean_of
 from torchrex.errors import InvalidArgumentError
 from torchrex.samplers import Sampler
 
@@ -30,8 +27,7 @@ def kinetic_temperature(velocity: Tensor, *, lr: float, sampler: Sampler) -> Est
 
         tau = <v^2> / (lr * velocity_std^2),    velocity_std^2 = 2 / (2 - friction) for SGHMC
 
-    The factor is that of the discrete recursion as lr -> 0; without it friction 0.1 would read 5 %
-    high.
+    The factor is that of the discrete recursion as lr -> 0; without it friction 0.1 reads 5 % high.
     """
     if not sampler.velocity_std:
         raise InvalidArgumentError(f"{sampler!r} has no velocities; use equipartition_temperature")
@@ -45,15 +41,14 @@ def kinetic_temperature(velocity: Tensor, *, lr: float, sampler: Sampler) -> Est
 def equipartition_temperature(
     position: Tensor, gradient: Tensor, *, centre: Tensor | None = None
 ) -> Estimate:
-    """Temperature from the work of the forces on the positions, (...): equipartition in its general
-    form.
+    """Temperature from the work of the forces on the positions, (...): general equipartition.
 
         tau = <(x - c) . grad U> / dim        for ANY fixed point c
 
-    It is the integral of div((x - c) exp(-U / tau)), which vanishes if the density falls faster
-    than 1 / |x|^dim; U need not be quadratic, nor have one mode. The choice of c changes the error
-    and not the mean. By default it is the mean of all draws, which makes the estimate low by a
-    factor 1 - 1 / (number of independent draws). Gradients must be those at the positions.
+    The integral of div((x - c) exp(-U / tau)) vanishes if the density falls faster than
+    1 / |x|^dim; U need not be quadratic, nor have one mode. c changes the error and not the mean.
+    By default it is the mean of all draws, which makes the estimate low by a factor
+    1 - 1 / (number of independent draws). Gradients must be those at the positions.
     """
     _require_axes(position, gradient)
     x = position.double()
@@ -64,8 +59,7 @@ def equipartition_temperature(
 def hypervirial_temperature(
     gradient: Tensor, laplacian: Tensor, *, other_gradient: Tensor | None = None
 ) -> Estimate:
-    """Temperature from exact gradients and the Laplacian (chains, draws) of the energy, (...) (Rugh
-    1997; Butler et al. 1998).
+    """Temperature from exact gradients and the Laplacian (chains, draws), (...) (Rugh 1997).
 
         tau = <|grad U|^2> / <laplacian U>
 
@@ -77,14 +71,13 @@ def hypervirial_temperature(
     _require_axes(gradient, other)
     if laplacian.shape != gradient.shape[:-1]:
         raise InvalidArgumentError(
-            f"the Laplacian is one number a draw, {tuple(gradient.shape[:-1])} for gradients {tuple(gradient.shape)}, "
+            f"the Laplacian is one number per draw, {tuple(gradient.shape[:-1])}, "
             f"got {tuple(laplacian.shape)}"
         )
     force, curvature = (gradient.double() * other.double()).sum(-1), laplacian.double()
     mean = curvature.mean((-2, -1))
     tau = force.mean((-2, -1)) / mean
-    # To first order the ratio errs by the mean of force - tau * curvature, divided by the mean
-    # curvature.
+    # To first order the ratio errs by the mean of (force - tau * curvature) / mean curvature.
     residual = mean_of(force - tau[..., None, None] * curvature)
     return Estimate(tau, residual.error / mean.abs())
 
@@ -92,6 +85,7 @@ def hypervirial_temperature(
 def _require_axes(*tensors: Tensor) -> None:
     shapes = [tuple(tensor.shape) for tensor in tensors]
     if any(len(shape) < 3 for shape in shapes) or len(set(shapes)) > 1:
+        got = " and ".join(map(str, shapes))
         raise InvalidArgumentError(
-            f"give tensors of equal shape (..., chains, draws, dim), got {' and '.join(map(str, shapes))}"
+            f"give tensors of equal shape (..., chains, draws, dim), got {got}"
         )
