@@ -375,9 +375,7 @@ def test_converting_needs_the_number_of_data(n_data):
 
 @pytest.mark.parametrize("n_data", [0, -5, True, "50000", 40.0, None])
 def test_n_data_is_a_count(n_data):
-    with pytest.raises(
-        InvalidArgumentError, match="n_data must be the number of training examples"
-    ):
+    with pytest.raises(InvalidArgumentError, match="n_data must be a whole number"):
         tr.PosteriorEnergy(F.cross_entropy, n_data=n_data)
 
 

@@ -1,11 +1,7 @@
-"""Targets: log densities, Gaussian mixtures, tall-data posteriors, noise on top of them, and the
-posterior of a module.
-"""
+"""Targets: log densities, mixtures, tall-data posteriors, added noise, posteriors of modules."""
 
-from torchrex.targets.base import Energy, Noise, Target
-from torchrex.targets.density import LogDensity
+from torchrex.targets.density import Energy, LogDensity, Noise, Target
 from torchrex.targets.loader import DeviceLoader, Twice, require_no_dataset
-from torchrex.targets.logistic import laplace, logistic_regression, simulate_logistic
 from torchrex.targets.mixture import GaussianMixture
 from torchrex.targets.noisy import Gaussian, NoiseModel, Noisy, StudentT
 from torchrex.targets.posterior import (
@@ -17,7 +13,13 @@ from torchrex.targets.posterior import (
     frozen,
     without_tracking,
 )
-from torchrex.targets.tall import TallPosterior
+from torchrex.targets.tall import (
+    TallPosterior,
+    draw_points,
+    laplace,
+    logistic_regression,
+    simulate_logistic,
+)
 
 __all__ = [
     "Batch",
@@ -36,6 +38,7 @@ __all__ = [
     "TallPosterior",
     "Target",
     "Twice",
+    "draw_points",
     "from_sgd",
     "frozen",
     "laplace",

@@ -1,14 +1,72 @@
-"""A user's log density as a target."""
+"""What a target is, and a user's log density as one.
+
+An energy is a minibatch estimate of the negative log posterior, a SUM over the data. A target draws
+its randomness (minibatch indices, energy noise) in blocks before it is needed and is otherwise a
+pure function. So the eager and the compiled loop use the same random numbers, and a block can be
+drawn again when a run is resumed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchrex.errors import InvalidArgumentError, TargetError
-from torchrex.targets.base import Energy, Noise, Target
+from torchrex.errors import TargetError, require_whole
+
+Noise = Mapping[str, Tensor]
+
+
+class Energy(NamedTuple):
+    """Energies of a batch of positions, and the per-example terms where the target has data."""
+
+    total: Tensor  # (...)
+    per_example: Tensor | None = None  # (..., n): minus log likelihood of each example
+    repeated: Tensor | None = None  # (..., n): the same with other random numbers (dropout)
+
+
+class Target(ABC):
+    """Base of all targets: positions (..., rungs, runs, dim) have energies (..., rungs, runs)."""
+
+    dim: int
+    n_data: int | None = None  # how many examples a minibatch energy stands for
+    batch_size: int | None = None  # how many are in a minibatch, where that is known before
+    has_noise: bool = False  # are energies only estimates?
+    shares_minibatch: bool = False  # do the replicas of a run see the same minibatch?
+
+    @abstractmethod
+    def energy(self, position: Tensor, noise: Noise) -> Energy:
+        """Energy at each position, traceable: no branch on values, no random numbers of its own."""
+
+    def energy_and_gradient(self, position: Tensor, noise: Noise) -> tuple[Energy, Tensor]:
+        """Energy and its gradient, by automatic differentiation unless a target overrides it."""
+
+        def summed(position: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+            energy = self.energy(position, noise)
+            return energy.total.sum(), tuple(term for term in energy if term is not None)
+
+        gradient, terms = torch.func.grad(summed, has_aux=True)(position)
+        return Energy(*terms), gradient
+
+    def draw_noise(
+        self, generator: torch.Generator, n: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Noise:
+        """Randomness of `n` evaluations at positions of batch shape `shape`; first axis n."""
+        return {}
+
+    def draw_initial(self, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor | None:
+        """Starting points (*shape, dim), draws of the prior; None if there is none to draw from."""
+        return None
+
+    def check(self, position: Tensor) -> None:  # noqa: B027 - most targets need none
+        """Raise a TargetError if it cannot work at positions (rungs, runs, dim); called once."""
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> Target:
+        """This target with its tensors on `device`; floating tensors become `dtype`."""
+        return self
 
 
 class LogDensity(Target):
@@ -16,7 +74,7 @@ class LogDensity(Target):
 
     A function of one point, (dim,) to a scalar, is given with `batched=False` and is vmapped.
     `gradient(x)`, if given, is the gradient of the log density, (n, dim) to (n, dim); otherwise
-    autograd finds it.
+    autograd computes it.
     """
 
     def __init__(
@@ -27,16 +85,16 @@ class LogDensity(Target):
         gradient: Callable[[Tensor], Tensor] | None = None,
         batched: bool = True,
     ) -> None:
-        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
-            raise InvalidArgumentError(f"dim must be a whole number >= 1, got {dim!r}")
+        require_whole("dim", dim, 1)
         self.dim = dim
         self.log_density = log_density if batched else torch.vmap(log_density)
         self.gradient = gradient if gradient is None or batched else torch.vmap(gradient)
+        self._hint = f"If it takes one point of shape ({dim},) at a time, use batched=False."
 
     def energy(self, position: Tensor, noise: Noise) -> Energy:
         points = position.reshape(-1, self.dim)
         value = self.log_density(points)
-        self._check("log density", value, (points.shape[0],), points)
+        self._check("log density", value, points.shape[:1], points)
         return Energy(-value.reshape(position.shape[:-1]))
 
     def energy_and_gradient(self, position: Tensor, noise: Noise) -> tuple[Energy, Tensor]:
@@ -44,42 +102,43 @@ class LogDensity(Target):
             return super().energy_and_gradient(position, noise)
         points = position.reshape(-1, self.dim)
         value = self.gradient(points)
-        self._check("gradient", value, tuple(points.shape), points)
+        self._check("gradient", value, points.shape, points)
         return self.energy(position, noise), -value.reshape(position.shape)
 
     def check(self, position: Tensor) -> None:
-        """Try the density on dim + 1 points: a function of one point at a time gives itself away."""
+        """Try it on dim + 1 points, where a function of one point returns a wrong shape."""
         points = position.reshape(-1, self.dim)[:1].expand(self.dim + 1, -1).clone()
-        hint = f"If it takes one point of shape ({self.dim},) at a time, use LogDensity(..., batched=False)."
         try:
             with torch.enable_grad():
                 points.requires_grad_(self.gradient is None)
                 values = [self.log_density(points) for _ in range(2)]
         except Exception as error:
-            what = f"{type(error).__name__}: {str(error).rstrip('.')}"
+            reason = f"{type(error).__name__}: {str(error).rstrip('.')}. {self._hint}"
             raise TargetError(
-                f"the log density failed on points of shape {tuple(points.shape)}: {what}. {hint}"
+                f"the log density failed on points of shape {tuple(points.shape)}: {reason}"
             ) from error
-        self._check("log density", values[0], (len(points),), points)
+        self._check("log density", values[0], points.shape[:1], points)
         if self.gradient is None and not values[0].requires_grad:
             raise TargetError(
-                "the log density does not depend on its points through autograd; give its gradient: gradient=..."
+                "the log density does not depend on its points through autograd; give gradient=..."
             )
         if not torch.equal(values[0].nan_to_num(), values[1].nan_to_num()):
             raise TargetError(
-                "the log density gives different values at the same point, so it draws random numbers that the swap test cannot "
-                "know of; put a module into eval mode, use Noisy for noise of a known law, TallPosterior for minibatches"
+                "the log density gives different values at the same point; put a module into eval "
+                "mode, or use Noisy for noise of a known law, TallPosterior for minibatches"
             )
 
-    def _check(self, what: str, value: object, expected: tuple[int, ...], points: Tensor) -> None:
-        if not isinstance(value, Tensor) or tuple(value.shape) != expected:
-            got = (
-                f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            )
+    def _check(self, what: str, value: object, expected: torch.Size, points: Tensor) -> None:
+        if not isinstance(value, Tensor) or value.shape != expected:
             raise TargetError(
-                f"the {what} must return a tensor of shape {expected} for points of shape {tuple(points.shape)}, got {got}. "
-                f"If it takes one point of shape ({self.dim},) at a time, use LogDensity(..., batched=False)."
+                f"the {what} must return a tensor of shape {tuple(expected)} for points of shape "
+                f"{tuple(points.shape)}, got {described_shape(value)}. {self._hint}"
             )
 
     def __repr__(self) -> str:
         return f"LogDensity({getattr(self.log_density, '__name__', 'log_density')}, dim={self.dim})"
+
+
+def described_shape(value: object) -> str:
+    """For messages: the shape of a tensor, or the type of anything else."""
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

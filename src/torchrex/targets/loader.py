@@ -1,8 +1,7 @@
-"""A whole data set of tensors on the device, in minibatches: seeded order, batched augmentation, a
-position that can be restored.
+"""A data set of tensors on the device, in minibatches, with a position that can be restored.
 
-Selecting a batch needs nothing from the host but, once an epoch, a new order; so it can be part of
-a captured step. The order of an epoch is a function of (seed, epoch) alone and the same on every
+Selecting a batch needs nothing from the host except, once an epoch, a new order; so it can be part
+of a captured step. The order of an epoch is a function of (seed, epoch) alone, the same on every
 device.
 """
 
@@ -31,11 +30,11 @@ class Twice(NamedTuple):
 
 
 class DeviceLoader:
-    """Minibatches of tensors that live on one device.
+    """Minibatches of tensors that are on one device.
 
     `tensors` is a sequence (inputs..., targets) or a dict; batches have the same form. `last` says
     what happens to the examples that do not fill a batch: "drop" leaves them out of the epoch,
-    "wrap" fills up with the next epoch's first, "keep" gives a smaller batch. `augment(batch,
+    "wrap" fills up with the first of the next epoch, "keep" gives a smaller batch. `augment(batch,
     generator)` changes a batch on the device; all its random numbers must come from the generator.
 
     Iterating gives one epoch, or the rest of it after `load_state_dict`.
@@ -56,71 +55,40 @@ class DeviceLoader:
         augment: Augment | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        if isinstance(tensors, Tensor):  # type: ignore[unreachable]
-            raise InvalidArgumentError(
-                "tensors must be a sequence or a dict of tensors, got one tensor; put it into a tuple: (x,)"
-            )
-        named: dict[Any, Tensor] = (
-            dict(tensors) if isinstance(tensors, Mapping) else dict(enumerate(tensors))
-        )
-        if not named or not all(isinstance(t, Tensor) and t.ndim for t in named.values()):
-            advice = "; pass dataset.tensors" if hasattr(tensors, "tensors") else ""
-            raise InvalidArgumentError(
-                f"tensors must be a sequence or a dict of tensors with one row per example, got {type(tensors).__name__}{advice}"
-            )
-        sizes = {len(t) for t in named.values()}
-        if len(sizes) > 1:
-            shapes = [tuple(t.shape) for t in named.values()]
-            raise InvalidArgumentError(f"the tensors must have the same first size, got {shapes}")
-        (self.n_data,) = sizes
-        if (
-            isinstance(batch_size, bool)
-            or not isinstance(batch_size, int)
-            or not 1 <= batch_size <= self.n_data
-        ):
+        named = _named_tensors(tensors)
+        first = next(iter(named.values()))
+        self.n_data = len(first)
+        is_whole = isinstance(batch_size, int) and not isinstance(batch_size, bool)
+        if not is_whole or not 1 <= batch_size <= self.n_data:
             raise InvalidArgumentError(
                 f"batch_size must lie between 1 and the {self.n_data} examples, got {batch_size!r}"
             )
         if last not in ("drop", "wrap", "keep"):
             raise InvalidArgumentError(f"last must be drop, wrap or keep, got {last!r}")
-        self.device = (
-            torch.device(device) if device is not None else next(iter(named.values())).device
-        )
+        self.device = torch.device(first.device if device is None else device)
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise InvalidArgumentError(
-                f"device {self.device} was asked for, but torch finds no CUDA device here; leave device out"
+                f"device {self.device} was given, but torch finds no CUDA device; leave device out"
             )
         self._tensors = {name: t.to(self.device) for name, t in named.items()}
         self._is_dict = isinstance(tensors, Mapping)
-        self.batch_size, self.seed, self.shuffle, self.last, self.augment = (
-            batch_size,
-            seed,
-            shuffle,
-            last,
-            augment,
-        )
-        self.epoch, self.position = (
-            0,
-            0,
-        )  # the next batch begins at this place of this epoch's order
-        self.generator = torch.Generator(self.device).manual_seed(derive_seed(seed, "augment"))
-        self.repeat_generator = torch.Generator(self.device).manual_seed(
-            derive_seed(seed, "augment.repeat")
+        self.batch_size, self.seed, self.shuffle = batch_size, seed, shuffle
+        self.last, self.augment = last, augment
+        self.epoch, self.position = 0, 0  # where the next batch begins in the order of this epoch
+        self.generator, self.repeat_generator = (
+            torch.Generator(self.device).manual_seed(derive_seed(seed, name))
+            for name in ("augment", "augment.repeat")
         )
         self._order = torch.empty(self.n_data + batch_size, dtype=torch.int64, device=self.device)
-        self.cursor = torch.zeros(
-            (), dtype=torch.int64, device=self.device
-        )  # the position, where a captured step can read it
+        # The position, where a captured step can read it.
+        self.cursor = torch.zeros((), dtype=torch.int64, device=self.device)
         self._places = torch.arange(batch_size, device=self.device)
         self._set_order()
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, rounded down where epochs overlap."""
-        return (
-            -(-self.n_data // self.batch_size)
-            if self.last == "keep"
-            else self.n_data // self.batch_size
-        )
+        """Batches of a complete epoch, rounded down where epochs overlap."""
+        n_full = self.n_data // self.batch_size
+        return n_full + (self.last == "keep" and self.n_data % self.batch_size > 0)
 
     def __iter__(self) -> Iterator[Any]:
         if self._epoch_is_over():
@@ -137,21 +105,16 @@ class DeviceLoader:
         return batch
 
     def prepare(self) -> int:
-        """Begin a new epoch if this one is over; the size of the next batch. Host work, before
-        `select`.
-        """
+        """Begin a new epoch if this one is over; the size of the next batch. Host work."""
         if self._epoch_is_over():
             self._begin_epoch()
-        return (
-            self.batch_size
-            if self.last != "keep"
-            else min(self.batch_size, self.n_data - self.position)
-        )
+        left = self.n_data - self.position
+        return min(self.batch_size, left) if self.last == "keep" else self.batch_size
 
     def select(self, size: int, *, twice: bool = False) -> Any:
         """The batch at the cursor, which moves on. Device work only: this may be captured.
 
-        With `twice` its examples are augmented a second time too, by random numbers of their own.
+        With `twice` its examples are also augmented a second time, by other random numbers.
         """
         index = self._order.index_select(0, self.cursor + self._places[:size])
         self.cursor += size
@@ -169,9 +132,8 @@ class DeviceLoader:
         self.position += size
 
     def _epoch_is_over(self) -> bool:
-        if self.last == "drop":
-            return self.position + self.batch_size > self.n_data
-        return self.position >= self.n_data
+        needed = self.batch_size if self.last == "drop" else 1
+        return self.position + needed > self.n_data
 
     def _begin_epoch(self) -> None:
         self.epoch += 1
@@ -179,9 +141,7 @@ class DeviceLoader:
         self._set_order()
 
     def _set_order(self) -> None:
-        """Write this epoch's order, and the beginning of the next one's behind it, where the
-        captured step reads it.
-        """
+        """Write the order of this epoch and the first of the next; a captured step reads them."""
         following = self._permutation(self.epoch + 1)[: self.batch_size]
         self._order.copy_(torch.cat([self._permutation(self.epoch), following]))
         self.cursor.fill_(self.position)
@@ -189,10 +149,8 @@ class DeviceLoader:
     def _permutation(self, epoch: int) -> Tensor:
         if not self.shuffle:
             return torch.arange(self.n_data)
-        return torch.randperm(
-            self.n_data,
-            generator=torch.Generator().manual_seed(derive_seed(self.seed, f"order.{epoch}")),
-        )
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, f"order.{epoch}"))
+        return torch.randperm(self.n_data, generator=generator)
 
     def state_dict(self) -> dict[str, Any]:
         """The position; together with the settings it decides all batches to come."""
@@ -205,7 +163,7 @@ class DeviceLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was taken."""
+        """Continue where the state was taken."""
         if state["setting"] != repr(self):
             raise InvalidArgumentError(f"the state is that of {state['setting']}, this is {self!r}")
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
@@ -216,23 +174,39 @@ class DeviceLoader:
     def __repr__(self) -> str:
         shapes = ", ".join("x".join(map(str, t.shape)) for t in self._tensors.values())
         order = f"seed={self.seed}" if self.shuffle else "in order"
-        # A dataclass says how it augments, so that a state of other settings is refused; a
-        # function's repr is its address.
-        said = repr(self.augment) if is_dataclass(self.augment) else "augmented"
-        augmented = "" if self.augment is None else f", {said}"
-        return f"DeviceLoader({shapes}; batch_size={self.batch_size}, {order}, last={self.last!r}{augmented})"
+        # A dataclass prints its settings, so that a state of others is refused; the repr of a
+        # function is its address.
+        augment = repr(self.augment) if is_dataclass(self.augment) else "augmented"
+        settings = [f"batch_size={self.batch_size}", order, f"last={self.last!r}"]
+        settings += [] if self.augment is None else [augment]
+        return f"DeviceLoader({shapes}; {', '.join(settings)})"
+
+
+def _named_tensors(tensors: Any) -> dict[Any, Tensor]:
+    if isinstance(tensors, Tensor):
+        raise InvalidArgumentError(
+            "tensors must be a sequence or a dict of tensors, got one tensor; give a tuple: (x,)"
+        )
+    named = dict(tensors) if isinstance(tensors, Mapping) else dict(enumerate(tensors))
+    if not named or not all(isinstance(t, Tensor) and t.ndim for t in named.values()):
+        advice = "; pass dataset.tensors" if hasattr(tensors, "tensors") else ""
+        raise InvalidArgumentError(
+            f"tensors must be a sequence or a dict of tensors with one row per example, got "
+            f"{type(tensors).__name__}{advice}"
+        )
+    if len({len(t) for t in named.values()}) > 1:
+        shapes = [tuple(t.shape) for t in named.values()]
+        raise InvalidArgumentError(f"the tensors must have the same first size, got {shapes}")
+    return named
 
 
 def require_no_dataset(data: Any, *, shuffle: bool) -> None:
-    """Refuse what gives single examples, with the loader to put around it."""
+    """Refuse what gives single examples, and name the loader to use."""
     if isinstance(data, Dataset) and not hasattr(data, "__iter__"):
         in_order = "" if shuffle else ", shuffle=False"
-        tensors = (
-            f", or DeviceLoader(dataset.tensors, batch_size{in_order})"
-            if hasattr(data, "tensors")
-            else ""
-        )
+        tensors = f", or DeviceLoader(dataset.tensors, batch_size{in_order})"
         raise InvalidArgumentError(
-            f"data must give batches, got a {type(data).__name__}, which gives single examples: use DataLoader(dataset, "
-            f"batch_size=..., shuffle={shuffle}){tensors}"
+            f"data must give batches, got a {type(data).__name__} of single examples: use "
+            f"DataLoader(dataset, batch_size=..., shuffle={shuffle})"
+            f"{tensors if hasattr(data, 'tensors') else ''}"
         )

@@ -1,6 +1,4 @@
-"""Gaussian mixtures in any dimension: density, exact draws and, in one dimension, cdf and
-quantiles.
-"""
+"""Gaussian mixtures: density, exact draws and, in one dimension, cdf and quantiles."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrex.errors import TargetError
-from torchrex.targets.base import Energy, Noise, Target
+from torchrex.targets.density import Energy, Noise, Target
 
 Numbers = Sequence[float] | Sequence[Sequence[float]] | Tensor
 
@@ -37,19 +35,16 @@ class GaussianMixture(Target):
         mean = mean[:, None] if mean.ndim == 1 else mean
         if w.ndim != 1 or mean.ndim != 2 or len(w) != len(mean) or not bool((w > 0).all()):
             raise TargetError(
-                f"a mixture needs one positive weight and one mean per component, got {tuple(w.shape)} weights and means of "
-                f"shape {tuple(mean.shape)}"
+                f"a mixture needs one positive weight and one mean per component, got "
+                f"{tuple(w.shape)} weights and means of shape {tuple(mean.shape)}"
             )
         if (stds is None) == (covariances is None):
-            raise TargetError(
-                "a mixture needs either stds or covariances, not both and not neither"
-            )
+            raise TargetError("a mixture needs either stds or covariances, one of them")
         k, self.dim = mean.shape
         if covariances is not None:
             if tuple(covariances.shape) != (k, self.dim, self.dim):
-                raise TargetError(
-                    f"covariances must have shape {(k, self.dim, self.dim)}, got {tuple(covariances.shape)}"
-                )
+                given = tuple(covariances.shape)
+                raise TargetError(f"covariances must be {(k, self.dim, self.dim)}, got {given}")
             factor, failed = torch.linalg.cholesky_ex(covariances.double())
             if bool(failed.any()):
                 raise TargetError("every covariance must be symmetric and positive definite")
@@ -66,15 +61,14 @@ class GaussianMixture(Target):
         self._prepare(torch.device("cpu"), torch.float64)
 
     def _prepare(self, device: torch.device | str, dtype: torch.dtype) -> None:
-        """Tensors of the density, shaped to broadcast against positions with components in front."""
+        """Tensors of the density; they broadcast against positions with components in front."""
         log_det = self.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         constant = self.weights.log() - log_det - 0.5 * self.dim * math.log(2 * math.pi)
         whiten = torch.linalg.inv(self.factor)
         if self._diagonal:
             whiten = whiten.diagonal(dim1=-2, dim2=-1)
-        self._constant = constant[:, None].to(
-            device, dtype
-        )  # two axes: not burnt into compiled code, which all mixtures share
+        # Two axes, so that it is an input of the compiled code, which all mixtures share.
+        self._constant = constant[:, None].to(device, dtype)
         self._mean = self.means.to(device, dtype)
         self._whiten = whiten.to(device, dtype)
 
@@ -84,17 +78,14 @@ class GaussianMixture(Target):
         return moved
 
     def _components(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """For points (..., dim): log weighted density of each component (k, ...) and its whitened
-        points (k, ..., dim).
-        """
+        """Log weighted densities (k, ...) at points (..., dim); whitened points (k, ..., dim)."""
         lead = (1,) * (x.ndim - 1)
         centred = x - self._mean.view(-1, *lead, self.dim)
         if self._diagonal:
             white = centred * self._whiten.view(-1, *lead, self.dim)
         else:  # multiply and sum rather than matmul: small, and it fuses into the compiled loop
-            white = (centred.unsqueeze(-2) * self._whiten.view(-1, *lead, self.dim, self.dim)).sum(
-                -1
-            )
+            whiten = self._whiten.view(-1, *lead, self.dim, self.dim)
+            white = (centred.unsqueeze(-2) * whiten).sum(-1)
         return self._constant.view(-1, *lead) - 0.5 * white.square().sum(-1), white
 
     def log_density(self, x: Tensor) -> Tensor:
@@ -105,9 +96,7 @@ class GaussianMixture(Target):
         return Energy(-self.log_density(position))
 
     def energy_and_gradient(self, position: Tensor, noise: Noise) -> tuple[Energy, Tensor]:
-        """By hand, because autograd computes the exponentials a second time, and they are most of
-        the work.
-        """
+        """By hand: autograd would compute the exponentials, most of the work, a second time."""
         log_terms, white = self._components(position)
         largest = log_terms.amax(0)
         terms = (log_terms - largest).exp()
@@ -148,9 +137,7 @@ class GaussianMixture(Target):
 
     def _require_one_dimension(self, what: str) -> None:
         if self.dim != 1:
-            raise TargetError(
-                f"{what} is defined in one dimension, this mixture has dim={self.dim}"
-            )
+            raise TargetError(f"{what} is for one dimension, this mixture has dim={self.dim}")
 
     def __repr__(self) -> str:
         return f"GaussianMixture({len(self.weights)} components, dim={self.dim})"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchrex.errors import InvalidArgumentError
-from torchrex.targets.base import Energy, Noise, Target
+from torchrex.targets.density import Energy, Noise, Target
 
 
 class NoiseModel(ABC):
@@ -43,9 +43,8 @@ class Gaussian(NoiseModel):
     def draw(
         self, generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=dtype, device=generator.device).mul_(
-            self.std
-        )
+        z = torch.randn(shape, generator=generator, dtype=dtype, device=generator.device)
+        return z.mul_(self.std)
 
 
 @dataclass(frozen=True)
@@ -66,23 +65,15 @@ class StudentT(NoiseModel):
     def draw(
         self, generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor:
-        # Bailey's polar form (1994), exact from two uniforms: unlike a gamma draw it runs
-        # vectorised.
-        radius = torch.rand(shape, generator=generator, dtype=dtype, device=generator.device)
+        # Bailey's polar form (1994), exact from two uniforms; unlike a gamma draw it vectorises.
+        u = torch.rand(shape, generator=generator, dtype=dtype, device=generator.device)
         angle = torch.rand(shape, generator=generator, dtype=dtype, device=generator.device)
-        radius = (
-            (1.0 - radius)
-            .pow_(-2.0 / self.degrees)
-            .sub_(1.0)
-            .mul_(self.degrees * self.scale**2)
-            .sqrt_()
-        )
-        return radius.mul_(angle.mul_(2.0 * math.pi).cos_())
+        squared = (1.0 - u).pow_(-2.0 / self.degrees).sub_(1.0).mul_(self.degrees * self.scale**2)
+        return squared.sqrt_().mul_(angle.mul_(2.0 * math.pi).cos_())
 
 
 class Noisy(Target):
-    """`target` with noise added to every energy estimate and, if given, to every coordinate of the
-    gradient.
+    """`target` with noise added to every energy and, if given, to every gradient coordinate.
 
     The noises of replicas, runs and steps are independent.
     """
@@ -100,11 +91,11 @@ class Noisy(Target):
         for name, model in (("energy", energy), ("gradient", gradient)):
             if not isinstance(model, NoiseModel) and not (name == "gradient" and model is None):
                 raise InvalidArgumentError(
-                    f"{name} noise must be a law such as Gaussian(2.0) or StudentT(5.0), got {model!r}"
+                    f"{name} noise must be a law such as Gaussian(2.0), got {model!r}"
                 )
         self.target, self.energy_noise, self.gradient_noise = target, energy, gradient
         self.dim, self.shares_minibatch = target.dim, target.shares_minibatch
-        self.n_data = None  # the per-example terms do not see the added noise, so they cannot tell the variance
+        self.n_data = None  # per-example terms do not include the added noise
 
     def draw_noise(
         self, generator: torch.Generator, n: int, shape: tuple[int, ...], dtype: torch.dtype
@@ -143,6 +134,4 @@ class Noisy(Target):
 
 def _require_positive(name: str, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
-        raise InvalidArgumentError(
-            f"{name} of a noise model must be positive and finite, got {value}"
-        )
+        raise InvalidArgumentError(f"{name} of the noise must be positive and finite, got {value}")

@@ -1,30 +1,30 @@
-"""Posterior of tall data: a sum of per-example log likelihoods, estimated from minibatches."""
+"""Posteriors of tall data from minibatches; Bayesian logistic regression is the standard one."""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution
+from torch.distributions import Distribution, Normal
 
 from torchrex.errors import InvalidArgumentError, TargetError
-from torchrex.targets.base import Energy, Noise, Target
+from torchrex.targets.density import Energy, Noise, Target, described_shape
 
 
 class TallPosterior(Target):
-    """`-log prior(x) - N/n sum_i log_likelihood(x, d_i)` over a minibatch of n of N examples, drawn
-    with replacement (Eq. 6).
+    """`-log prior(x) - N/n sum_i log_likelihood(x, d_i)` over a minibatch of n of N examples.
 
-    `log_likelihood(x, *batch)` gets positions of shape (..., 1, dim) and, for each data tensor of
-    shape (N, ...), examples of shape (..., n, ...) that broadcast against them; it returns (...,
-    n). `log_prior(x)` maps (..., dim) to (...). A distribution of torch.distributions, of one
-    coordinate or of a point, does as well: `sample` then starts every run at its own draw of it.
+    The minibatch is drawn with replacement (Eq. 6). `log_likelihood(x, *batch)` gets positions of
+    shape (..., 1, dim) and, for each data tensor of shape (N, ...), examples of shape (..., n, ...)
+    that broadcast against them; it returns (..., n). `log_prior(x)` maps (..., dim) to (...). It
+    may be a distribution of torch.distributions, of one coordinate or of a point; `sample` then
+    starts every run at a draw of it.
 
-    With `shared=True` the replicas of a run see the same minibatch, so that their energies are
-    strongly correlated and the paired estimator needs a far smaller correction. Different runs
-    never share one.
+    With `shared=True` the replicas of a run see the same minibatch. Their energies are strongly
+    correlated, and the paired estimator needs a far smaller correction. Runs never share one.
     """
 
     has_noise = True
@@ -42,70 +42,58 @@ class TallPosterior(Target):
     ) -> None:
         if not isinstance(data, tuple | list) or not all(isinstance(t, Tensor) for t in data):
             raise TargetError(
-                f"data must be a tuple of tensors, such as (features, labels), got {type(data).__name__}"
+                f"data must be a tuple of tensors, as (features, labels), got {type(data).__name__}"
             )
-        data = tuple(data)
         if not data or any(len(t) != len(data[0]) for t in data):
-            raise TargetError(
-                f"the data tensors must have the same first size, got {[tuple(t.shape) for t in data]}"
-            )
+            shapes = [tuple(t.shape) for t in data]
+            raise TargetError(f"the data tensors must have the same first size, got {shapes}")
         if not 1 <= batch_size <= len(data[0]):
             raise InvalidArgumentError(
-                f"batch_size must lie between 1 and the {len(data[0])} examples, got {batch_size}"
+                f"batch_size must be from 1 to the {len(data[0])} examples, got {batch_size}"
             )
-        self.prior = log_prior if isinstance(log_prior, Distribution) else None
-        self.log_prior = (
-            _log_density(log_prior, dim) if isinstance(log_prior, Distribution) else log_prior
-        )
-        self.log_likelihood, self.data = log_likelihood, data
+        self.prior: Distribution | None = None
+        if isinstance(log_prior, Distribution):
+            self.prior, log_prior = log_prior, _log_density(log_prior, dim)
+        self.log_prior = log_prior
+        self.log_likelihood, self.data, self.n_data = log_likelihood, tuple(data), len(data[0])
         self.dim, self.batch_size, self.shares_minibatch = dim, batch_size, shared
-        self.n_data = len(data[0])
 
     def draw_noise(
         self, generator: torch.Generator, n: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Noise:
         *lead, rungs, runs = shape
-        index_shape = (n, *lead, 1 if self.shares_minibatch else rungs, runs, self.batch_size)
-        return {
-            "index": torch.randint(
-                len(self.data[0]), index_shape, generator=generator, device=generator.device
-            )
-        }
+        of = (n, *lead, 1 if self.shares_minibatch else rungs, runs, self.batch_size)
+        n_data = len(self.data[0])
+        return {"index": torch.randint(n_data, of, generator=generator, device=generator.device)}
 
     def draw_initial(self, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor | None:
-        return (
-            None
-            if self.prior is None
-            else draw_points(self.prior, shape, self.dim, generator.initial_seed())
-        )
+        if self.prior is None:
+            return None
+        return draw_points(self.prior, shape, self.dim, generator.initial_seed())
 
     def energy(self, position: Tensor, noise: Noise) -> Energy:
-        index = noise["index"]
+        index, at = noise["index"], position.shape[:-1]
         batch = [tensor[index] for tensor in self.data]
         per_example = -self.log_likelihood(position.unsqueeze(-2), *batch)
-        expected = (*torch.broadcast_shapes(position.shape[:-1], index.shape[:-1]), self.batch_size)  # type: ignore[no-untyped-call]
+        expected = (*torch.broadcast_shapes(at, index.shape[:-1]), self.batch_size)  # type: ignore[no-untyped-call]
         if tuple(per_example.shape) != expected:
             raise TargetError(
-                f"log_likelihood must return one value per position and example, shape {expected}, got {tuple(per_example.shape)}"
+                f"log_likelihood must return one value per position and example, shape {expected}, "
+                f"got {tuple(per_example.shape)}"
             )
         prior = self.log_prior(position)
-        if not isinstance(prior, Tensor) or prior.shape != position.shape[:-1]:
-            got = (
-                f"shape {tuple(prior.shape)}" if isinstance(prior, Tensor) else type(prior).__name__
-            )
+        if not isinstance(prior, Tensor) or prior.shape != at:
             raise TargetError(
-                f"log_prior must return one value per position, shape {tuple(position.shape[:-1])}, got {got}"
+                f"log_prior must return one value per position, shape {tuple(at)}, "
+                f"got {described_shape(prior)}"
             )
         scale = len(self.data[0]) / self.batch_size
         return Energy(scale * per_example.sum(-1) - prior, per_example)
 
     def check(self, position: Tensor) -> None:
-        """Try the likelihood and the prior once, so that a wrong shape is told with all shapes
-        involved.
-        """
-        noise = self.draw_noise(
-            torch.Generator(position.device), 1, tuple(position.shape[:-1]), position.dtype
-        )
+        """Evaluate once, so that the error of a wrong shape names all shapes."""
+        at = tuple(position.shape[:-1])
+        noise = self.draw_noise(torch.Generator(position.device), 1, at, position.dtype)
         try:
             self.energy(position, {name: values[0] for name, values in noise.items()})
         except TargetError:
@@ -113,17 +101,17 @@ class TallPosterior(Target):
         except Exception as error:
             shapes = [(*noise["index"].shape[1:], *tensor.shape[1:]) for tensor in self.data]
             raise TargetError(
-                f"log_likelihood got positions of shape {(*position.shape[:-1], 1, self.dim)} and data of shapes {shapes}, "
-                f"must return {(*position.shape[:-1], self.batch_size)}, and failed with {type(error).__name__}: {error}"
+                f"log_likelihood got positions of shape {(*at, 1, self.dim)} and data of shapes "
+                f"{shapes}, must return {(*at, self.batch_size)}, and failed with "
+                f"{type(error).__name__}: {error}"
             ) from error
 
     def full_energy(self, position: Tensor) -> Tensor:
-        """Energy over the whole data set, without noise: for references, not for sampling."""
+        """Energy over all data, without noise: for references, not for sampling."""
         lead = (1,) * (position.ndim - 1)
         rows = [tensor.view(*lead, *tensor.shape) for tensor in self.data]
-        return -self.log_likelihood(position.unsqueeze(-2), *rows).sum(-1) - self.log_prior(
-            position
-        )
+        likelihood = self.log_likelihood(position.unsqueeze(-2), *rows).sum(-1)
+        return -likelihood - self.log_prior(position)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> TallPosterior:
         moved = copy.copy(self)
@@ -134,24 +122,75 @@ class TallPosterior(Target):
 
     def __repr__(self) -> str:
         shared = "shared" if self.shares_minibatch else "independent"
-        return f"TallPosterior(n_data={self.n_data}, dim={self.dim}, batch_size={self.batch_size}, {shared} minibatches)"
+        return (
+            f"TallPosterior(n_data={self.n_data}, dim={self.dim}, batch_size={self.batch_size}, "
+            f"{shared} minibatches)"
+        )
 
 
 def draw_points(distribution: Distribution, shape: tuple[int, ...], dim: int, seed: int) -> Tensor:
     """Points (*shape, dim) of a distribution of one coordinate, or of a point."""
-    of_one_number = not distribution.batch_shape and not distribution.event_shape
     with torch.random.fork_rng(devices=[]):  # distributions take no generator
         torch.manual_seed(seed)
-        return distribution.sample((*shape, dim) if of_one_number else shape)
+        return distribution.sample((*shape, dim) if _of_one_number(distribution) else shape)
 
 
 def _log_density(distribution: Distribution, dim: int) -> Callable[[Tensor], Tensor]:
-    """Its log density at points (..., dim), without checks of their values, which cannot be
-    compiled.
-    """
-    of_one_number = not distribution.batch_shape and not distribution.event_shape
-    # With parameters of their own for each coordinate: the compiler fails on those that are single
-    # numbers.
-    each = distribution.expand((dim,)) if of_one_number else copy.copy(distribution)
+    """Its log density at points (..., dim), without checks of values, which cannot be compiled."""
+    # One parameter per coordinate: the compiler fails on parameters that are single numbers.
+    each = distribution.expand((dim,)) if _of_one_number(distribution) else copy.copy(distribution)
     each._validate_args = False
     return lambda x: each.log_prob(x) if each.event_shape else each.log_prob(x).sum(-1)
+
+
+def _of_one_number(distribution: Distribution) -> bool:
+    return not distribution.batch_shape and not distribution.event_shape
+
+
+def logistic_regression(
+    features: Tensor,
+    labels: Tensor,
+    *,
+    prior_precision: float = 1.0,
+    batch_size: int = 256,
+    shared: bool = True,
+) -> TallPosterior:
+    """Posterior of weights w with labels in {0, 1} and P(y = 1) = sigmoid(x . w).
+
+    The prior is N(0, 1 / prior_precision); `sample` starts its runs at draws of it.
+    """
+    signs = 2.0 * labels.to(features.dtype) - 1.0
+
+    def log_likelihood(weights: Tensor, x: Tensor, sign: Tensor) -> Tensor:
+        return torch.nn.functional.logsigmoid(sign * (x * weights).sum(-1))
+
+    # Zero-dim doubles neither raise nor lower the precision of the points.
+    mean, deviation = torch.tensor([0.0, 1.0 / math.sqrt(prior_precision)], dtype=torch.float64)
+    data, dim = (features, signs), features.shape[1]
+    prior = Normal(mean, deviation)
+    return TallPosterior(log_likelihood, prior, data, dim, batch_size=batch_size, shared=shared)
+
+
+def simulate_logistic(n_data: int, dim: int, *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Features (the first column is 1), labels, and the weights that made them."""
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(n_data, dim, generator=generator, dtype=torch.float64)
+    features[:, 0] = 1.0
+    weights = torch.randn(dim, generator=generator, dtype=torch.float64)
+    labels = torch.bernoulli(torch.sigmoid(features @ weights), generator=generator)
+    return features, labels, weights
+
+
+def laplace(
+    target: TallPosterior, *, start: Tensor | None = None, iterations: int = 50
+) -> tuple[Tensor, Tensor]:
+    """Mode and covariance of the full-data Laplace approximation, by Newton's method in float64."""
+    target = target.to("cpu", torch.float64)
+    x = torch.zeros(target.dim, dtype=torch.float64) if start is None else start.double()
+    for _ in range(iterations):
+        gradient = torch.func.grad(target.full_energy)(x)
+        step = torch.linalg.solve(torch.func.hessian(target.full_energy)(x), gradient)
+        x = x - step
+        if float(step.abs().max()) < 1e-12:
+            break
+    return x, torch.linalg.inv(torch.func.hessian(target.full_energy)(x))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrex.errors import InvalidArgumentError
+from torchrex.errors import InvalidArgumentError, require_whole
 from torchrex.network.compiling import compiled_or_plain
 
 CIFAR_MEAN = (0.4914, 0.4822, 0.4465)  # CIFAR-10's; the authors use them for CIFAR-100 too
@@ -103,9 +103,8 @@ class Augment:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        padding, erase = self.crop_padding, self.erase
-        if isinstance(padding, bool) or not isinstance(padding, int) or padding < 0:
-            raise InvalidArgumentError(f"crop_padding must be a whole number >= 0, got {padding!r}")
+        require_whole("crop_padding", self.crop_padding)
+        erase = self.erase
         Normalise(self.mean, self.std, self.dtype)
         if erase is not None and not isinstance(erase, Erasing):
             raise InvalidArgumentError(f"erase must be an Erasing(...) or None, got {erase!r}")
@@ -230,8 +229,7 @@ def evaluation_batches(
     if len(images) != len(labels):
         given = f"{len(images)} images and {len(labels)} labels"
         raise InvalidArgumentError(f"there must be a label for each image, got {given}")
-    if batch_size < 1:
-        raise InvalidArgumentError(f"batch_size must be at least 1, got {batch_size!r}")
+    require_whole("batch_size", batch_size, 1)
     device = images.device if device is None else device
     parts = [slice(start, start + batch_size) for start in range(0, len(images), batch_size)]
     return [(normalise(images[part].to(device)), labels[part].to(device)) for part in parts]

@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchrex.errors import InvalidArgumentError
+from torchrex.errors import InvalidArgumentError, require_whole
 from torchrex.vision.narrow_conv import NarrowConv2d
 
 
@@ -209,6 +209,5 @@ def build_net(name: str, n_classes: int) -> nn.Module:
         near = difflib.get_close_matches(str(name).lower(), NETS, n=1, cutoff=0.3)
         advice = f"did you mean {near[0]!r}? There" if near else "there"
         raise InvalidArgumentError(f"no network is called {name!r}; {advice} are {', '.join(NETS)}")
-    if isinstance(n_classes, bool) or not isinstance(n_classes, int) or n_classes < 1:
-        raise InvalidArgumentError(f"n_classes must be a whole number >= 1, got {n_classes!r}")
+    require_whole("n_classes", n_classes, 1)
     return NETS[name](n_classes)
