@@ -15,8 +15,7 @@ from torch import nn
 import torchrex as tr
 from assertions import FALSE_ALARM_SIGMAS, assert_mean_is, assert_mean_is_not
 from modules import joined, same
-from torchrex.density.block import draw_exchange_inputs
-from torchrex.exchange import PerExample, ProportionalToGap, RepeatedDraws
+from torchrex.exchange import PerExample, ProportionalToGap, RepeatedDraws, draw_exchange_inputs
 from torchrex.exchange.algorithm import ExchangeState, StepInputs, exchange_rungs
 from torchrex.experiments.config import override
 from torchrex.experiments.recipes import get_recipe

@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchrex.density.tensor_ensemble import TensorEnsemble
 from torchrex.exchange.algorithm import Rules, StepInputs
+from torchrex.exchange.inputs import draw_exchange_inputs, n_usable
 from torchrex.exchange.noise import RepeatedDraws
 from torchrex.rng import Streams
 from torchrex.targets import Noise
@@ -70,64 +70,6 @@ def measured_steps(rules: Rules, start: int, stop: int) -> range:
     every = feed.every
     first = max(rules.noise.first_measurement, -(-start // every) * every)
     return range(first, stop, every)
-
-
-class ExchangeInputs(NamedTuple):
-    """What the exchange of consecutive steps takes from outside, whatever the ensemble, stacked
-    along a first axis.
-
-    NaN where a schedule has no usable value, see `Ladder.table`.
-    """
-
-    temperature: Tensor
-    lr: Tensor
-    move_temperature: Tensor
-    first_gap: Tensor
-    proposed: Tensor
-    uniform: Tensor
-
-
-def draw_exchange_inputs(
-    streams: Streams,
-    rules: Rules,
-    start: int,
-    length: int,
-    *,
-    runs: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> ExchangeInputs:
-    """The schedules' values, the pairs to be tested and the uniforms of the swaps, for `length`
-    steps from `start`.
-    """
-    n_pairs = rules.ladder.n_pairs
-    temperature, lr, move_temperature = rules.ladder.table(
-        start, length, device=device, dtype=dtype
-    )
-    first_temperature, *_ = rules.ladder.table(0, 1, device=device, dtype=dtype)
-    first_gap = (1.0 / first_temperature).neg().diff() if n_pairs else first_temperature[:, :0]
-    steps = torch.arange(start, start + length, device=device)
-    due = (steps % rules.swap_interval == 0) & (steps >= rules.swap_start)
-    if n_pairs:
-        proposed = rules.pairing.propose(
-            streams["pairing"], steps // rules.swap_interval, n_pairs, runs
-        )
-        always = rules.swap_interval == 1 and rules.swap_start == 0
-        proposed = proposed if always else proposed & due[:, None, None, None]
-    else:
-        proposed = torch.zeros(length, 0, 0, 1, dtype=torch.bool, device=device)
-    shape = (length, rules.pairing.n_rounds(n_pairs), n_pairs, runs)
-    uniform = torch.rand(shape, generator=streams["swap"], dtype=dtype, device=device)
-    return ExchangeInputs(
-        temperature, lr, move_temperature, first_gap.expand(length, -1), proposed, uniform
-    )
-
-
-def n_usable(inputs: ExchangeInputs | StepInputs) -> int:
-    """How many steps from the first on have values of all schedules."""
-    values = torch.cat([inputs.lr, inputs.move_temperature], 1)
-    unusable = (~values.isfinite().all(1)).nonzero()
-    return int(unusable[0]) if len(unusable) else len(values)
 
 
 def draw_block(

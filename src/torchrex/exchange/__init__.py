@@ -8,6 +8,7 @@ from torchrex.exchange.correction import (
     TargetAcceptance,
 )
 from torchrex.exchange.criterion import acceptance_probability, expected_acceptance, log_swap_ratio
+from torchrex.exchange.inputs import ExchangeInputs, draw_exchange_inputs, n_usable
 from torchrex.exchange.ladder import Ladder
 from torchrex.exchange.noise import (
     BatchVariance,
@@ -36,6 +37,7 @@ __all__ = [
     "BatchVariance",
     "ConstantFactor",
     "EvenOdd",
+    "ExchangeInputs",
     "ExchangeState",
     "FactorRule",
     "KnownVariance",
@@ -58,9 +60,11 @@ __all__ = [
     "TargetAcceptance",
     "acceptance_probability",
     "count_trips",
+    "draw_exchange_inputs",
     "expected_acceptance",
     "in_words",
     "log_swap_ratio",
+    "n_usable",
     "percent",
     "report_pairs",
     "resolve_device",

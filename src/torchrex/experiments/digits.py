@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchrex.checkpoint import Checkpoints
-from torchrex.density.threads import few_threads
+from torchrex.density import few_threads
 from torchrex.distributed import replica_mesh
 from torchrex.errors import MissingDependencyError
 from torchrex.exchange import Ladder, NoSwaps, PairedVariance, resolve_device

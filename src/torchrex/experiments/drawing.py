@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from torchrex.checkpoint import Checkpoints
-from torchrex.density.shards import shard_folders
+from torchrex.density import shard_folders
 from torchrex.distributed import join
 from torchrex.errors import NonFiniteEnergyError, RunFolderError, TorchrexError
 from torchrex.experiments import beside

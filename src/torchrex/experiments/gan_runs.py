@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrex.density.threads import few_threads
+from torchrex.density import few_threads
 from torchrex.errors import DataError, NonFiniteEnergyError
 from torchrex.experiments.curves import MOST_SWAPS, binned, rounded
 from torchrex.experiments.digits import digit_images

@@ -13,9 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torchrex.density import sample
-from torchrex.density.sampling import Progress
-from torchrex.density.threads import few_threads
+from torchrex.density import Progress, few_threads, sample
 from torchrex.exchange import Ladder, RepeatedDraws, RunningMean, resolve_device
 from torchrex.experiments.config import Column, ExperimentConfig, columns
 from torchrex.experiments.place import Place

@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from torchrex.density.sampling import Progress
+from torchrex.density import Progress
 from torchrex.errors import RecipeError
 from torchrex.experiments.digits import digits_recipes
 from torchrex.experiments.gan_recipes import gan_recipes

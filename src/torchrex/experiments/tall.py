@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrex.density import sample
-from torchrex.density.sampling import Progress
+from torchrex.density import Progress, sample
 from torchrex.exchange import Ladder, PairedVariance, resolve_device
 from torchrex.experiments.config import Column, ExperimentConfig, columns
 from torchrex.experiments.place import Place

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrex.density.block import ExchangeInputs
+from torchrex.exchange import ExchangeInputs
 from torchrex.exchange.algorithm import (
     Exchanged,
     ExchangeState,

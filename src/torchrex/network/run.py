@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchrex.density.block import ExchangeInputs, draw_exchange_inputs, n_usable
 from torchrex.errors import InvalidArgumentError
+from torchrex.exchange import ExchangeInputs, draw_exchange_inputs, n_usable
 from torchrex.exchange.algorithm import ExchangeState, StepInfo, StepInputs, sa_step, step
 from torchrex.exchange.ladder import Ladder
 from torchrex.exchange.noise import (

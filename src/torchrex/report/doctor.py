@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrex.density.threads import few_threads
+from torchrex.density import few_threads
 from torchrex.errors import MissingDependencyError, RunFolderError, TorchrexError
 from torchrex.experiments.config import to_json
 from torchrex.experiments.digits import DigitsConfig

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torchrex.checkpoint import Checkpoints, DamagedError, one_line, read
-from torchrex.density.shards import shard_folders
+from torchrex.density import shard_folders
 from torchrex.errors import CheckpointError
 from torchrex.report.doctor_words import several
 from torchrex.report.findings import Finding, Severity

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from torchrex.checkpoint import MOST_JSON, Checkpoints, one_line, require_file
-from torchrex.density.shards import shard_folders
+from torchrex.density import shard_folders
 from torchrex.diagnostics import History
 from torchrex.errors import RunFolderError, TorchrexError
 from torchrex.exchange import Ladder
