@@ -41,6 +41,8 @@ COLUMNS = {
     column.metric: column
     for column in (
         Column("accuracy", "accuracy", percent=True),
+        Column("best_accuracy", "accuracy, best draw", percent=True),
+        Column("logits_accuracy", "accuracy of logits", percent=True),
         Column("logits_best_accuracy", "accuracy of logits, best epoch", percent=True),
         Column("single_accuracy", "accuracy of one network", percent=True),
         Column("paper_accuracy", "accuracy as the authors count", percent=True),
@@ -49,6 +51,7 @@ COLUMNS = {
         Column("variety", "variety of a generator (real images: 1)"),
         Column("pooled_accuracy", "accuracy, all rungs", percent=True),
         Column("nll", "NLL", decimals=4),
+        Column("pooled_nll", "NLL, all rungs", decimals=4),
         Column("single_nll", "NLL of one network", decimals=4),
         Column("ece", "ECE", percent=True),
         Column("brier", "Brier score", decimals=4),

@@ -1,38 +1,75 @@
-"""Semi-supervised Bayesian GANs (section 5.3 of the paper): a config for every cell of table 3 and
-every point of figure 3.
+"""Semi-supervised Bayesian GANs (section 5.3 of the paper): table 3 and figure 3.
 
 Times are steps, 15,000 in all. The first `warm_start` of them descend by Adam, without noise and
 without swaps; then SGHMC samples, and the average begins.
+
+`gan/...` has the settings of the paper's appendix. SGHMC adds little with them: the learning rate
+falls to a twentieth before it begins, and a twentieth of 4.5e-4, which is a rate for Adam, moves
+its average by a point or two in 10,000 steps. `gan-tuned/...` has a steady learning rate of 2e-4
+and ten times that for SGHMC, both chosen on 5,000 validation images of CIFAR-10 with 4,000 labels
+(results/gan/tuning.json) and taken for all data sets, and a draw every 100 steps.
+
+A name is `FAMILY/DATA-LABELS`, which means reSGHMC; `-sghmc` is the cold rung alone, `-noswaps` the
+same ladder without swaps (a baseline of equal compute), `-supervised` the same discriminator on the
+labelled images and nothing else.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from torchrex.distributed import ReplicaMesh, replica_mesh
-from torchrex.errors import ConfigError
-from torchrex.exchange import Ladder, NoSwaps, PairedVariance, resolve_device
-from torchrex.experiments.config import ExperimentConfig
-from torchrex.experiments.jobs import Job, Trained
-from torchrex.experiments.place import Place, Precision
-from torchrex.network import ModuleEnsemble, ModuleExchange, Outcome
-from torchrex.recording import Callback
+from torchrex.errors import ConfigError, DataError
+from torchrex.exchange import Ladder, NoSwaps, PairedVariance
+from torchrex.experiments.config import Column, Precision, columns
+from torchrex.experiments.digits import digit_images
+from torchrex.experiments.networks import (
+    EVALUATION_BATCH,
+    Batches,
+    Difference,
+    Intervals,
+    Labelled,
+    Line,
+    NetworkConfig,
+    PaperTable,
+    logger,
+    require_all_images,
+    split_images,
+)
+from torchrex.experiments.place import Place
+from torchrex.network import ModuleEnsemble, ModuleExchange
+from torchrex.network.work import evaluating
+from torchrex.rng import derive_seed
 from torchrex.samplers import SGHMC, AdamStart, Sampler
-from torchrex.targets import GaussianPrior, PosteriorEnergy, from_sgd
-from torchrex.vision.bayesian_gan import BayesianGAN, gan_losses, supervised_losses
+from torchrex.targets import DeviceLoader, GaussianPrior, PosteriorEnergy, aside, from_sgd
+from torchrex.vision.augment import evaluation_batches
+from torchrex.vision.bayesian_gan import (
+    BayesianGAN,
+    WithLabelled,
+    gan_losses,
+    sample_grid,
+    supervised_losses,
+    to_unit_range,
+    variety,
+)
+from torchrex.vision.data import data_folder, label_subset, load_images
 
 GanMethod = Literal["resghmc", "sghmc", "noswaps", "supervised"]
-GanData = Literal["cifar10", "cifar100", "svhn", "digits"]
+PAPER_STEPS = 15_000
+TRACE_EVERY = 10  # steps
+SAMPLES = 10  # images of each generator in the picture
+REAL = 500  # images that those of the generators are compared with
+MANY_STEPS = 2_000  # of the networks for 32 x 32 pixels, more than a CPU takes in an hour
+COLLAPSED = 0.25  # variety of a generator below which its pictures look alike
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """What the networks must know of a data set."""
 
     n_train: int
@@ -50,27 +87,44 @@ KINDS: dict[str, Kind] = {
 }
 
 
+class GanImages(NamedTuple):
+    """The images of one seed, as bytes."""
+
+    labelled: Tensor
+    labels: Tensor
+    unlabelled: Tensor
+    held_out: Labelled
+
+
 @dataclass(frozen=True)
-class GanConfig(ExperimentConfig):
+class GanConfig(NetworkConfig):
     """One method on one data set with some labels; learning rates are those of a mean loss."""
 
-    data: GanData = field(metadata={"settable": False})
+    unit: ClassVar[str] = "step"
+    paper_length: ClassVar[int] = PAPER_STEPS
+    averages: ClassVar = {"": "probabilities", "single_": "last"}
+    batch_settings: ClassVar[tuple[str, ...]] = (
+        *("data", "n_labelled", "steps", "batch_size", "n_generators", "latents", "validation"),
+        *("test_subset", "precision", "deterministic", "checkpoint_every"),
+    )
+    one_thread: ClassVar[bool] = True
+
+    data: Literal["cifar10", "cifar100", "svhn", "digits"] = field(metadata={"settable": False})
     method: GanMethod = field(metadata={"settable": False})
     n_labelled: int  # class-balanced, chosen by the seed; the rest of the images is unlabelled
-    steps: int = 15_000
+    steps: int = PAPER_STEPS
     warm_start: int = 5_000  # steps of Adam at the beginning; 0: none
     batch_size: int = 64  # labelled images, and as many unlabelled ones
     n_generators: int = 20  # the paper's 10 Monte Carlo samples with 2 draws each
     latents: int = 16  # images that each generator makes in a step
-    generators: Literal["shared", "own"] = (
-        "shared"  # shared: by all rungs; own: each rung has its own
-    )
+    generators: Literal["shared", "own"] = "shared"  # shared: by all rungs; own: one set per rung
     width: int = 64  # channels of the first layer
     lr_of_mean: float = 4.5e-4  # of the cold rung
     hot_lr: float = 1.5  # of the hot rung, in units of the cold one's
     lr_time: float = 800.0  # lr falls as exp(-step / lr_time),
     lr_floor: float = 0.05  # down to this part of it
-    sampling_lr: float = 1.0  # of SGHMC, in units of what the schedule gives; Adam's and SGHMC's rates have little in common
+    sampling_lr: float = 1.0  # of SGHMC, in units of what the schedule gives; Adam's and SGHMC's
+    # rates have little in common
     momentum: float = 0.5  # 1 - friction
     prior_precision: float = 1.0  # of N(0, 1 / precision) on every weight
     temperature: float = 0.01  # of the cold rung, on the summed energy
@@ -78,152 +132,70 @@ class GanConfig(ExperimentConfig):
     correction_factor: float = 2.0e5  # F
     smoothing: float = 0.05  # of the variance
     average_every: int = 250  # steps; the first draw comes so many after the warm start
-    validation: int = (
-        0  # so many training images are held out and evaluated in place of the test images
-    )
+    validation: int = 0  # so many training images are evaluated in place of the test images
     test_subset: int | None = None  # evaluate on so many only
     precision: Precision = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
     deterministic: bool = True  # the same bits in every process on a GPU
     checkpoint_every: int = 2_500  # steps
 
     def check(self) -> None:
-        """Settings that do not go together."""
-        kind = self.kind
-        most, classes = kind.n_train - self.validation, kind.n_classes
-        nearest = min(max(1, round(self.n_labelled / classes)), (most - 1) // classes) * classes
-        images, held_out = self.n_generators * self.latents, self.validation or kind.n_test
-        for name, fine, wanted in (
-            (
-                "validation",
-                0 <= self.validation < kind.n_train,
-                f"at least 0 and less than {kind.n_train}",
-            ),
-            (
-                "n_labelled",
-                1 <= self.n_labelled < most,
-                f"at least {classes} and less than the {most} training images",
-            ),
-            (
-                "n_labelled",
-                self.n_labelled % classes == 0,
-                f"a multiple of the {classes} classes (the nearest is {nearest})",
-            ),
-            ("steps", self.steps >= 1, "at least 1"),
-            (
-                "warm_start",
-                0 <= self.warm_start < self.steps,
-                f"at least 0 and less than steps={self.steps}",
-            ),
-            (
-                "batch_size",
-                2 <= self.batch_size <= most - self.n_labelled,
-                f"from 2 to the {most - self.n_labelled} unlabelled",
-            ),
-            ("n_generators", self.n_generators >= 1, "at least 1"),
-            ("latents", self.latents >= 2, "at least 2, for the BatchNorm of a generator"),
-            (
-                "latents",
-                self.method == "supervised" or images % max(1, self.batch_size) == 0,
-                f"so many that n_generators x latents, {images}, is a multiple of batch_size",
-            ),
-            ("width", self.width >= 1, "at least 1"),
-            ("lr_of_mean", self.lr_of_mean > 0, "positive"),
-            ("hot_lr", self.hot_lr > 0, "positive"),
-            ("lr_time", self.lr_time > 0, "positive"),
-            ("lr_floor", 0 < self.lr_floor <= 1, "above 0 and up to 1"),
-            ("sampling_lr", self.sampling_lr > 0, "positive"),
-            ("momentum", 0 <= self.momentum < 1, "at least 0 and less than 1"),
-            ("prior_precision", self.prior_precision >= 0, "at least 0"),
-            ("temperature", self.temperature > 0, "positive"),
-            ("hot_temperature", self.hot_temperature > 1, "above 1"),
-            ("correction_factor", self.correction_factor > 0, "positive"),
-            ("smoothing", 0 < self.smoothing <= 1, "in (0, 1]"),
-            (
-                "average_every",
-                1 <= self.average_every <= self.steps - self.warm_start,
-                "between 1 and steps - warm_start",
-            ),
-            (
-                "test_subset",
-                self.test_subset is None or 1 <= self.test_subset <= held_out,
-                f"between 1 and {held_out}, or none",
-            ),
-            ("checkpoint_every", self.checkpoint_every >= 1, "at least 1"),
-        ):
-            if not fine:
-                raise ConfigError(f"setting {name!r} must be {wanted}, got {getattr(self, name)}")
+        super().check()
+        n_classes, n_labelled = self.kind.n_classes, self.n_labelled
+        most = self.n_train - self.validation
+        nearest = min(max(1, round(n_labelled / n_classes)), (most - 1) // n_classes) * n_classes
+        wanted = f"at least {n_classes} and less than the {most} training images"
+        self.require("n_labelled", 1 <= n_labelled < most, wanted)
+        wanted = f"a multiple of the {n_classes} classes (the nearest is {nearest})"
+        self.require("n_labelled", n_labelled % n_classes == 0, wanted)
+        fine = 0 <= self.warm_start < self.steps
+        self.require("warm_start", fine, f"at least 0 and less than steps={self.steps}")
+        fine = 2 <= self.batch_size <= self.n_data
+        self.require("batch_size", fine, f"from 2 to the {self.n_data} unlabelled")
+        images = self.n_generators * self.latents
+        self.require("latents", self.latents >= 2, "at least 2, for the BatchNorm of a generator")
+        fine = self.method == "supervised" or images % self.batch_size == 0
+        wanted = f"so many that n_generators x latents, {images}, is a multiple of batch_size"
+        self.require("latents", fine, wanted)
+        fine = self.average_every <= self.steps - self.warm_start
+        self.require("average_every", fine, "between 1 and steps - warm_start")
 
     # Sizes
-
-    @property
-    def family(self) -> str:
-        """Whose settings these are: `gan` or `gan-tuned`."""
-        return self.recipe.split("/")[0]
 
     @property
     def kind(self) -> Kind:
         return KINDS[self.data]
 
     @property
+    def n_train(self) -> int:
+        return self.kind.n_train
+
+    @property
+    def n_test(self) -> int:
+        return self.kind.n_test
+
+    @property
     def n_steps(self) -> int:
         return self.steps
 
     @property
-    def n_rungs(self) -> int:
-        return 2 if self.method in ("resghmc", "noswaps") else 1
-
-    @property
-    def swaps(self) -> bool:
-        return self.method == "resghmc"
-
-    @property
-    def temperatures(self) -> tuple[float, ...]:
-        return (self.temperature, self.hot_temperature * self.temperature)[: self.n_rungs]
-
-    @property
     def n_data(self) -> int:
-        """What the energy is a sum over: the unlabelled images, each with a labelled one and some
-        generated ones beside it.
+        """What the energy is a sum over: the unlabelled images. Each term has a labelled image and
+        some generated ones in it.
         """
-        return self.kind.n_train - self.validation - self.n_labelled
+        return self.n_train - self.validation - self.n_labelled
+
+    @property
+    def intervals(self) -> Intervals:
+        return Intervals(self.warm_start, self.average_every, TRACE_EVERY)
 
     def company(self, seed: int) -> str:
-        """What jobs must have in common to train side by side: the data, by seed, and everything
-        that shapes a batch.
-        """
-        shared = (
-            "data",
-            "n_labelled",
-            "steps",
-            "batch_size",
-            "n_generators",
-            "latents",
-            "validation",
-            "test_subset",
-        )
-        rest = ("precision", "deterministic", "checkpoint_every")
-        return " ".join(str(getattr(self, name)) for name in (*shared, *rest)) + f" seed {seed}"
+        return f"{super().company(seed)} seed {seed}"  # the seed chooses the labels
 
-    @property
-    def most_replicas(self) -> int:
-        return 16
+    # Parts of a run
 
     @property
     def swap_start(self) -> int:
         return max(1, self.warm_start)  # not before there is a variance
-
-    @property
-    def test_size(self) -> int:
-        held_out = self.validation or self.kind.n_test
-        return min(held_out, self.test_subset or held_out)
-
-    @property
-    def picture_note(self) -> str:
-        shown = min(self.n_generators, 10)
-        of = f"{shown} of {self.n_generators}" if shown < self.n_generators else f"{shown}"
-        return f"Images by the generators on rung 0 at the end, a row for each of {of} generators."
-
-    # Parts of a run
 
     def decay(self, step: int) -> float:
         falling = max(self.lr_floor, math.exp(-step / self.lr_time))
@@ -235,9 +207,13 @@ class GanConfig(ExperimentConfig):
 
     def sampler(self) -> Sampler:
         sampler = SGHMC(from_sgd(n_data=1, lr=1.0, momentum=self.momentum).friction)
-        return (
-            AdamStart(sampler, self.warm_start, n_data=self.n_data) if self.warm_start else sampler
-        )
+        if not self.warm_start:
+            return sampler
+        return AdamStart(sampler, self.warm_start, n_data=self.n_data)
+
+    @property
+    def energy_key(self) -> tuple[Any, ...]:
+        return self.method == "supervised", self.prior_precision
 
     def energy(self) -> PosteriorEnergy:
         prior = GaussianPrior(self.prior_precision) if self.prior_precision else None
@@ -245,32 +221,26 @@ class GanConfig(ExperimentConfig):
         return PosteriorEnergy.of(losses, n_data=self.n_data, prior=prior)
 
     def model(self) -> nn.Module:
-        kind = self.kind
+        kind, n_generators = self.kind, 0 if self.method == "supervised" else self.n_generators
         return BayesianGAN(
-            kind.n_classes,
-            0 if self.method == "supervised" else self.n_generators,
-            size=kind.size,
-            channels=kind.channels,
-            width=self.width,
+            kind.n_classes, n_generators, size=kind.size, channels=kind.channels, width=self.width
         )
 
-    def run(self, seed: int, device: torch.device, energy: PosteriorEnergy) -> ModuleExchange:
-        """The run of one seed. `energy` is `self.energy()`, or the equal one of the job beside it,
-        which compiles once then.
-        """
-        run = ModuleExchange(
-            ModuleEnsemble(
-                self.model,
-                energy,
-                self.sampler(),
-                initial="independent",
-                shared=self.shared,
-                replacement=True,  # labelled images and latents are; of the unlabelled ones a batch is a thousandth
-                device=device,
-                autocast=Place.of(device, self.precision).autocast,
-                channels_last=True,
-                mesh=self.mesh(device),
-            ),
+    def run(
+        self, seed: int, device: torch.device, energy: PosteriorEnergy | None = None
+    ) -> ModuleExchange:
+        ensemble = ModuleEnsemble(
+            self.model,
+            energy or self.energy(),
+            self.sampler(),
+            initial="independent",
+            shared=self.shared,
+            # Labelled images and latents are drawn so; of the unlabelled a batch is a thousandth.
+            replacement=True,
+            **self.on(device),
+        )
+        return ModuleExchange(
+            ensemble,
             self.ladder(),
             noise=PairedVariance(self.smoothing) if self.n_rungs > 1 else None,
             correction_factor=self.correction_factor,
@@ -279,45 +249,317 @@ class GanConfig(ExperimentConfig):
             deterministic=self.deterministic,
             seed=seed,
         )
-        return run
 
     @property
     def shared(self) -> tuple[str, ...]:
         """Which parameters all rungs have in common."""
         return ("generators.",) if self.generators == "shared" and self.n_rungs > 1 else ()
 
-    def mesh(self, device: torch.device) -> ReplicaMesh:
+    def on(self, device: torch.device) -> dict[str, Any]:
         """Rungs with generators of their own may be on several processes; a batch cannot, for its
         latents are no examples.
         """
-        mesh = replica_mesh(self.n_rungs, device)
+        options = super().on(device)
+        mesh = options["mesh"]
         if mesh.is_spread and self.shared:
             raise ConfigError(
-                f"{self.recipe} needs one process, got {mesh.process_group.size}: its rungs share their generators; start it without "
-                f"torchrun, or add --set generators=own"
+                f"{self.recipe} needs one process, got {mesh.process_group.size}: its rungs share their "
+                f"generators; start it without torchrun, or add --set generators=own"
             )
         if mesh.shares_examples:
             raise ConfigError(
-                f"{self.recipe} can use at most {self.n_rungs} process(es), one for each rung, got {mesh.process_group.size}; start fewer"
+                f"{self.recipe} can use at most {self.n_rungs} process(es), one for each rung, got "
+                f"{mesh.process_group.size}; start fewer"
             )
-        return mesh
+        return options
 
     def place(self, device: str) -> Place:
-        return Place.of(
-            resolve_device("cpu" if device == "auto" and self.data == "digits" else device),
-            self.precision,
+        return super().place("cpu" if device == "auto" and self.data == "digits" else device)
+
+    def warn_about_cpu(self) -> None:
+        if self.data != "digits" and self.steps > MANY_STEPS:
+            logger.warning(
+                "%s is made for a GPU, and %s steps on this CPU will take %s; to look at it here: "
+                "`torchrex run gan/digits-100`",
+                self.recipe,
+                f"{self.steps:,}",
+                "hours" if self.method == "supervised" else "days",
+            )
+
+    # Data
+
+    def images(self, seed: int) -> GanImages:
+        """Which images keep their labels is the seed's choice; what is held out is not."""
+        if self.data == "digits":
+            train, test = digit_images()
+        else:
+            found = load_images(self.data)
+            train = (found.train_images, found.train_labels)
+            test = (found.test_images, found.test_labels)
+        require_all_images(self, len(train[0]))
+        count = torch.bincount(train[1], minlength=self.kind.n_classes)
+        if not count.all():
+            raise DataError(
+                f"{self.data} in {data_folder()} has no image of class "
+                f"{int(count.argmin())} to label; import or fetch it again"
+            )
+        (x, y), held_out = split_images(self, train, test, seed=0)
+        labelled = label_subset(y, self.n_labelled, seed=seed)
+        unlabelled = torch.ones(len(y), dtype=torch.bool)
+        unlabelled[labelled] = False
+        return GanImages(x[labelled], y[labelled], x[unlabelled], held_out)
+
+    def loader(self, images: GanImages, seed: int, device: torch.device) -> DeviceLoader:
+        """Batches as `gan_losses` wants them; all that is drawn for them comes from the seed."""
+        labelled, labels = images.labelled.to(device), images.labels.to(device)
+        return DeviceLoader(
+            (images.unlabelled.to(device),),
+            self.batch_size,
+            seed=derive_seed(seed, "unlabelled"),
+            last="wrap",
+            augment=WithLabelled(labelled, labels, self.n_generators, self.latents),
         )
 
-    def execute(
-        self,
-        jobs: Sequence[Job],
-        *,
-        device: str,
-        resume: bool,
-        budget: float | None,
-        progress: Callback | None,
-    ) -> tuple[Outcome, list[Trained]]:
-        """Train the jobs, this config's own and others of its company, side by side."""
-        from torchrex.experiments.gan_runs import train_gans
+    def batches(self, seed: int, device: torch.device) -> Batches:
+        images, normalise = self.images(seed), to_unit_range(self.kind.channels)
+        test = evaluation_batches(*images.held_out, normalise, EVALUATION_BATCH, device)
+        train = self.loader(images, seed, device)
+        return Batches(train, test, real=normalise(images.unlabelled[:REAL]))
 
-        return train_gans(jobs, device=device, resume=resume, budget=budget, progress=progress)
+    def finish(
+        self, run: ModuleExchange, batches: Batches, seed: int
+    ) -> tuple[dict[str, float], dict[str, Tensor]]:
+        metrics = authors_score(run, batches.test, self.batch_size)
+        generators = _gan_on_rung_0(run).generators
+        if generators is None or batches.real is None:
+            return metrics, {}
+        metrics["variety"] = variety(generators, batches.real, seed)
+        return metrics, {"samples": sample_grid(generators, SAMPLES, seed)}
+
+    # What reports ask
+
+    @property
+    def cell(self) -> dict[str, Any]:
+        return {"family": self.family, "data": self.data, "n_labelled": self.n_labelled}
+
+    @property
+    def tested_against_paper(self) -> bool:
+        return self.family == "gan"
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return columns(
+            *("accuracy", "best_accuracy", "single_accuracy", "pooled_accuracy", "paper_accuracy"),
+            *("called_fake", "training_mode_accuracy", "variety", "nll", "pooled_nll"),
+            *("ece", "brier"),
+        )
+
+    @property
+    def paper_numbers(self) -> dict[str, tuple[float, float | None]]:
+        numbers = PAPER_TABLE3.get((self.data, self.n_labelled), {}).get(self.method)
+        return {} if numbers is None else {"accuracy": (numbers[0] / 100, numbers[1] / 200)}
+
+    @property
+    def picture_note(self) -> str:
+        n, shown = self.n_generators, min(self.n_generators, SAMPLES)
+        of = f"{shown} of {n}" if shown < n else f"{n}"
+        return f"Images by the generators on rung 0 at the end, a row for each of {of} generators."
+
+    def advice(self, result: Mapping[str, Any]) -> list[str]:
+        found = result.get("metrics", {}).get("variety")
+        if not isinstance(found, int | float) or found >= COLLAPSED:
+            return []
+        return [
+            f"The generators have collapsed: the images of one vary by {found:.2f} of what real "
+            f"images do, less than {COLLAPSED:g}; see samples.png. The discriminator may be a good "
+            f"classifier all the same. For varied images lower sampling_lr, the rate of SGHMC."
+        ]
+
+
+def _gan_on_rung_0(run: ModuleExchange) -> BayesianGAN:
+    module = run.live_module_at(0)
+    assert isinstance(module, BayesianGAN)
+    return module
+
+
+def authors_score(run: ModuleExchange, test: list[Labelled], batch_size: int) -> dict[str, float]:
+    """Accuracy as the authors' code counts it: by the newest network on rung 0 alone, images it
+    calls generated left out.
+
+    `training_mode_accuracy` is theirs to the letter: BatchNorm normalises each batch of test images
+    by itself, so that an answer depends on the other images of the batch.
+    """
+    module = _gan_on_rung_0(run)
+    untracked = aside(module.discriminator)
+
+    def of_each(x: Tensor) -> Tensor:
+        with evaluating(module), run.ensemble.casting():
+            vote: Tensor = module.discriminator(x).argmax(1)
+            return vote
+
+    def of_batches(x: Tensor) -> Tensor:
+        parts = x.tensor_split(max(1, len(x) // batch_size))
+        with torch.no_grad(), run.ensemble.casting():
+            return torch.cat([untracked(part).argmax(1) for part in parts])
+
+    def score(votes_on: Callable[[Tensor], Tensor]) -> tuple[float, float]:
+        votes = torch.cat([votes_on(x) for x, _ in test])
+        labels = torch.cat([y for _, y in test])
+        real = votes < module.n_classes
+        n_real = int(real.sum())
+        return int((votes == labels)[real].sum()) / max(1, n_real), 1.0 - n_real / len(labels)
+
+    accuracy, called_fake = score(of_each)
+    return {
+        "paper_accuracy": accuracy,
+        "called_fake": called_fake,
+        "training_mode_accuracy": score(of_batches)[0],
+    }
+
+
+# Recipes
+
+GAN_FAMILIES = ("gan", "gan-tuned")
+GAN_METHODS: tuple[GanMethod, ...] = ("resghmc", "sghmc", "noswaps", "supervised")
+GAN_DATA = ("cifar10", "cifar100", "svhn")
+N_LABELLED = (2000, 2500, 3000, 3500, 4000, 4500, 5000)
+
+
+class Appendix(NamedTuple):
+    """A row of the table of appendix B; learning rates are those of a mean loss."""
+
+    data: str
+    n_labelled: tuple[int, int]  # from, to
+    lr: tuple[float, float]  # cold, hot
+    temperature: tuple[float, float]
+    correction_factor: float
+
+
+APPENDIX_B = (
+    Appendix("cifar10", (2000, 3500), (4.5e-4, 7.0e-4), (0.01, 1.0), 3.0e5),
+    Appendix("cifar10", (4000, 5000), (4.5e-4, 7.0e-4), (0.01, 1.0), 2.0e5),
+    Appendix("cifar100", (2000, 2500), (5.0e-4, 7.5e-4), (0.04, 1.0), 1.0e4),
+    Appendix("cifar100", (3000, 3500), (5.0e-4, 7.5e-4), (0.02, 1.0), 2.5e4),
+    Appendix("cifar100", (4000, 5000), (5.0e-4, 7.5e-4), (0.01, 1.0), 5.0e4),
+    Appendix("svhn", (2000, 4000), (4.5e-3, 5.0e-3), (0.01, 1.0), 8.0e4),
+    Appendix("svhn", (4500, 5000), (4.5e-3, 7.0e-3), (0.01, 1.0), 8.0e4),
+)
+
+# (mean, 2 standard deviations over 5 runs) in %
+PAPER_TABLE3: dict[tuple[str, int], dict[str, tuple[float, float]]] = {
+    (data, n_labelled): {"sghmc": sghmc, "resghmc": resghmc}
+    for data, n_labelled, sghmc, resghmc in (
+        ("cifar10", 2000, (74.72, 0.39), (77.73, 0.31)),
+        ("cifar10", 3000, (77.96, 0.32), (80.85, 0.23)),
+        ("cifar10", 4000, (79.06, 0.29), (81.61, 0.24)),
+        ("cifar10", 5000, (81.74, 0.36), (84.67, 0.28)),
+        ("cifar100", 2000, (50.76, 0.71), (55.53, 0.64)),
+        ("cifar100", 3000, (53.07, 0.71), (57.09, 0.77)),
+        ("cifar100", 4000, (57.05, 0.59), (62.23, 0.69)),
+        ("cifar100", 5000, (59.34, 0.64), (64.83, 0.72)),
+        ("svhn", 2000, (88.75, 0.44), (91.59, 0.38)),
+        ("svhn", 3000, (91.32, 0.41), (94.03, 0.36)),
+        ("svhn", 4000, (91.92, 0.41), (94.25, 0.31)),
+        ("svhn", 5000, (92.63, 0.46), (94.33, 0.34)),
+    )
+}
+
+
+def gan_recipe_name(data: str, n_labelled: int, method: str, family: str = "gan") -> str:
+    """Such as gan/cifar10-4000 or gan-tuned/svhn-2000-supervised."""
+    return f"{family}/{data}-{n_labelled}" + (f"-{method}" if method != "resghmc" else "")
+
+
+def gan_config(data: Any, n_labelled: int, method: GanMethod, family: str = "gan") -> GanConfig:
+    """The recipe of one method with that many labels."""
+    row = next(
+        row
+        for row in APPENDIX_B
+        if row.data == data and row.n_labelled[0] <= n_labelled <= row.n_labelled[1]
+    )
+    config = GanConfig(
+        gan_recipe_name(data, n_labelled, method, family),
+        data,
+        method,
+        n_labelled,
+        lr_of_mean=row.lr[0],
+        hot_lr=row.lr[1] / row.lr[0],
+        temperature=row.temperature[0],
+        hot_temperature=row.temperature[1] / row.temperature[0],
+        correction_factor=row.correction_factor,
+    )
+    if family == "gan":
+        return config
+    return replace(config, lr_of_mean=2e-4, lr_floor=1.0, sampling_lr=10.0, average_every=100)
+
+
+def digits_gan_recipes() -> dict[str, GanConfig]:
+    """A small version on scikit-learn's digits, about a minute on a CPU; settings by validation."""
+    config = GanConfig(
+        gan_recipe_name("digits", 100, "resghmc"),
+        "digits",
+        "resghmc",
+        100,
+        steps=1_500,
+        warm_start=1_300,
+        average_every=50,
+        batch_size=50,
+        n_generators=2,
+        latents=25,
+        width=32,
+        lr_of_mean=1e-3,
+        hot_lr=1.0,
+        lr_floor=1.0,  # the lr does not fall: in so few steps that costs accuracy
+        temperature=0.01,
+        hot_temperature=1.01,  # so near, and with so large an F, that swaps are common
+        correction_factor=1_000.0,
+        checkpoint_every=500,
+    )
+    names = {method: gan_recipe_name("digits", 100, method) for method in GAN_METHODS}
+    return {name: replace(config, recipe=name, method=method) for method, name in names.items()}
+
+
+def _gan_recipes(n_labelled: tuple[int, ...]) -> dict[str, GanConfig]:
+    every = itertools.product(GAN_FAMILIES, GAN_DATA, n_labelled, GAN_METHODS)
+    configs = (gan_config(data, n, method, family) for family, data, n, method in every)
+    return {config.recipe: config for config in configs}
+
+
+def table3_recipes() -> dict[str, GanConfig]:
+    """Twelve cells, two families, four methods each."""
+    return _gan_recipes((2000, 3000, 4000, 5000))
+
+
+def figure3_recipes() -> dict[str, GanConfig]:
+    """The same with 2500, 3500 and 4500 labels as well."""
+    return _gan_recipes(N_LABELLED)
+
+
+def gan_recipes() -> dict[str, GanConfig]:
+    return {**digits_gan_recipes(), **figure3_recipes()}
+
+
+# Tables
+
+SGHMC_ALONE, RESGHMC = Line("SGHMC", "sghmc"), Line("reSGHMC", "resghmc")
+NO_SWAPS, SUPERVISED = Line("no swaps", "noswaps"), Line("supervised only", "supervised")
+TABLE3 = PaperTable(
+    "Table 3: semi-supervised Bayesian GANs, test accuracy in %",
+    table3_recipes,
+    (SGHMC_ALONE, RESGHMC, NO_SWAPS, SUPERVISED),
+    (
+        Difference("swaps, rung 0", RESGHMC, NO_SWAPS),
+        Difference("swaps, both rungs", RESGHMC, NO_SWAPS, "pooled_"),
+        Difference("unlabelled images", SGHMC_ALONE, SUPERVISED),
+        Difference("swaps and a second rung", RESGHMC, SGHMC_ALONE),  # what the paper claims
+    ),
+    "What swaps and unlabelled images contribute",
+    {
+        NO_SWAPS.title: "the same two rungs as reSGHMC without swaps, at equal cost.",
+        SUPERVISED.title: "the same discriminator on the labelled images and nothing else.",
+        "gan-tuned": "a steady learning rate of 0.0002 and 10 times that for SGHMC, chosen on "
+        "validation images of CIFAR-10, and a draw every 100 steps; temperatures and F are the "
+        "paper's. Not tested against the paper.",
+    },
+    "contributions",
+)

@@ -17,8 +17,8 @@ from torch import Tensor
 from torchrex.density import Progress
 from torchrex.errors import RecipeError
 from torchrex.experiments.digits import digits_recipes
-from torchrex.experiments.gan_recipes import gan_recipes
-from torchrex.experiments.image_recipes import image_recipes
+from torchrex.experiments.gan import gan_recipes
+from torchrex.experiments.images import image_recipes
 from torchrex.experiments.jobs import Job, Trained
 from torchrex.experiments.mixtures import figure1_recipes
 from torchrex.experiments.place import Place

@@ -14,8 +14,8 @@ from torchrex.errors import NonFiniteEnergyError, RunFolderError
 from torchrex.experiments import beside
 from torchrex.experiments.config import dumps, to_json
 from torchrex.experiments.jobs import Trained
+from torchrex.experiments.networks import png
 from torchrex.experiments.place import Place
-from torchrex.experiments.png import png
 from torchrex.experiments.recipes import TrainingConfig
 from torchrex.experiments.run_folder import (
     RunFolder,

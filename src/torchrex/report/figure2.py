@@ -11,195 +11,157 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
-from torchrex.errors import RunFolderError
-from torchrex.experiments.image_recipes import AUTHORS_F0, DATA, PAIRED, cell, figure2_recipes
-from torchrex.experiments.images import ImageConfig
-from torchrex.report.image_numbers import Settings, finished_runs, summary
-from torchrex.report.image_tables import epochs_words
-from torchrex.report.image_words import markdown_lines, plus_minus
-from torchrex.report.images import FAMILIES, HEADLINE, INDEPENDENT, SGHMC, ImageRun, Line, family_of
+from torchrex.experiments.images import (
+    AUTHORS_F0,
+    DATA,
+    FAMILIES,
+    INDEPENDENT,
+    PAIRED,
+    PAPER_EPOCHS,
+    SGHMC_ALONE,
+    ImageConfig,
+    image_config,
+)
+from torchrex.experiments.networks import Line
+from torchrex.report.tables import (
+    STYLES,
+    FinishedRun,
+    finished_runs,
+    in_percent,
+    longest_first,
+    markdown_page,
+    markdown_table,
+    missing_words,
+    plus_minus,
+    pyplot,
+)
 
-NET = "resnet20"
-COURSE = ("noise_variance", "correction", "energy", "swap_epochs")
-METRIC = HEADLINE["icml2020"]
-
+METRIC = "logits_best_accuracy"  # what the authors report
+COURSE = ("epoch", "noise_variance", "correction", "energy", "swap_epochs")
 VARIANCES = {
     "icml2020": "unpaired, 10 energies an epoch (icml2020)",
     "clean": "paired, every step (clean)",
 }
-
-
-def figure_recipes() -> dict[str, ImageConfig]:
-    """What is run for the figure: every F0, and reSGHMC of the clean family beside them for (a, b)."""
-    clean = (cell("clean", data, NET, "resghmc") for data in DATA)
-    return {**figure2_recipes(), **{config.recipe: config for config in clean}}
+TICKS = 50  # swaps that can be distinguished on an axis
+LABELS = 16  # numbers that an axis has room for
+FAMILY_STYLES: dict[str, dict[str, Any]] = {
+    "icml2020": {"color": "0.45", "ls": "--"},
+    "clean": {"color": "#1b6ca8", "ls": "-"},
+}
+HEADS = ("data", "F0", "rung 0 %", "both rungs %", "n", "swaps", "epochs")
 
 
 def numbers(out: Path, chosen: Mapping[str, ImageConfig]) -> dict[str, Any]:
-    """`rows`, one for every length of runs on a data set: accuracy against F0, without swaps,
-    curves of the lowest seed.
+    """`rows`, one for every length of runs on a data set: accuracy against F0, accuracy without
+    swaps, curves of the lowest seed.
     """
-    levels = {
-        line: {data: cell("icml2020", data, NET, line.method) for data in DATA}  # type: ignore[arg-type]
-        for line in (SGHMC, INDEPENDENT)
-    }
-    beside = {config.recipe: config for each in levels.values() for config in each.values()}
-    runs, unfinished = finished_runs(out, {**chosen, **beside})
-    rows = []
+    alone = [
+        image_config("icml2020", data, "resnet20", method)
+        for data in DATA
+        for method in ("sghmc", "independent")
+    ]
+    runs, unfinished = finished_runs(out, {**chosen, **{each.recipe: each for each in alone}})
+    rows: list[dict[str, Any]] = []
     for data in DATA:
         own = [run for run in runs if run.recipe.data == data]
         kinds = {run.settings for run in own if run.recipe.recipe in chosen}
-        rows += [
-            _row(data, kind, [run for run in own if run.settings == kind], chosen)
-            for kind in sorted(kinds, key=_longest_first)
-        ]
-    for k, row in enumerate(row for row in rows if row["settings"]):
-        row["mark"] = "§" * (k + 1)
+        for settings in sorted(kinds, key=longest_first):
+            same = [run for run in own if run.settings == settings]
+            swapping = [run for run in same if run.recipe.recipe in chosen]
+            theirs = [run for run in same if run.recipe.family == "icml2020"]
+            factors = {
+                f0: [run for run in swapping if run in theirs and f0_of(run) == f0]
+                for f0 in sorted({f0_of(run) for run in swapping if run in theirs})
+            }
+            levels = {line.title: _level(line, theirs) for line in (SGHMC_ALONE, INDEPENDENT)}
+            courses = {family: _course(family, swapping) for family in FAMILIES}
+            rows.append(
+                {
+                    "data": data,
+                    "epochs": settings.length,
+                    "settings": dict(settings.others),
+                    "mark": "§" * (1 + sum(bool(row["settings"]) for row in rows))
+                    if settings.others
+                    else "",
+                    "factors": [_factor(f0, each) for f0, each in factors.items()],
+                    "levels": {title: level for title, level in levels.items() if level},
+                    "course": {family: course for family, course in courses.items() if course},
+                }
+            )
     return {"rows": rows, "unfinished": [one for one in unfinished if one.split()[0] in chosen]}
 
 
-def _longest_first(settings: Settings) -> tuple[int, str]:
-    return -settings.length, str(settings)
+def f0_of(run: FinishedRun) -> float:
+    """F0 as the authors count it: their threshold has the sum of two unpaired variances."""
+    factor = float(run.config.get("correction_factor", run.recipe.correction_factor))
+    return 2 * factor / (PAIRED if run.recipe.family == "clean" else 1.0)
 
 
-def _row(
-    data: str, settings: Settings, runs: Sequence[ImageRun], chosen: Mapping[str, ImageConfig]
-) -> dict[str, Any]:
-    exchanging = [run for run in runs if run.recipe.recipe in chosen]
-    factors = sorted({f0_of(run) for run in exchanging if family_of(run) == "icml2020"})
-    alone = {
-        line: _level(line, [run for run in runs if family_of(run) == "icml2020"])
-        for line in (SGHMC, INDEPENDENT)
-    }
-    course = {
-        family: _course([run for run in exchanging if family_of(run) == family])
-        for family in FAMILIES
-    }
+def _factor(f0: float, runs: Sequence[FinishedRun]) -> dict[str, Any]:
     return {
-        "data": data,
-        "epochs": settings.length,
-        "settings": dict(settings.others),
-        "mark": "",
-        "factors": [_factor(f0, [run for run in exchanging if f0_of(run) == f0]) for f0 in factors],
-        "levels": {line.title: level for line, level in alone.items() if level},
-        "course": {family: curves for family, curves in course.items() if curves},
+        "f0": f0,
+        "recipe": runs[0].recipe.recipe,
+        "n": len(runs),
+        "accuracy": in_percent(runs, METRIC),
+        "both_rungs": in_percent(runs, f"pooled_{METRIC}"),
+        "swaps": [run.swaps for run in runs],
+        "devices": sorted({run.result["device"] for run in runs}),
     }
+
+
+def _level(line: Line, runs: Sequence[FinishedRun]) -> dict[str, Any] | None:
+    """Accuracy without swaps; SGHMC is rung 0 of the pair where it was not run by itself."""
+    by_seed = {run.seed: run for run in runs if run.recipe.method == "independent"}
+    by_seed |= {run.seed: run for run in runs if run.recipe.method == line.method}
+    return in_percent(by_seed.values(), line.prefix + METRIC)
+
+
+def _course(family: str, runs: Sequence[FinishedRun]) -> dict[str, Any] | None:
+    """The curves of the lowest seed at the authors' F0."""
+    own = [run for run in runs if run.recipe.family == family]
+    own = [run for run in own if math.isclose(f0_of(run), AUTHORS_F0) and run.curve("energy")]
+    if not own:
+        return None
+    run = min(own, key=lambda run: run.seed)
+    curves = {name: run.curve(name) for name in COURSE}
+    variances = [value for value in curves["noise_variance"][0] if value]  # 0: no estimate yet
+    about = {"recipe": run.recipe.recipe, "seed": run.seed, "n_swaps": run.swaps}
+    return {**about, **curves, "median_noise_variance": statistics.median(variances or [math.nan])}
+
+
+# Words
 
 
 def title(row: Mapping[str, Any]) -> str:
     return f"{row['data']}{row['mark']}, {row['epochs']} epoch{'' if row['epochs'] == 1 else 's'}"
 
 
-def f0_of(run: ImageRun) -> float:
-    """F0 as the authors count it: their threshold has the sum of two variances, and not the paired
-    one.
-    """
-    return (
-        2
-        * float(run.config.get("correction_factor", run.recipe.correction_factor))
-        / (PAIRED if family_of(run) == "clean" else 1.0)
-    )
-
-
-def _factor(f0: float, runs: Sequence[ImageRun]) -> dict[str, Any]:
-    runs = [run for run in runs if family_of(run) == "icml2020"]
-    return {
-        "f0": f0,
-        "recipe": runs[0].recipe.recipe,
-        "n": len(runs),
-        "accuracy": summary({run.seed: run.number(METRIC) for run in runs}),
-        "both_rungs": summary({run.seed: run.number(f"pooled_{METRIC}") for run in runs}),
-        "swaps": [run.swaps for run in runs],
-        "devices": sorted({run.result["device"] for run in runs}),
-    }
-
-
-def _level(line: Line, runs: Sequence[ImageRun]) -> dict[str, Any] | None:
-    """Accuracy without swaps; SGHMC is rung 0 of the pair without swaps where it was not run by
-    itself.
-    """
-    by_seed = {run.seed: run for run in runs if run.recipe.method == "independent"}
-    by_seed |= {run.seed: run for run in runs if run.recipe.method == line.method}
-    return (
-        summary({seed: run.number(line.prefix + METRIC) for seed, run in by_seed.items()})
-        if by_seed
-        else None
-    )
-
-
-def _course(runs: Sequence[ImageRun]) -> dict[str, Any] | None:
-    """The curves of the lowest seed at the authors' F0."""
-    runs = sorted(
-        (run for run in runs if math.isclose(f0_of(run), AUTHORS_F0)), key=lambda run: run.seed
-    )
-    if not runs:
-        return None
-    curves = runs[0].result["curves"]
-    for name in ("epoch", *COURSE):
-        if not isinstance(curves.get(name), list) or (name != "swap_epochs" and not curves[name]):
-            raise RunFolderError(
-                f"{runs[0].path / 'result.json'} has no curve {name!r}; run it again with --overwrite"
-            )
-    course = {name: curves[name] for name in ("epoch", *COURSE)}
-    return {
-        "recipe": runs[0].recipe.recipe,
-        "seed": runs[0].seed,
-        "n_swaps": runs[0].swaps,
-        **course,
-        "median_noise_variance": statistics.median(
-            _positive(curves["noise_variance"][0]) or [math.nan]
-        ),
-    }
-
-
-def _positive(values: Sequence[float | None]) -> list[float]:
-    """Before the first estimate the variance is 0."""
-    return [value for value in values if value]
-
-
-# Words
-
-
 def _rows(figure: Mapping[str, Any]) -> list[list[str]]:
     rows = []
     for of in figure["rows"]:
-        data = of["data"] + of["mark"]
+        data, epochs = of["data"] + of["mark"], of["epochs"]
+        length = f"{epochs}" if epochs == PAPER_EPOCHS else f"{epochs}/{PAPER_EPOCHS}"
         for one in of["factors"]:
-            swaps = ", ".join(map(str, one["swaps"]))
             accuracies = [plus_minus(one["accuracy"]), plus_minus(one["both_rungs"])]
-            rows.append(
-                [
-                    data,
-                    f"{one['f0']:.0e}".replace("e+0", "e"),
-                    *accuracies,
-                    str(one["n"]),
-                    swaps,
-                    epochs_words(of),
-                ]
-            )
+            swaps = ", ".join(map(str, one["swaps"]))
+            rows.append([data, power(one["f0"]), *accuracies, str(one["n"]), swaps, length])
         for name, level in of["levels"].items():
-            shown = (
-                ["", plus_minus(level)] if name == INDEPENDENT.title else [plus_minus(level), ""]
-            )
-            rows.append(
-                [
-                    data,
-                    name.partition(",")[0],
-                    *shown,
-                    str(len(level["values"])),
-                    "-",
-                    epochs_words(of),
-                ]
-            )
+            shown = [plus_minus(level), "-"]
+            if name == INDEPENDENT.title:
+                shown.reverse()
+            n = str(len(level["values"]))
+            rows.append([data, name.partition(",")[0], *shown, n, "-", length])
     return rows
 
 
-HEADS = ("data", "F0", "rung 0 %", "both rungs %", "n", "swaps", "epochs")
+def power(f0: float) -> str:
+    return f"{f0:.0e}".replace("e+0", "e")
 
 
-def as_table(figure: Mapping[str, Any]) -> Table:
+def as_table(figure: Mapping[str, Any], console: Console) -> Table:
     table = Table(*HEADS, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in _rows(figure):
         table.add_row(*row)
@@ -208,36 +170,30 @@ def as_table(figure: Mapping[str, Any]) -> Table:
 
 def notes(figure: Mapping[str, Any]) -> list[str]:
     said = [
-        "ResNet-20; rules of icml2020: sum of logits, best epoch on the test images; ± 2 standard deviations over n seeds."
+        "ResNet-20; rules of icml2020: sum of logits, best epoch on the test images; ± 2 standard "
+        "deviations over n seeds."
     ]
     for of in figure["rows"]:
-        medians = {
-            family: course["median_noise_variance"] for family, course in of["course"].items()
-        }
+        medians = {name: course["median_noise_variance"] for name, course in of["course"].items()}
         shown = ", ".join(
-            f"{VARIANCES[family].partition(',')[0].split()[0]} {value:.3g}"
+            f"{VARIANCES[family].partition(',')[0]} {value:.3g}"
             for family, value in medians.items()
         )
-        ratio = (
-            f": {medians['icml2020'] / medians['clean']:.1f} times smaller"
-            if len(medians) == 2 and medians["clean"]
-            else ""
-        )
-        said += (
-            [f"{title(of)}: median noise variance over epochs {shown}{ratio}"] if medians else []
-        )
-    said += other_settings(figure)
-    said += [f"not finished: {', '.join(figure['unfinished'])}"] if figure["unfinished"] else []
-    missing = not_run(figure)
-    return said + ([f"not run: {', '.join(missing)}"] if missing else [])
+        ratio = ""
+        if len(medians) == 2 and medians["clean"]:
+            ratio = f": {medians['icml2020'] / medians['clean']:.1f} times smaller"
+        if medians:
+            said.append(f"{title(of)}: median noise variance over epochs {shown}{ratio}")
+    return said + other_settings(figure) + missing_words(not_run(figure), figure["unfinished"])
 
 
 def other_settings(figure: Mapping[str, Any]) -> list[str]:
-    told = (
-        (of, ", ".join(f"{name}={value}" for name, value in of["settings"].items()))
+    return [
+        f"{title(of)}: not the recipes' settings "
+        f"({', '.join(f'{name}={value}' for name, value in of['settings'].items())})"
         for of in figure["rows"]
-    )
-    return [f"{title(of)}: not the recipes' settings ({others})" for of, others in told if others]
+        if of["settings"]
+    ]
 
 
 def not_run(figure: Mapping[str, Any]) -> list[str]:
@@ -245,11 +201,129 @@ def not_run(figure: Mapping[str, Any]) -> list[str]:
 
 
 def as_markdown(figure: Mapping[str, Any]) -> str:
-    lines = [
-        "# Figure 2",
-        "",
-        *markdown_lines(HEADS, _rows(figure)),
-        "",
-        *(f"- {note}" for note in notes(figure)),
-    ]
-    return "\n".join(lines) + "\n"
+    return markdown_page("Figure 2", markdown_table(HEADS, _rows(figure)), notes(figure))
+
+
+# Pictures
+
+
+def draw(figure: Mapping[str, Any], path: Path) -> None:
+    """A row of panels for every data set and length that was run; a panel without runs says so."""
+    plt = pyplot()
+    panels = (
+        (plot_variance, "course"),
+        (plot_correction, "course"),
+        (plot_energies, "course"),
+        (plot_factors, "factors"),
+    )
+    rows = figure["rows"]
+    drawn, axes = plt.subplots(
+        len(rows), 4, figsize=(18, 4.3 * len(rows)), constrained_layout=True, squeeze=False
+    )
+    for row, of in zip(axes, rows, strict=True):
+        for axis, (plot, needs) in zip(row, panels, strict=True):
+            if of[needs]:
+                plot(of, axis)
+                axis.set_title(f"{title(of)}: {axis.get_title()}", fontsize=10)
+            else:
+                axis.axis("off")
+                words = f"{title(of)}: no runs for this panel"
+                axis.text(0.5, 0.5, words, ha="center", color="0.4")
+    missed = f"; not run: {', '.join(not_run(figure))}" if not_run(figure) else ""
+    drawn.suptitle("\n".join([f"ResNet-20{missed}", *other_settings(figure)]), fontsize=11)
+    drawn.savefig(path, dpi=110)
+    plt.close(drawn)
+
+
+def _plot_course(of: Mapping[str, Any], axis: Any, name: str, label: str) -> None:
+    for family, course in of["course"].items():
+        values = [value if value else math.nan for value in course[name][0]]
+        words = f"{VARIANCES[family]}, seed {course['seed']}"
+        axis.plot(course["epoch"], values, label=words, lw=1.4, **FAMILY_STYLES[family])
+    axis.set(xlabel="epoch", ylabel=label, yscale="log")
+    bottom, top = axis.get_ylim()
+    axis.set_ylim(bottom, top * (top / bottom) ** 0.2)  # room for the legend
+    axis.legend(fontsize=7.5, frameon=False, loc="upper right")
+
+
+def plot_variance(of: Mapping[str, Any], axis: Any) -> None:
+    _plot_course(of, axis, "noise_variance", "variance of an energy")
+    axis.set_title("(a) noise variance σ²")
+
+
+def plot_correction(of: Mapping[str, Any], axis: Any) -> None:
+    _plot_course(of, axis, "correction", "energy")
+    axis.set_title("(a) correction of the swap test")
+
+
+def plot_energies(of: Mapping[str, Any], axis: Any) -> None:
+    """Mean training energy of each epoch on both rungs, and a row of ticks for each family: a tick
+    for every swap, or for several with their number above it where there is room.
+    """
+    for height, (family, course) in enumerate(of["course"].items()):
+        colour, n_epochs = FAMILY_STYLES[family]["color"], len(course["epoch"])
+        prior = " with the prior" if family == "clean" else ""
+        for name, ls, values in zip(("cold", "hot"), ("-", ":"), course["energy"], strict=False):
+            style = {"color": colour, "ls": ls, "lw": 1.3, "label": f"{family}, {name}{prior}"}
+            axis.plot(course["epoch"], values, **style)
+        low = 0.02 + 0.1 * height
+        marks = ticks(course["swap_epochs"], n_epochs)
+        for when, n_swaps in marks:
+            axis.axvline(when, ymin=low, ymax=low + 0.045, color=colour, lw=1.1)
+            gaps = (abs(when - other) for other, _ in marks if other != when)
+            if n_swaps > 1 and all(gap >= n_epochs / LABELS for gap in gaps):
+                above = {"transform": axis.get_xaxis_transform(), "ha": "center", "va": "bottom"}
+                axis.text(when, low + 0.047, f"{n_swaps}×", color=colour, fontsize=6.5, **above)
+        swaps = f"{family}, swaps: {course['n_swaps']:,}"
+        axis.plot([], [], color=colour, marker="|", ls="", label=swaps)
+    top = axis.get_ylim()[1]
+    axis.set(xlabel="epoch", ylabel="energy (summed)", yscale="log", title="(b) energies and swaps")
+    lowest = min(min(values) for course in of["course"].values() for values in course["energy"])
+    axis.set_ylim(lowest / 1.6 ** max(1, len(of["course"])), top * 1.3)  # room for the ticks
+    axis.legend(fontsize=7.5, frameon=False)
+
+
+def ticks(epochs: Sequence[float], n_epochs: int) -> list[tuple[float, int]]:
+    """Where ticks are drawn, and for how many swaps each: those nearer than 1/50 of the axis to the
+    first of a tick share it.
+    """
+    drawn: list[list[float]] = []
+    for epoch in sorted(epochs):
+        if drawn and epoch - drawn[-1][0] < n_epochs / TICKS:
+            drawn[-1].append(epoch)
+        else:
+            drawn.append([epoch])
+    return [(statistics.fmean(each), len(each)) for each in drawn]
+
+
+def plot_factors(of: Mapping[str, Any], axis: Any) -> None:
+    """Accuracy of rung 0 and of both rungs against F0, with the mean number of swaps below each."""
+    f0 = [one["f0"] for one in of["factors"]]
+    for key, rungs, shift, style in (
+        ("accuracy", "rung 0", 1.0, {"fmt": "o-", "color": "#1b6ca8"}),
+        ("both_rungs", "both rungs", 1.02, {"fmt": "s--", "color": "black", "mfc": "white"}),
+    ):
+        known = [one for one in of["factors"] if one[key]]
+        x = [one["f0"] * shift for one in known]  # error bars side by side
+        means, errors = ([one[key][name] or 0.0 for one in known] for name in ("mean", "two_sd"))
+        label = f"reSGHMC, {rungs}"
+        axis.errorbar(x, means, errors, label=label, lw=1.2, ms=5, capsize=3, **style)
+    for line, style in ((SGHMC_ALONE, STYLES[1]), (INDEPENDENT, STYLES[4])):
+        if line.title in of["levels"]:
+            axis.axhline(of["levels"][line.title]["mean"], label=line.title, **style)
+    axis.axvline(AUTHORS_F0, color="0.75", lw=5, alpha=0.5, zorder=0, label="best in the paper")
+    bottom, top = axis.get_ylim()
+    room = top - bottom  # for the swaps and the legend
+    axis.set_ylim(bottom - 0.15 * room, top + 0.4 * room)
+    for one in of["factors"]:
+        words = f"{statistics.fmean(one['swaps']):.3g}"
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+        at = {"transform": axis.get_xaxis_transform(), "ha": "center", "bbox": box}
+        axis.text(one["f0"], 0.03, words, fontsize=8, **at)
+    axis.set_xlim(min(f0) / 1.5, max(f0) * 1.5)
+    one_run = "one was run; " if len(f0) == 1 else ""
+    axis.set(xscale="log", xlabel=f"F0 ({one_run}above it: swaps)", ylabel="test accuracy in %")
+    axis.set_title("(c, d) accuracy against F0")
+    axis.set_xticks(f0, [power(value) for value in f0], fontsize=8)
+    axis.minorticks_off()
+    axis.legend(fontsize=7.5, frameon=False, ncols=2, loc="upper center")

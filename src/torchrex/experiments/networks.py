@@ -1,0 +1,427 @@
+"""What the experiments on images and with GANs share: how their configs train, what `result.json`
+says of them, and how a table of the paper is declared.
+
+Runs that see the same batches train together in one step; each ends as it would alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import struct
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrex.checkpoint import Checkpoints
+from torchrex.density.threads import few_threads
+from torchrex.distributed import replica_mesh
+from torchrex.errors import ConfigError, DataError, NonFiniteEnergyError
+from torchrex.exchange import resolve_device
+from torchrex.experiments.config import ExperimentConfig
+from torchrex.experiments.jobs import Job, Trained
+from torchrex.experiments.place import Place
+from torchrex.network import ModuleExchange, Outcome, TrainingRun, train_together
+from torchrex.posterior import PosteriorAverage
+from torchrex.recording import Callback, Trace
+from torchrex.targets import DeviceLoader, PosteriorEnergy
+from torchrex.vision.data import data_folder, stratified_split, stratified_subset
+
+logger = logging.getLogger("torchrex")
+
+EVALUATION_BATCH = 2500
+SIGNIFICANT = 5  # digits of a curve in result.json
+CURVE_POINTS = 150
+MOST_SWAPS = 10_000  # that a curve lists; the counts are of all
+Labelled = tuple[Tensor, Tensor]
+
+# What a setting must be, in every config that has it.
+RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    name: rule
+    for names, rule in (
+        (
+            "epochs steps checkpoint_every n_generators width average_every",
+            (lambda value: value >= 1, "at least 1"),
+        ),
+        (
+            "lr_of_mean hot_lr lr_time sampling_lr temperature correction_factor",
+            (lambda value: value > 0, "positive"),
+        ),
+        ("factor_per_swap smoothing lr_floor", (lambda value: 0 < value <= 1, "in (0, 1]")),
+        ("weight_decay prior_precision", (lambda value: value >= 0, "at least 0")),
+        (
+            "swaps_after rest_after_swap",
+            (lambda value: 0 <= value < math.inf, "at least 0 and finite"),
+        ),
+        ("hot_temperature", (lambda value: value > 1, "above 1")),
+        ("momentum", (lambda value: 0 <= value < 1, "at least 0 and less than 1")),
+    )
+    for name in names.split()
+}
+
+
+class Batches(NamedTuple):
+    """The data of some runs on their device."""
+
+    train: DeviceLoader
+    test: list[Labelled]
+    extra: DeviceLoader | None = None  # for repeated energies: the same images in another order
+    real: Tensor | None = None  # what the images of a generator are compared with
+
+
+class Intervals(NamedTuple):
+    """In steps: the first draw of the average comes `draw` steps after `burn_in`."""
+
+    burn_in: int
+    draw: int
+    trace: int
+
+
+class NetworkConfig(ExperimentConfig):
+    """One method with one or two rungs on one image set; subclasses say what is trained on what."""
+
+    unit: ClassVar[str]  # of time in curves and tables; the setting `{unit}s` is the length
+    paper_length: ClassVar[int]  # in these units
+    averages: ClassVar[Mapping[str, str]]  # prefix of a metric -> what the average is of
+    batch_settings: ClassVar[tuple[str, ...]]  # runs that train together have them in common
+    most_replicas: int = 16  # of all runs that train together
+    one_thread: ClassVar[bool] = False  # on a CPU
+
+    data: str
+    method: str
+    temperature: float
+    hot_temperature: float
+    validation: int
+    test_subset: int | None
+    deterministic: bool
+    checkpoint_every: int  # in units
+
+    # What a subclass adds
+
+    @property
+    def n_train(self) -> int:
+        """The training images of the data set, before any are held out."""
+        raise NotImplementedError
+
+    @property
+    def n_test(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def intervals(self) -> Intervals:
+        raise NotImplementedError
+
+    @property
+    def energy_key(self) -> tuple[Any, ...]:
+        """Runs with equal keys share one energy object, which compiles once."""
+        raise NotImplementedError
+
+    def energy(self) -> PosteriorEnergy:
+        raise NotImplementedError
+
+    def run(
+        self, seed: int, device: torch.device, energy: PosteriorEnergy | None = None
+    ) -> ModuleExchange:
+        """The run of one seed. `energy` is that of a run with an equal `energy_key`."""
+        raise NotImplementedError
+
+    def batches(self, seed: int, device: torch.device) -> Batches:
+        raise NotImplementedError
+
+    def warn_about_cpu(self) -> None:
+        """Say so if the run takes days on a CPU."""
+
+    def finish(
+        self, run: ModuleExchange, batches: Batches, seed: int
+    ) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """Further metrics and pictures of a finished run."""
+        return {}, {}
+
+    # What a table of the paper asks
+
+    @property
+    def cell(self) -> dict[str, Any]:
+        """What the methods of one cell of a table have in common."""
+        raise NotImplementedError
+
+    @property
+    def same_run_as(self) -> str | None:
+        """A recipe whose run has the same numbers on rung 0, bit for bit."""
+        return None
+
+    @property
+    def tested_against_paper(self) -> bool:
+        """Whether a run of full length is the paper's experiment."""
+        return True
+
+    @property
+    def test_size(self) -> int:
+        n_test = self.validation or self.n_test
+        return min(n_test, self.test_subset or n_test)
+
+    # Settings
+
+    @property
+    def family(self) -> str:
+        return self.recipe.split("/")[0]
+
+    @property
+    def swaps(self) -> bool:
+        return self.method == "resghmc"
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        pair = (self.temperature, self.hot_temperature * self.temperature)
+        return pair if self.method in ("resghmc", "independent", "noswaps") else pair[:1]
+
+    def check(self) -> None:
+        for name, (fine, wanted) in RANGES.items():
+            if hasattr(self, name):
+                self.require(name, fine(getattr(self, name)), wanted)
+        most = f"at least 0 and less than {self.n_train}"
+        self.require("validation", 0 <= self.validation < self.n_train, most)
+        n_test = self.validation or self.n_test
+        fine = self.test_subset is None or 1 <= self.test_subset <= n_test
+        self.require("test_subset", fine, f"between 1 and {n_test}, or none")
+
+    def require(self, name: str, fine: bool, wanted: str) -> None:
+        if not fine:
+            raise ConfigError(f"setting {name!r} must be {wanted}, got {getattr(self, name)}")
+
+    def company(self, seed: int) -> str:
+        """Runs with equal keys train on the same batches."""
+        return " ".join(str(getattr(self, name)) for name in self.batch_settings)
+
+    def place(self, device: str) -> Place:
+        return Place.of(resolve_device(device), self.precision)
+
+    # Training
+
+    def on(self, device: torch.device) -> dict[str, Any]:
+        """Where and how an ensemble computes."""
+        return {
+            "device": device,
+            "autocast": Place.of(device, self.precision).autocast,
+            "channels_last": True,
+            "mesh": replica_mesh(self.n_rungs, device),
+        }
+
+    def execute(
+        self,
+        jobs: Sequence[Job],
+        *,
+        device: str,
+        resume: bool,
+        budget: float | None,
+        progress: Callback | None,
+    ) -> tuple[Outcome, list[Trained]]:
+        """Train runs of one `company` together; what came of each, in the same order."""
+        on = self.place(device).device
+        batches = self.batches(jobs[0].seed, on)
+        if on.type == "cpu":
+            self.warn_about_cpu()
+        energies: dict[tuple[Any, ...], PosteriorEnergy] = {}
+        runs = []
+        for job in jobs:
+            energy = energies.setdefault(job.config.energy_key, job.config.energy())
+            runs.append(_training_run(job, job.config.run(job.seed, on, energy), batches.test))
+        try:
+            with few_threads(0) if self.one_thread else nullcontext():
+                outcome = train_together(
+                    runs,
+                    batches.train,
+                    self.n_steps,
+                    checkpoint_every=self.checkpoint_every * self.steps_per_epoch,
+                    resume=resume,
+                    budget=budget,
+                    progress=progress,
+                    extra=batches.extra,
+                    on_interrupt="return",
+                )
+        except NonFiniteEnergyError:
+            if any(run.failure is None for run in runs):
+                raise
+            outcome = Outcome("failed")  # all of them, each for its own reason
+        if outcome.status == "paused" and outcome.steps < self.steps_per_epoch:
+            logger.warning(
+                "the budget of %.3g s was used up after %d of the %d steps of an epoch; they are "
+                "saved, but give it more time",
+                budget or 0.0,
+                outcome.steps,
+                self.steps_per_epoch,
+            )
+        return outcome, [
+            _trained(job, run, outcome, batches) for job, run in zip(jobs, runs, strict=True)
+        ]
+
+
+def _training_run(job: Job, run: ModuleExchange, test: list[Labelled]) -> TrainingRun:
+    config: NetworkConfig = job.config
+    at, rungs = config.intervals, tuple(range(run.n_rungs))
+    average = PosteriorAverage(test, every=at.draw, burn_in=at.burn_in, rungs=rungs, history=True)
+    return TrainingRun(
+        run,
+        [average],
+        Trace(at.trace),
+        None if job.checkpoints is None else Checkpoints(job.checkpoints),
+        {"recipe": config.recipe},
+        observers=job.observers,
+    )
+
+
+def _trained(job: Job, run: TrainingRun, outcome: Outcome, batches: Batches) -> Trained:
+    assert run.trace is not None
+    if run.failure is not None or outcome.status != "finished":
+        return Trained(run.trace, failure=run.failure)
+    config: NetworkConfig = job.config
+    (average,) = run.averages
+    metrics, pictures = config.finish(run.run, batches, job.seed)
+    seconds = outcome.total_seconds / (config.n_steps / config.steps_per_epoch)
+    return Trained(
+        run.trace,
+        metrics_of(config, average) | metrics | {f"seconds_per_{config.unit}": seconds},
+        curves_of(config, run.trace.tensors(), average),
+        {"probabilities": average.probabilities(0)},
+        pictures=pictures,
+    )
+
+
+# What result.json says
+
+
+def _rungs(config: NetworkConfig) -> list[tuple[str, int | None]]:
+    """Prefixes of metrics: none for rung 0, `pooled_` for both rungs."""
+    return [("", 0), ("pooled_", None)][: config.n_rungs]
+
+
+def metrics_of(config: NetworkConfig, average: PosteriorAverage) -> dict[str, Any]:
+    """Of the average of probabilities, of the sum of logits (`logits_`), of the newest network alone
+    (`single_`); `best_` is the best draw on the evaluated images, as the authors reported it.
+    """
+    metrics: dict[str, Any] = {"n_draws": average.n_draws}
+    for prefix, rung in _rungs(config):
+        for kind, of in config.averages.items():
+            numbers = average.metrics(rung, of=of)  # type: ignore[arg-type]
+            metrics |= {f"{prefix}{kind}{name}": value for name, value in numbers.items()}
+            metrics[f"{prefix}{kind}best_accuracy"] = float(average.history(rung)[of].max())
+    metrics["mutual_information"] = float(average.mutual_information(0).mean())
+    return metrics
+
+
+def curves_of(
+    config: NetworkConfig, trace: Mapping[str, Tensor], average: PosteriorAverage
+) -> dict[str, Any]:
+    """Means over parts of the run: energies per rung, noise variance, correction; the first swaps;
+    accuracies after each draw.
+    """
+    unit, per_unit = config.unit, config.steps_per_epoch
+    n_epochs = config.n_steps // per_unit
+    n_bins = n_epochs if unit == "epoch" else min(CURVE_POINTS, len(trace["steps"]))
+    bins = trace["steps"] * n_bins // config.n_steps
+    starts = [k * config.n_steps // n_bins // per_unit for k in range(n_bins)]
+    curves: dict[str, Any] = {unit: starts}
+    for name in ("energy", "noise_variance", "correction"):
+        curves[name] = [rounded(binned(values, bins, n_bins)) for values in trace[name].unbind(1)]
+    swaps = trace["swap_steps"][:MOST_SWAPS]
+    curves[f"swap_{unit}s"] = (
+        swaps.tolist() if per_unit == 1 else rounded(swaps.double() / per_unit)
+    )
+    for prefix, rung in _rungs(config):
+        history = average.history(rung)
+        curves[f"draw_{unit}"] = (history["step"] // per_unit).tolist()
+        for of in config.averages.values():
+            curves[f"{prefix}{of}_accuracy"] = rounded(history[of])
+    return curves
+
+
+def binned(values: Tensor, bin_of: Tensor, n_bins: int) -> Tensor:
+    """Means over the values of each bin."""
+    sums = torch.zeros(n_bins, dtype=torch.float64).index_add_(0, bin_of, values.double())
+    return sums / torch.bincount(bin_of, minlength=n_bins)
+
+
+def rounded(values: Tensor) -> list[float]:
+    return [float(f"{value:.{SIGNIFICANT}g}") for value in values.tolist()]
+
+
+# Data
+
+
+def split_images(
+    config: NetworkConfig, train: Labelled, test: Labelled, *, seed: int
+) -> tuple[Labelled, Labelled]:
+    """What is trained on and what is evaluated: validation images take the place of the test images."""
+    (x, y), held_out = train, test
+    if config.validation:
+        chosen, validation = stratified_split(y, config.validation, seed=seed)
+        held_out = (x[validation], y[validation])
+        x, y = x[chosen], y[chosen]
+    if config.test_subset is not None:
+        n_test = min(config.test_subset, len(held_out[1]))
+        few = stratified_subset(held_out[1], n_test, seed=seed)
+        held_out = (held_out[0][few], held_out[1][few])
+    return (x, y), held_out
+
+
+def require_all_images(config: NetworkConfig, n_found: int) -> None:
+    if n_found != config.n_train:
+        raise DataError(
+            f"{config.data} in {data_folder()} has {n_found:,} training images instead of "
+            f"{config.n_train:,}; import or fetch it again"
+        )
+
+
+def png(image: Tensor) -> bytes:
+    """The file of an image of bytes (height, width, 1 or 3 channels)."""
+    height, width, channels = image.shape
+    pixels, length = image.contiguous().numpy().tobytes(), width * channels
+    starts = range(0, height * length, length)
+    rows = b"".join(b"\0" + pixels[start : start + length] for start in starts)  # 0: no filter
+    head = struct.pack(">IIBBBBB", width, height, 8, {1: 0, 3: 2}[channels], 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in ((b"IHDR", head), (b"IDAT", zlib.compress(rows, 9)), (b"IEND", b""))
+    )
+
+
+# Tables of the paper
+
+
+class Line(NamedTuple):
+    """A row in every cell of a table."""
+
+    title: str
+    method: str
+    prefix: str = ""  # of its metrics
+
+
+class Difference(NamedTuple):
+    """Two rows that are compared seed by seed."""
+
+    title: str
+    of: Line
+    minus: Line
+    prefix: str = ""  # of the metrics
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """A table of the paper: one row for each line and cell, mean over seeds next to the paper's."""
+
+    title: str
+    recipes: Callable[[], Mapping[str, NetworkConfig]]
+    lines: tuple[Line, ...]
+    differences: tuple[Difference, ...]
+    differences_title: str
+    notes: Mapping[str, str]  # on a word of a cell or a line
+    differences_key: str = "differences"  # in the JSON
+
+    def same_run(self, config: NetworkConfig) -> dict[str, NetworkConfig]:
+        """The recipe of this table whose run has the same numbers, if there is one."""
+        name, recipes = config.same_run_as, self.recipes()
+        return {name: recipes[name]} if name in recipes and name is not None else {}

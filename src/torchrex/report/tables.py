@@ -1,0 +1,552 @@
+"""Tables of the paper from run folders: our mean over seeds next to the paper's number, and
+differences of methods paired by seed.
+
+What is in a table is declared by its experiment (`PaperTable`, and the config of every recipe);
+nothing here knows one. Runs are taken as they are. Runs of one recipe that differ in more than the
+seed are different rows, and every setting that is not the recipe's is shown.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from torchrex.errors import MissingDependencyError, RunFolderError
+from torchrex.experiments.config import Column, to_json
+from torchrex.experiments.networks import Difference, Line, NetworkConfig, PaperTable
+from torchrex.experiments.run_folder import RunFolder
+from torchrex.report.series import FEWEST_SEEDS, p_of_pairs
+
+PAPER_SEEDS = 5
+NO_MATTER = ("recipe", "epochs", "steps", "checkpoint_every")  # the length is shown in any case
+# Distinct in grey as well: a line style goes with every colour.
+STYLES: tuple[dict[str, Any], ...] = (
+    {"color": "0.6", "ls": ":", "lw": 1.6},
+    {"color": "0.35", "ls": "-.", "lw": 1.3},
+    {"color": "#1b6ca8", "ls": "-", "lw": 1.8},
+    {"color": "black", "ls": "-", "lw": 1.0},
+    {"color": "#d95f02", "ls": "--", "lw": 1.6},
+)
+
+
+# Runs
+
+
+class Settings(NamedTuple):
+    """What runs must have in common to be one row."""
+
+    length: int  # in epochs or steps
+    others: tuple[tuple[str, Any], ...] = ()  # those that are not the recipe's
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.others)
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A finished run as its folder has it."""
+
+    recipe: Any  # the NetworkConfig of that name
+    seed: int
+    path: Path
+    config: dict[str, Any]
+    result: dict[str, Any]
+
+    @property
+    def settings(self) -> Settings:
+        usual = {k: value for k, value in to_json(self.recipe).items() if k not in NO_MATTER}
+        others = ((name, self.config.get(name, value)) for name, value in usual.items())
+        differ = tuple((name, value) for name, value in others if value != usual[name])
+        return Settings(self.config[f"{self.recipe.unit}s"], differ)
+
+    @property
+    def swaps(self) -> int:
+        return sum(pair.get("accepted", 0) for pair in self.result.get("swaps") or ())
+
+    def number(self, metric: str, *, percent: bool = True) -> float | None:
+        value = (self.result.get("metrics") or {}).get(metric)
+        if not isinstance(value, int | float):
+            return None
+        return float(value) * (100 if percent else 1)
+
+    def curve(self, name: str) -> list[Any]:
+        found = (self.result.get("curves") or {}).get(name)
+        return found if isinstance(found, list) else []
+
+
+def finished_runs(
+    out: Path, recipes: Mapping[str, NetworkConfig]
+) -> tuple[list[FinishedRun], list[str]]:
+    """The finished runs of these recipes, with any settings, and the others in words."""
+    runs, unfinished = [], []
+    for name, recipe in recipes.items():
+        seeds = (re.fullmatch(r"seed=(\d+)", path.name) for path in (out / name).glob("seed=*"))
+        for seed in sorted(int(found[1]) for found in seeds if found):
+            folder = RunFolder.of(out, name, seed)
+            config, result = folder.config, folder.result
+            if result is None or result.get("status") != "finished":
+                status = "no result" if result is None else result.get("status")
+                unfinished.append(f"{name} seed {seed} ({status})")
+            elif config is None or not isinstance(config.get(f"{recipe.unit}s"), int):
+                raise RunFolderError(
+                    f"{folder.path / 'config.json'} does not say how many {recipe.unit}s were run; "
+                    f"restore it"
+                )
+            else:
+                runs.append(FinishedRun(recipe, seed, folder.path, config, result))
+    return runs, unfinished
+
+
+def longest_first(settings: Settings) -> tuple[int, str]:
+    return -settings.length, str(settings)
+
+
+# Numbers
+
+
+def summary(values: Mapping[int, float | None]) -> dict[str, Any] | None:
+    """Mean, twice the standard deviation over seeds (None for one seed), and the values by seed."""
+    known = {str(seed): value for seed, value in values.items() if value is not None}
+    if not known:
+        return None
+    each = list(known.values())
+    two_sd = 2 * statistics.stdev(each) if len(each) > 1 else None
+    return {"mean": statistics.fmean(each), "two_sd": two_sd, "values": known}
+
+
+def in_percent(runs: Iterable[FinishedRun], metric: str) -> dict[str, Any] | None:
+    return summary({run.seed: run.number(metric) for run in runs})
+
+
+def papers(config: NetworkConfig) -> dict[str, Any] | None:
+    """The paper's number for the headline in %, as `summary` has ours."""
+    if config.headline not in config.paper_numbers:
+        return None
+    mean, sd = config.paper_numbers[config.headline]
+    return {"mean": round(100 * mean, 6), "two_sd": None if sd is None else round(200 * sd, 6)}
+
+
+def z_score(ours: Sequence[float], paper: Mapping[str, float]) -> float:
+    """Our mean minus the paper's in standard errors of the difference."""
+    variance = statistics.variance(ours) / len(ours) + (paper["two_sd"] / 2) ** 2 / PAPER_SEEDS
+    return (statistics.fmean(ours) - paper["mean"]) / math.sqrt(variance)
+
+
+def paired(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, Any]:
+    """Differences of seeds that both have: how many, mean, its standard error and p (None for too
+    few seeds).
+    """
+    differences = {seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs}
+    each, n = list(differences.values()), len(differences)
+    mean = statistics.fmean(each) if n else None
+    se = statistics.stdev(each) / math.sqrt(n) if n > 1 else None
+    tested = mean is not None and se is not None and n >= FEWEST_SEEDS
+    p = p_of_pairs(mean, se, n) if tested else None  # type: ignore[arg-type]
+    return {"n": n, "mean": mean, "se": se, "p": p, "differences": differences}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The methods on one problem with one choice of settings."""
+
+    recipes: dict[str, NetworkConfig]  # by method
+    settings: Settings
+    lines: dict[Line, dict[int, FinishedRun]]  # by seed; a line without runs is not there
+
+    @property
+    def config(self) -> NetworkConfig:
+        return next(iter(self.recipes.values()))
+
+    @property
+    def name(self) -> str:
+        return " ".join(map(str, self.config.cell.values()))
+
+    @property
+    def title(self) -> str:
+        marked, length = "§" if self.settings.others else "", self.settings.length
+        return f"{self.name}{marked}, {length:,} {self.config.unit}{'' if length == 1 else 's'}"
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """What all rows of the cell have in common."""
+        length = {f"{self.config.unit}s": self.settings.length}
+        return {**self.config.cell, **length, "settings": dict(self.settings.others)}
+
+    def summary(self, line: Line, column: Column) -> dict[str, Any] | None:
+        runs, metric = self.lines[line].values(), line.prefix + column.metric
+        return summary({run.seed: run.number(metric, percent=column.percent) for run in runs})
+
+    def row(self, line: Line) -> dict[str, Any]:
+        """Everything known of a row; shares are in percent."""
+        runs, recipe = list(self.lines[line].values()), self.recipes[line.method]
+        columns = {column.metric: column for column in recipe.columns}
+        ours = self.summary(line, columns[recipe.headline])
+        paper = None if line.prefix or self.settings.others else papers(recipe)
+        same = recipe.tested_against_paper and self.settings.length == recipe.paper_length
+        values = list(ours["values"].values()) if ours else []
+        z = z_score(values, paper) if paper and same and len(values) > 1 else None
+        return {
+            **self.head,
+            "method": line.title,
+            "recipes": sorted({run.recipe.recipe for run in runs}),
+            "borrowed_seeds": [run.seed for run in runs if run.recipe != recipe],
+            "seeds": [run.seed for run in runs],
+            "n": len(runs),
+            "headline": recipe.headline,
+            "paper": paper,
+            "ours": ours,
+            "z": z,
+            **{metric: self.summary(line, column) for metric, column in columns.items()},
+            "swaps": [run.swaps for run in runs] if recipe.n_rungs > 1 else None,
+            "wall_minutes": [run.result["wall_seconds"] / 60 for run in runs],
+            "devices": sorted({run.result["device"] for run in runs}),
+            "versions": [
+                dict(each)
+                for each in dict.fromkeys(tuple(run.result["versions"].items()) for run in runs)
+            ],
+            "dates": sorted({run.result["date"] for run in runs}),
+        }
+
+    def difference(self, of: Difference, metric: str) -> dict[str, Any]:
+        columns = {column.metric: column for column in self.config.columns}
+        column = columns[metric]._replace(metric=of.prefix + metric)
+        ours, theirs = (self.summary(line, column) or {} for line in (of.of, of.minus))
+        more, less = (papers(self.recipes[line.method]) for line in (of.of, of.minus))
+        claimed = more and less and metric == self.config.headline and not of.of.prefix
+        return {
+            **self.head,
+            "contribution": of.title,
+            "of": of.of.title,
+            "minus": of.minus.title,
+            "metric": column.metric,
+            "paper": more["mean"] - less["mean"] if more and less and claimed else None,
+            **paired(ours.get("values", {}), theirs.get("values", {})),
+        }
+
+
+@dataclass(frozen=True)
+class BuiltTable:
+    """A table of the paper, filled in."""
+
+    of: PaperTable
+    cells: list[Cell] = field(default_factory=list)
+    not_run: list[str] = field(default_factory=list)
+    unfinished: list[str] = field(default_factory=list)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [cell.row(line) for cell in self.cells for line in cell.lines]
+
+    def differences(self, cell: Cell, *metrics: str) -> list[dict[str, Any]]:
+        both = [of for of in self.of.differences if {of.of, of.minus} <= cell.lines.keys()]
+        return [cell.difference(of, metric) for of in both for metric in dict.fromkeys(metrics)]
+
+    def as_numbers(self) -> dict[str, Any]:
+        differences = [
+            each
+            for cell in self.cells
+            for each in self.differences(cell, cell.config.headline, "accuracy", "nll")
+        ]
+        return {
+            "rows": self.rows,
+            self.of.differences_key: differences,
+            "not_run": self.not_run,
+            "unfinished": self.unfinished,
+        }
+
+
+def build(table: PaperTable, out: Path, chosen: Mapping[str, NetworkConfig]) -> BuiltTable:
+    """The table of the chosen recipes from the runs below `out`.
+
+    Where a line was not run, the run of the recipe that has the same numbers takes its place.
+    """
+    cells: dict[tuple[Any, ...], dict[str, NetworkConfig]] = {}
+    for config in table.recipes().values():
+        cells.setdefault(tuple(config.cell.values()), {})[config.method] = config
+    shown: dict[tuple[Any, ...], list[Line]] = {}
+    needed: dict[str, NetworkConfig] = {}
+    for key, recipes in cells.items():
+        names = {config.recipe for config in recipes.values()}
+        for line in table.lines:
+            own = recipes[line.method]
+            if own.recipe in chosen or (own.same_run_as in names and own.same_run_as in chosen):
+                shown.setdefault(key, []).append(line)
+                needed |= {own.recipe: own} | table.same_run(own)
+    runs, unfinished = finished_runs(out, needed)
+    built = BuiltTable(table, unfinished=[one for one in unfinished if one.split()[0] in chosen])
+    for key, lines in shown.items():
+        recipes = cells[key]
+        here = {config.recipe for config in recipes.values()}
+        found = {run.settings for run in runs if run.recipe.recipe in here}
+        for settings in sorted(found, key=longest_first):
+            same = [run for run in runs if run.settings == settings]
+            of_lines = {line: _runs_of(recipes[line.method], same) for line in lines}
+            there = {line: by_seed for line, by_seed in of_lines.items() if by_seed}
+            cell = Cell(recipes, settings, there)
+            built.cells.append(cell)
+            lacking = [line.title for line in lines if line not in there]
+            built.not_run.extend(f"{cell.title} ({title})" for title in lacking)
+        if not found:
+            built.not_run.append(" ".join(map(str, key)))
+    return built
+
+
+def _runs_of(recipe: NetworkConfig, runs: Sequence[FinishedRun]) -> dict[int, FinishedRun]:
+    """By seed. The recipe's own run replaces that of the recipe with the same numbers."""
+    names = (recipe.same_run_as, recipe.recipe)
+    by_seed = {run.seed: run for name in names for run in runs if run.recipe.recipe == name}
+    return dict(sorted(by_seed.items()))
+
+
+# Words
+
+
+def plus_minus(number: Mapping[str, Any] | None, decimals: int = 2) -> str:
+    """Such as 94.21±0.16; "-" for a number that nobody has."""
+    if number is None:
+        return "-"
+    spread = "" if number["two_sd"] is None else f"±{number['two_sd']:.{decimals}f}"
+    return f"{number['mean']:.{decimals}f}{spread}"
+
+
+def difference_words(of: Mapping[str, Any]) -> str:
+    """Such as `+0.12 ± 0.05 (n=3, p = 0.14)`."""
+    if not of["n"]:
+        return "- (no seed was run with both)"
+    error = "" if of["se"] is None else f" ± {of['se']:.2f}"
+    p = "" if of["p"] is None else f", p = {of['p']:.2g}"
+    return f"{of['mean']:+.2f}{error} (n={of['n']}{p})"
+
+
+def difference_lines(built: BuiltTable) -> list[str]:
+    """One line for each cell in which two methods can be compared."""
+    lines = []
+    for cell in built.cells:
+        words = []
+        for each in built.differences(cell, cell.config.headline):
+            claim = "" if each["paper"] is None else f", the paper {each['paper']:+.2f}"
+            words.append(f"{each['contribution']} {difference_words(each)}{claim}")
+        settings = f" ({cell.settings})" if cell.settings.others else ""
+        lines += [f"{cell.title}{settings}: {'; '.join(words)}"] if words else []
+    if lines:
+        lines.insert(
+            0, f"{built.of.differences_title}; in points, paired by seed, ± standard error:"
+        )
+    return lines
+
+
+def _columns(built: BuiltTable, *, spread: bool) -> list[tuple[str, list[str]]]:
+    """Heads and the cells of every row below them; the most telling columns first."""
+    rows, config = built.rows, built.cells[0].config
+
+    def mark(row: Mapping[str, Any]) -> str:
+        return f"{row['method']}{'†' if row['borrowed_seeds'] else ''}"
+
+    def length(row: Mapping[str, Any]) -> str:
+        own, full = row[f"{config.unit}s"], config.paper_length
+        return f"{own:,}" if own == full else f"{own:,}/{full:,}"
+
+    def swaps(row: Mapping[str, Any]) -> str:
+        if row["swaps"] is None:
+            return "-"
+        return (
+            ", ".join(map(str, row["swaps"])) if spread else f"{statistics.fmean(row['swaps']):.3g}"
+        )
+
+    shown = [
+        ("method", [mark(row) for row in rows]),
+        ("paper %", [plus_minus(row["paper"]) for row in rows]),
+        ("ours %", [plus_minus(row["ours"]) for row in rows]),
+        ("n", [str(row["n"]) for row in rows]),
+        (f"{config.unit}s", [length(row) for row in rows]),
+        ("off by (s.e.)", ["-" if row["z"] is None else f"{row['z']:+.1f}" for row in rows]),
+        ("swaps", [swaps(row) for row in rows]),
+    ]
+    pooled = {line.prefix for line in built.of.lines if line.prefix}
+    for column in config.columns:
+        same = all(row["headline"] == column.metric for row in rows)
+        if not same and not column.metric.startswith(tuple(pooled)):
+            title = f"{column.title} %" if column.percent else column.title
+            numbers = (row[column.metric] for row in rows)
+            if not (spread and column.percent):
+                numbers = (number and {**number, "two_sd": None} for number in numbers)
+            shown.append((title, [plus_minus(number, column.decimals) for number in numbers]))
+    minutes = [f"{statistics.fmean(row['wall_minutes']):.1f}" for row in rows]
+    return [*shown, ("minutes", minutes)]
+
+
+def as_table(built: BuiltTable, console: Console) -> Table:
+    """As many columns as the console has room for; the last ones go first."""
+    columns = _columns(built, spread=False)
+    for n_shown in range(len(columns), 2, -1):
+        table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
+        for k, (head, _) in enumerate(columns[:n_shown]):
+            wrapped = "" if k == 0 else "\n".join(textwrap.wrap(head, 10))
+            table.add_column(wrapped, justify="right" if k else "left", no_wrap=True)
+        at = 0
+        for cell in built.cells:
+            if at:
+                table.add_section()
+            table.add_row(cell.title, style="bold")
+            for k in range(at, at + len(cell.lines)):
+                first, *rest = (cells[k] for _, cells in columns[:n_shown])
+                table.add_row(f" {first}", *rest)
+            at += len(cell.lines)
+        wide = console.options.update(width=1000)
+        if console.measure(table, options=wide).maximum <= console.width:
+            break
+    return table
+
+
+def notes(built: BuiltTable) -> list[str]:
+    """What a reader must know of the rows that are there."""
+    rows, config = built.rows, built.cells[0].config
+    spread = any(row["ours"] and row["ours"]["two_sd"] for row in rows)
+    said = [f"ours: {'± 2 standard deviations over n seeds' if spread else 'one seed'}."]
+    if any(row["z"] is not None for row in rows):
+        said.append(
+            f"off by: (ours - paper) / sqrt(sd_ours²/n + sd_paper²/{PAPER_SEEDS}), the paper's sd "
+            f"being half its ±. One seed is not tested."
+        )
+    words = {str(row[key]) for row in rows for key in (*config.cell, "method")}
+    said += [f"{word}: {text}" for word, text in built.of.notes.items() if word in words]
+    if any(row["borrowed_seeds"] for row in rows):
+        said.append(
+            "† for some seeds the run of another recipe, which has the same numbers bit for bit."
+        )
+    unit, full = f"{config.unit}s", config.paper_length
+    if shorter := sorted({row[unit] for row in rows} - {full}):
+        said.append(
+            f"{', '.join(f'{length:,}' for length in shorter)} {unit} in place of the paper's "
+            f"{full:,}: not the paper's experiment, and not tested against it."
+        )
+    said += [
+        f"§ {cell.title}: not the recipe's settings ({cell.settings})"
+        for cell in built.cells
+        if cell.settings.others
+    ]
+    return said + missing_words(built.not_run, built.unfinished)
+
+
+def missing_words(not_run: Sequence[str], unfinished: Sequence[str]) -> list[str]:
+    both = (("not run", not_run), ("not finished", unfinished))
+    return [f"{head}: {', '.join(names)}" for head, names in both if names]
+
+
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def markdown_page(title: str, table: Sequence[str], said: Sequence[str]) -> str:
+    return "\n".join([f"# {title}", "", *table, "", *(f"- {note}" for note in said)]) + "\n"
+
+
+def as_markdown(built: BuiltTable) -> str:
+    """The full table for a page, the differences, and the notes."""
+    columns = _columns(built, spread=True)
+    keys = list(built.cells[0].config.cell)
+    first = [[str(row[key]) for key in keys] for row in built.rows]
+    rows = zip(*(cells for _, cells in columns), strict=True)
+    body = markdown_table(
+        [*keys, *(head for head, _ in columns)],
+        ([*left, *right] for left, right in zip(first, rows, strict=True)),
+    )
+    return markdown_page(built.of.title, body, difference_lines(built) + notes(built))
+
+
+# Pictures
+
+
+def pyplot() -> Any:
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise MissingDependencyError(
+            "drawing needs matplotlib: pip install 'torchrex[plots]'"
+        ) from None
+    return plt
+
+
+def draw(built: BuiltTable, path: Path) -> None:
+    """A panel for each cell: accuracy of the average as it grows, mean over seeds."""
+    plt = pyplot()
+    n_columns = min(4, len(built.cells))
+    n_rows = math.ceil(len(built.cells) / n_columns)
+    size = (max(6.0, 4.2 * n_columns), 3.4 * n_rows + 0.6)
+    figure, axes = plt.subplots(
+        n_rows, n_columns, figsize=size, constrained_layout=True, squeeze=False
+    )
+    styles = dict(zip((line.title for line in built.of.lines), STYLES, strict=False))
+    handles: dict[str, Any] = {}
+    for axis, cell in zip(axes.flat, built.cells, strict=False):
+        late: list[float] = []
+        for line, by_seed in cell.lines.items():
+            curves = [run.curve(f"{line.prefix}probabilities_accuracy") for run in by_seed.values()]
+            times = next(iter(by_seed.values())).curve(f"draw_{cell.config.unit}")
+            mean = [100 * statistics.fmean(each) for each in zip(*curves, strict=False)]
+            if not mean or len(mean) != len(times):
+                continue
+            marker = "o" if len(mean) == 1 else None
+            (handles[line.title],) = axis.plot(times, mean, marker=marker, **styles[line.title])
+            late += mean[len(mean) // 4 :]  # the first draws are far below
+        if late:
+            room = 0.1 * (max(late) - min(late)) + 0.05
+            axis.set_ylim(min(late) - room, max(late) + room)
+        extra = f"\n{textwrap.fill(str(cell.settings), 60)}" if cell.settings.others else ""
+        axis.set_title(f"{cell.title}{extra}", fontsize=9)
+        axis.set(xlabel=cell.config.unit, ylabel="accuracy of the average, %")
+    for axis in axes.flat[len(built.cells) :]:
+        axis.axis("off")
+    order = [title for title in styles if title in handles]
+    figure.legend(
+        [handles[title] for title in order],
+        order,
+        loc="outside lower center",
+        ncols=3 if n_columns == 1 else 5,
+        frameon=False,
+    )
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+# Small helpers of the other reports
+
+
+def pool_seeds(results: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Metrics averaged over seeds; a `_se` next to a metric is pooled as the error of that average."""
+    pooled = {}
+    for name in results[0]["metrics"]:
+        found = (result["metrics"].get(name) for result in results)
+        values = [value for value in found if value is not None]
+        if values and name.endswith("_se"):
+            pooled[name] = math.sqrt(sum(value * value for value in values)) / len(values)
+        elif values:
+            pooled[name] = sum(values) / len(values)
+    return pooled
+
+
+def value_and_error(row: Mapping[str, Any], name: str, *, scale: float = 1.0) -> str:
+    """`0.410(2)`: the error applies to the last digit shown."""
+    value, error = row.get(name), row.get(f"{name}_se")
+    if value is None:
+        return ""
+    value *= scale
+    if not error or not math.isfinite(error):
+        return f"{value:.4g}"
+    error *= scale
+    decimals = max(0, -math.floor(math.log10(error)))
+    return f"{value:.{decimals}f}({math.ceil(error * 10**decimals - 0.5)})"
