@@ -19,7 +19,6 @@ import torch
 from record import surroundings, write
 from torchrex.exchange.noise import PerExample
 from torchrex.experiments.gan import GanConfig
-from torchrex.experiments.gan_runs import images_of, loader_of
 from torchrex.experiments.recipes import get_recipe
 
 STEPS, BATCHES = 400, 1_000
@@ -31,10 +30,7 @@ def ratios(seed: int) -> dict[str, float]:
     assert isinstance(recipe, GanConfig)
     config = dataclasses.replace(recipe, steps=STEPS + 1, warm_start=STEPS, average_every=1)
     device = torch.device("cpu")
-    run, loader = (
-        config.run(seed, device, config.energy()),
-        loader_of(config, images_of(config, seed), seed, device),
-    )
+    run, loader = (config.run(seed, device, config.energy()), config.batches(seed, device).train)
     for _ in run.advance(STEPS, loader):
         pass
     feed = run.rules.noise.feed

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from record import surroundings, write
 from torchrex.exchange import PerExample, RepeatedDraws
-from torchrex.experiments.image_recipes import cell
-from torchrex.experiments.image_runs import data_of
+from torchrex.experiments.images import image_config
 
 STANDING = torch.tensor([[0], [1]])  # the variances do not depend on who is on which rung
 GROUP = 10  # energies that one measurement of the paper takes
@@ -46,8 +45,8 @@ def network(checkpoint: Path, replica: int, model: nn.Module) -> nn.Module:
 
 def losses(checkpoint: Path, n_batches: int) -> tuple[Tensor, int]:
     """Per-example losses (batches, replicas, n) on fresh minibatches, and the number of data."""
-    config = cell("icml2020", "cifar10", "resnet20", "resghmc")
-    loader, _, _ = data_of(config, torch.device("cpu"))
+    config = image_config("icml2020", "cifar10", "resnet20", "resghmc")
+    loader = config.batches(0, torch.device("cpu")).train
     networks = [network(checkpoint, replica, config.model()) for replica in (0, 1)]
     energy = config.energy()
     rows = []

@@ -17,9 +17,7 @@ import torch
 
 from module_step import profile_of, seconds_of
 from record import surroundings, write
-from torchrex.experiments.gan import GanConfig
-from torchrex.experiments.gan_recipes import gan_cell
-from torchrex.experiments.gan_runs import GanImages, loader_of
+from torchrex.experiments.gan import GanConfig, GanImages, gan_config
 
 
 def images(config: GanConfig) -> GanImages:
@@ -37,7 +35,7 @@ def measure(config: GanConfig, *, captured: bool, n_steps: int, repeats: int) ->
     device = torch.device("cuda")
     run = config.run(0, device, config.energy())
     run.capturing = captured
-    loader = loader_of(config, images(config), 0, device)
+    loader = config.loader(images(config), 0, device)
 
     def advance() -> None:
         for _ in run.advance(n_steps, loader):
@@ -67,7 +65,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=250)
     arguments = parser.parse_args()
-    cell = gan_cell("cifar10", 4000, "resghmc")
+    cell = gan_config("cifar10", 4000, "resghmc")
     results: dict[str, Any] = {}
     for name, config in {
         "own generators, 20 on each rung": dataclasses.replace(cell, generators="own"),

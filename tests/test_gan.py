@@ -17,8 +17,7 @@ from modules import same
 from torchrex.errors import InvalidArgumentError, NonFiniteEnergyError, TargetError
 from torchrex.exchange import StepInfo
 from torchrex.experiments import gan
-from torchrex.experiments.gan_recipes import digits_cells
-from torchrex.experiments.gan_runs import images_of, loader_of
+from torchrex.experiments.gan import digits_gan_recipes
 from torchrex.targets import without_tracking
 from torchrex.vision.bayesian_gan import (
     BayesianGAN,
@@ -522,7 +521,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 def on_gpu(**settings):
     """A run of the digits recipe with both rungs and its batches, on a GPU, in float32."""
-    (config,) = [cell for cell in digits_cells() if cell.method == "resghmc"]
+    config = digits_gan_recipes()["gan/digits-100"]
     of_a_test = {
         "steps": 400,
         "warm_start": 100,
@@ -533,9 +532,7 @@ def on_gpu(**settings):
     config = dataclasses.replace(config, **{**of_a_test, **settings})
     config.check()
     device = torch.device("cuda")
-    return config.run(0, device, config.energy()), loader_of(
-        config, images_of(config, 0), 0, device
-    )
+    return config.run(0, device, config.energy()), config.batches(0, device).train
 
 
 def infos(run, data, n):

@@ -27,14 +27,13 @@ from modules import same
 from torchrex.distributed import ReplicaMesh
 from torchrex.distributed.process_group import ProcessGroup
 from torchrex.errors import ConfigError, DataError
-from torchrex.experiments import gan, gan_runs
-from torchrex.experiments import gan_recipes as made
+from torchrex.experiments import gan, networks
+from torchrex.experiments import gan as made
 from torchrex.experiments.config import override
 from torchrex.experiments.digits import digit_images
-from torchrex.experiments.gan import GanConfig, Kind
-from torchrex.experiments.gan_runs import authors_score, images_of, train_gans
+from torchrex.experiments.gan import GanConfig, Kind, authors_score
 from torchrex.experiments.jobs import Job
-from torchrex.experiments.png import png
+from torchrex.experiments.networks import png
 from torchrex.experiments.recipes import get_recipe, recipes
 from torchrex.experiments.runner import run_recipe, run_together
 from torchrex.vision.bayesian_gan import BayesianGAN
@@ -187,6 +186,8 @@ def test_numbers_of_a_pair(whole):
     more = {
         "best_accuracy",
         "pooled_best_accuracy",
+        "single_best_accuracy",
+        "pooled_single_best_accuracy",
         "n_draws",
         "mutual_information",
         "paper_accuracy",
@@ -325,14 +326,14 @@ def test_which_images_have_labels():
     """
     config = get_recipe("gan/digits-100")
     (x, y), test = digit_images()
-    images, other = images_of(config, 0), images_of(config, 1)
+    images, other = config.images(0), config.images(1)
     assert torch.bincount(images.labels).tolist() == [10] * 10
     assert len(images.unlabelled) == config.n_data == 1297 - 100
     assert sorted(as_bytes(images.labelled) + as_bytes(images.unlabelled)) == sorted(as_bytes(x))
     label_of = dict(zip(as_bytes(x), y.tolist(), strict=True))
     assert [label_of[image] for image in as_bytes(images.labelled)] == images.labels.tolist()
     assert not torch.equal(images.labelled, other.labelled)
-    more = images_of(dataclasses.replace(config, n_labelled=200), 0)
+    more = dataclasses.replace(config, n_labelled=200).images(0)
     assert set(as_bytes(images.labelled)) < set(as_bytes(more.labelled))
     assert same(list(images.held_out), list(test))
 
@@ -340,7 +341,7 @@ def test_which_images_have_labels():
 def test_what_is_held_out_for_validation_is_not_trained_on():
     """And does not depend on the seed, so that seeds are compared on the same images."""
     config = dataclasses.replace(get_recipe("gan/digits-100"), validation=300)
-    images, other = images_of(config, 0), images_of(config, 1)
+    images, other = config.images(0), config.images(1)
     assert config.n_data == len(images.unlabelled) == 1297 - 300 - 100
     assert torch.equal(images.held_out[0], other.held_out[0])
     (x, _), (x_test, _) = digit_images()
@@ -350,7 +351,7 @@ def test_what_is_held_out_for_validation_is_not_trained_on():
         as_bytes(x)
     )
     assert not set(held_out) & set(as_bytes(x_test))
-    few = images_of(dataclasses.replace(config, test_subset=50), 0)
+    few = dataclasses.replace(config, test_subset=50).images(0)
     assert torch.bincount(few.held_out[1]).tolist() == [5] * 10
 
 
@@ -388,7 +389,7 @@ def test_what_is_held_out_for_validation_is_not_trained_on():
         (["n_generators=0"], "'n_generators' must be at least 1, got 0"),
         (["warm_start=15000"], "'warm_start' must be at least 0 and less than steps=15000"),
         (["average_every=10001"], "'average_every' must be between 1 and steps - warm_start"),
-        (["lr_floor=0"], "'lr_floor' must be above 0 and up to 1"),
+        (["lr_floor=0"], "'lr_floor' must be in (0, 1]"),
         (["hot_temperature=1"], "'hot_temperature' must be above 1"),
         (["momentum=1"], "'momentum' must be at least 0 and less than 1"),
         (["method=sghmc"], "setting 'method' belongs to the recipe"),
@@ -439,10 +440,10 @@ def test_on_how_many_processes(monkeypatch, recipe, settings, n_processes, expec
     config = override(get_recipe(recipe), settings)
     process_group = ProcessGroup(rank=0, size=n_processes)
     monkeypatch.setattr(
-        gan, "replica_mesh", lambda n_replicas, device: ReplicaMesh(n_replicas, process_group)
+        networks, "replica_mesh", lambda n_replicas, device: ReplicaMesh(n_replicas, process_group)
     )
     if expected is None:
-        assert list(config.mesh(torch.device("cpu")).mine) == [0]
+        assert list(config.on(torch.device("cpu"))["mesh"].mine) == [0]
         return
     with pytest.raises(ConfigError, match=expected) as caught:
         config.run(0, torch.device("cpu"), config.energy())
@@ -523,21 +524,21 @@ def test_a_set_that_is_not_whole_is_refused(tmp_path, monkeypatch):
     with pytest.raises(
         DataError, match="800 training images instead of 50,000; import or fetch it again"
     ):
-        images_of(get_recipe("gan/cifar10-4000"), 0)
+        get_recipe("gan/cifar10-4000").images(0)
 
 
 def test_a_generator_that_breaks_is_named_by_the_command(cli, tmp_path, monkeypatch):
     """Its weights become NaN after the tenth step: exit code, one line, and the same in
     result.json.
     """
-    plain = gan_runs.PosteriorAverage.update
+    plain = networks.PosteriorAverage.update
 
     def update(self, run):
         if run.n_steps == 10:
             run.live_module_at(1).generators.layers[0].weight.data[1] = float("nan")
         return plain(self, run)
 
-    monkeypatch.setattr(gan_runs.PosteriorAverage, "update", update)
+    monkeypatch.setattr(networks.PosteriorAverage, "update", update)
     code, _, err = cli("run", "gan/digits-100", "--out", tmp_path)
     assert code == 2
     assert "It began with generator 1 of 2." in err
@@ -720,7 +721,7 @@ def test_jobs_side_by_side_have_an_energy_each_unless_they_are_equal(monkeypatch
         given.append(([member.run.ensemble.energy for member in members], loader))
         raise DataError("enough")
 
-    monkeypatch.setattr(gan_runs, "train_together", together)
+    monkeypatch.setattr(networks, "train_together", together)
     names = (
         "gan/digits-100",
         "gan/digits-100-noswaps",
@@ -731,7 +732,7 @@ def test_jobs_side_by_side_have_an_energy_each_unless_they_are_equal(monkeypatch
         jobs = [Job(override(get_recipe(name), SMALL), seed, None) for name in names[:3]]
         jobs.append(Job(override(get_recipe(names[3]), [*SMALL, "prior_precision=9"]), seed, None))
         with pytest.raises(DataError, match="enough"):
-            train_gans(jobs, device="cpu", resume=False, budget=None, progress=None)
+            jobs[0].config.execute(jobs, device="cpu", resume=False, budget=None, progress=None)
     (energies, first), (_, second) = given
     assert energies[0] is energies[1]
     assert [energy.prior.precision for energy in energies] == [1.0, 1.0, 1.0, 9.0]
@@ -744,7 +745,7 @@ def test_jobs_side_by_side_have_an_energy_each_unless_they_are_equal(monkeypatch
 
 def accuracy_of(recipe, seed):
     """On the 500 test digits, which chose nothing; a run whose energies are not finite is none."""
-    how, (one,) = train_gans(
+    how, (one,) = get_recipe(recipe).execute(
         [Job(get_recipe(recipe), seed, None)],
         device="cpu",
         resume=False,

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 
 from command import run_command
 from modules import same
-from torchrex.experiments import image_recipes as made
+from torchrex.experiments import images as made
 from torchrex.experiments.config import override
-from torchrex.experiments.image_runs import curves_of, data_of, metrics_of, train_images
 from torchrex.experiments.images import ImageConfig
 from torchrex.experiments.jobs import Job
+from torchrex.experiments.networks import curves_of, metrics_of
 from torchrex.experiments.recipes import get_recipe, recipes
 from torchrex.posterior import PosteriorAverage
 from torchrex.vision.augment import CIFAR_MEAN, CIFAR_STD
@@ -98,7 +98,7 @@ def trained(monkeypatch, folder):
     monkeypatch.setenv("TORCHREX_DATA", str(folder))
 
     def call(config, seed=0):
-        how, (one,) = train_images(
+        how, (one,) = config.execute(
             [Job(config, seed, None)], device="cpu", resume=False, budget=None, progress=None
         )
         assert how.status == "finished"
@@ -188,7 +188,7 @@ def test_another_data_set_and_held_out_images(cli, tmp_path):
 def test_metrics_and_curves_of_a_pair(trained):
     config = short("clean/cifar10-resnet20")
     one = trained(config)
-    assert (config.n_steps, config.steps_per_epoch, config.burn_in) == (8, 2, 2)
+    assert (config.n_steps, config.steps_per_epoch, config.intervals.burn_in) == (8, 2, 2)
     kinds = [
         f"{prefix}{kind}{name}"
         for prefix in ("", "pooled_")
@@ -391,7 +391,7 @@ def test_what_is_held_out_is_not_trained_on(monkeypatch, folder):
     config = override(
         get_recipe("clean/cifar10-resnet20"), ["validation=100", "subset=600", "test_subset=60"]
     )
-    loader, extra, held_out = data_of(config, torch.device("cpu"))
+    loader, held_out, extra, _ = config.batches(0, torch.device("cpu"))
     x, y = loader._tensors.values()
     assert torch.bincount(y).tolist() == [60] * 10
     assert torch.bincount(torch.cat([labels for _, labels in held_out])).tolist() == [6] * 10
@@ -406,7 +406,7 @@ def test_what_is_held_out_is_not_trained_on(monkeypatch, folder):
     assert as_bytes(torch.cat(evaluated)) <= as_bytes(everything.train_images) - as_bytes(x)
     assert same(loader._tensors, extra._tensors)
     assert not torch.equal(next(iter(loader))[1], next(iter(extra))[1])  # in another order
-    _, _, of_test = data_of(dataclasses.replace(config, validation=0), torch.device("cpu"))
+    of_test = dataclasses.replace(config, validation=0).batches(0, torch.device("cpu")).test
     tested = [
         ((images.permute(0, 2, 3, 1) * std + mean) * 255).round().byte() for images, _ in of_test
     ]
@@ -554,6 +554,8 @@ def test_every_cell_of_the_tables_has_its_recipes():
         *figure2,
         "icml2020/cifar10-resnet20",
         "icml2020/cifar100-resnet20",
+        "clean/cifar10-resnet20",
+        "clean/cifar100-resnet20",
     }
     assert all(
         config == everything[name] for name, config in made.figure2_recipes().items()

@@ -14,19 +14,13 @@ from rich.table import Table
 from torchrex.durable import replace_file
 from torchrex.errors import MissingDependencyError, RunFolderError
 from torchrex.experiments.config import dumps
+from torchrex.experiments.gan import TABLE3
+from torchrex.experiments.images import TABLE1, TABLE2
 from torchrex.experiments.run_folder import RunFolder
-from torchrex.report import (
-    digits,
-    figure1,
-    figure2,
-    gan,
-    gan_figure,
-    gan_pictures,
-    gan_tables,
-    image_pictures,
-    image_tables,
-    images,
-)
+from torchrex.report import digits, figure1, figure2, figure3, tables
+
+TABLES = {"table1": TABLE1, "table2": TABLE2, "table3": TABLE3}
+FIGURES: dict[str, Any] = {"figure2": figure2, "figure3": figure3}
 
 
 def report_figure1(
@@ -71,80 +65,32 @@ def report_digits(
 def report_table(
     what: str, chosen: Mapping[str, Any], out: Path, path: Path, console: Console
 ) -> None:
-    """Table 1 or 2 from all runs of the chosen recipes that are there, whatever their seeds."""
-    table = images.tabulate(what, out, chosen)
+    """A table from all runs of the chosen recipes that are there, whatever their seeds."""
+    table = tables.build(TABLES[what], out, chosen)
     require_runs(what, table.cells, table.unfinished, out)
-    write_numbers(table.as_numbers(), image_tables.as_markdown(what, table), path)
-    shown, heads = image_tables.as_table(table, console)
-    said = [
-        image_tables.SWAPS_HEAD,
-        *image_tables.swap_lines(table),
-        *image_tables.notes(table, heads),
-    ]
-    said += ["not finished: " + ", ".join(table.unfinished)] if table.unfinished else []
-    tell(
-        shown,
-        said,
-        "all columns",
-        path,
-        console,
-        lambda picture: image_pictures.draw_cells(table.cells, picture),
-    )
+    write_numbers(table.as_numbers(), tables.as_markdown(table), path)
+    said = tables.difference_lines(table) + tables.notes(table)
+    shown = tables.as_table(table, console)
+    tell(shown, said, "all columns", path, console, lambda picture: tables.draw(table, picture))
 
 
-def report_table3(
+def report_figure(
     what: str, chosen: Mapping[str, Any], out: Path, path: Path, console: Console
 ) -> None:
-    table = gan.tabulate(out, chosen)
-    require_runs(what, table.cells, table.unfinished, out)
-    write_numbers(table.as_numbers(), gan_tables.as_markdown(table), path)
-    shown, heads = gan_tables.as_table(table, console)
-    contributed = gan_tables.contribution_lines(table)
-    said = [gan_tables.CONTRIBUTIONS_HEAD, *contributed] if contributed else []
-    said += gan_tables.notes(table, heads)
-    said += ["not finished: " + ", ".join(table.unfinished)] if table.unfinished else []
+    figure = FIGURES[what]
+    found = figure.numbers(out, chosen)
+    require_runs(
+        what, found["rows"] if "rows" in found else found["data"], found["unfinished"], out
+    )
+    write_numbers(found, figure.as_markdown(found), path)
+    shown = figure.as_table(found, console)
     tell(
         shown,
-        said,
-        "all columns",
-        path,
-        console,
-        lambda picture: gan_pictures.draw_cells(table.cells, picture),
-    )
-
-
-def report_figure2(
-    what: str, chosen: Mapping[str, Any], out: Path, path: Path, console: Console
-) -> None:
-    figure = figure2.numbers(out, chosen)
-    require_runs(what, figure["rows"], figure["unfinished"], out)
-    write_numbers(figure, figure2.as_markdown(figure), path)
-    said = figure2.notes(figure)
-    tell(
-        figure2.as_table(figure),
-        said,
+        figure.notes(found),
         "table",
         path,
         console,
-        lambda picture: image_pictures.draw(figure, picture),
-    )
-
-
-def report_figure3(
-    what: str, chosen: Mapping[str, Any], out: Path, path: Path, console: Console
-) -> None:
-    figure = gan_figure.numbers(out, chosen)
-    require_runs(what, figure["data"], figure["unfinished"], out)
-    write_numbers(figure, gan_figure.as_markdown(figure), path)
-    said = gan_figure.notes(figure)
-    shown = gan_figure.as_table(figure, console)
-    tell(
-        shown,
-        said,
-        "all columns",
-        path,
-        console,
-        lambda picture: gan_pictures.draw(figure, picture),
+        lambda picture: figure.draw(found, picture),
     )
 
 

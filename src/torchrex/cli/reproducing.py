@@ -12,43 +12,35 @@ from typing import Any
 
 from torchrex.cli.budget import Clock
 from torchrex.cli.consoles import stdout
-from torchrex.cli.made_of_runs import (
-    report_digits,
-    report_figure1,
-    report_figure2,
-    report_figure3,
-    report_table,
-    report_table3,
-)
+from torchrex.cli.made_of_runs import report_digits, report_figure, report_figure1, report_table
 from torchrex.cli.numbers import BEGUN, there_before
 from torchrex.cli.running import folders_of, require_logs, run_group, run_groups
 from torchrex.errors import ConfigError, NonFiniteEnergyError, RecipeError, RunFolderError
 from torchrex.experiments.config import override
 from torchrex.experiments.digits import digits_recipes
 from torchrex.experiments.drawing import is_begun
-from torchrex.experiments.gan_recipes import figure3_recipes, table3_recipes
+from torchrex.experiments.gan import figure3_recipes, table3_recipes
 from torchrex.experiments.groups import Group, group
-from torchrex.experiments.image_recipes import table1_recipes, table2_recipes
+from torchrex.experiments.images import figure2_recipes, table1_recipes, table2_recipes
 from torchrex.experiments.mixtures import figure1_recipes
 from torchrex.experiments.recipes import Config, families_of, matches
 from torchrex.experiments.run_folder import RunFolder, same_config
-from torchrex.report import figure2
 
 RECIPES: dict[str, Callable[[], Mapping[str, Config]]] = {
     "figure1": figure1_recipes,
     "digits": digits_recipes,
     "table1": table1_recipes,
     "table2": table2_recipes,
-    "figure2": figure2.figure_recipes,
+    "figure2": figure2_recipes,
     "table3": table3_recipes,
     "figure3": figure3_recipes,
 }
 OF_IMAGES = {
     "table1": report_table,
     "table2": report_table,
-    "figure2": report_figure2,
-    "table3": report_table3,
-    "figure3": report_figure3,
+    "figure2": report_figure,
+    "table3": report_table,
+    "figure3": report_figure,
 }
 DEFAULT_SEEDS = {"digits": 5}  # 1 of the others
 
@@ -122,20 +114,9 @@ def require_nothing_to_run(
 
 
 def trained_ones(chosen: Mapping[str, Config]) -> dict[str, Config]:
-    """Without the recipes whose run is that of another one: SGHMC where the pair without swaps is
-    run, of which it is rung 0, and M-SGD of the clean family where that of icml2020 is run. GANs
-    all have their own: rungs that share generators are not independent, swaps or not.
-    """
-    return {
-        name: config
-        for name, config in chosen.items()
-        if not (name.endswith("-sghmc") and f"{name.removesuffix('-sghmc')}-independent" in chosen)
-        and not (
-            name.endswith("-msgd")
-            and name.startswith("clean/")
-            and name.replace("clean/", "icml2020/") in chosen
-        )
-    }
+    """Without the recipes whose run has the same numbers as that of another chosen one."""
+    same = {name: getattr(config, "same_run_as", None) for name, config in chosen.items()}
+    return {name: config for name, config in chosen.items() if same[name] not in chosen}
 
 
 def run_missing(

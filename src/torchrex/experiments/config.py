@@ -165,6 +165,11 @@ class ExperimentConfig:
         return {}
 
     @property
+    def paper_note(self) -> str:
+        """What the paper's numbers are of."""
+        return ""
+
+    @property
     def test_size(self) -> int | None:
         """How many held-out examples the metrics are measured on; None for a density."""
         return None

@@ -47,7 +47,13 @@ from torchrex.network import ModuleEnsemble, ModuleExchange
 from torchrex.network.work import evaluating
 from torchrex.rng import derive_seed
 from torchrex.samplers import SGHMC, AdamStart, Sampler
-from torchrex.targets import DeviceLoader, GaussianPrior, PosteriorEnergy, aside, from_sgd
+from torchrex.targets import (
+    DeviceLoader,
+    GaussianPrior,
+    PosteriorEnergy,
+    from_sgd,
+    without_tracking,
+)
 from torchrex.vision.augment import evaluation_batches
 from torchrex.vision.bayesian_gan import (
     BayesianGAN,
@@ -390,7 +396,7 @@ def authors_score(run: ModuleExchange, test: list[Labelled], batch_size: int) ->
     by itself, so that an answer depends on the other images of the batch.
     """
     module = _gan_on_rung_0(run)
-    untracked = aside(module.discriminator)
+    untracked = without_tracking(module.discriminator)
 
     def of_each(x: Tensor) -> Tensor:
         with evaluating(module), run.ensemble.casting():

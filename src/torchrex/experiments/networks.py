@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchrex.checkpoint import Checkpoints
-from torchrex.density.threads import few_threads
+from torchrex.density import few_threads
 from torchrex.distributed import replica_mesh
 from torchrex.errors import ConfigError, DataError, NonFiniteEnergyError
 from torchrex.exchange import resolve_device
@@ -160,6 +160,10 @@ class NetworkConfig(ExperimentConfig):
         return True
 
     @property
+    def paper_note(self) -> str:
+        return f"{self.paper_length:,} {self.unit}s, 5 seeds, ± 2 standard deviations"
+
+    @property
     def test_size(self) -> int:
         n_test = self.validation or self.n_test
         return min(n_test, self.test_subset or n_test)
@@ -180,9 +184,9 @@ class NetworkConfig(ExperimentConfig):
         return pair if self.method in ("resghmc", "independent", "noswaps") else pair[:1]
 
     def check(self) -> None:
-        for name, (fine, wanted) in RANGES.items():
+        for name, (is_fine, wanted) in RANGES.items():
             if hasattr(self, name):
-                self.require(name, fine(getattr(self, name)), wanted)
+                self.require(name, is_fine(getattr(self, name)), wanted)
         most = f"at least 0 and less than {self.n_train}"
         self.require("validation", 0 <= self.validation < self.n_train, most)
         n_test = self.validation or self.n_test

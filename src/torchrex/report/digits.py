@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrex.diagnostics import mean_and_error
 from torchrex.errors import MissingDependencyError
 from torchrex.experiments.run_folder import RunFolder
-from torchrex.report.summary import value_and_error
+from torchrex.report.tables import value_and_error
 
 TITLES = {
     "digits/msgd": "momentum SGD",

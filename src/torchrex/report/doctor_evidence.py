@@ -28,8 +28,7 @@ from torchrex.diagnostics import (
 )
 from torchrex.errors import TorchrexError
 from torchrex.experiments.gan import GanConfig
-from torchrex.experiments.images import PAIRED
-from torchrex.experiments.images import ImageConfig
+from torchrex.experiments.images import PAIRED, ImageConfig
 from torchrex.posterior import Draws
 from torchrex.report.runs import LoadedRun, salvage
 

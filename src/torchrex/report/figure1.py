@@ -15,7 +15,7 @@ from rich.table import Table
 from torchrex.errors import MissingDependencyError
 from torchrex.experiments.mixtures import MixtureConfig
 from torchrex.experiments.run_folder import RunFolder
-from torchrex.report.summary import pool_seeds, value_and_error
+from torchrex.report.tables import pool_seeds, value_and_error
 
 Runs = dict[
     str, tuple[MixtureConfig, list[RunFolder]]

@@ -174,7 +174,8 @@ class Cell:
     @property
     def title(self) -> str:
         marked, length = "§" if self.settings.others else "", self.settings.length
-        return f"{self.name}{marked}, {length:,} {self.config.unit}{'' if length == 1 else 's'}"
+        shorter = f", {length:,} {self.config.unit}s" if length != self.config.paper_length else ""
+        return f"{self.name}{marked}{shorter}"
 
     @property
     def head(self) -> dict[str, Any]:
@@ -208,13 +209,10 @@ class Cell:
             "z": z,
             **{metric: self.summary(line, column) for metric, column in columns.items()},
             "swaps": [run.swaps for run in runs] if recipe.n_rungs > 1 else None,
-            "wall_minutes": [run.result["wall_seconds"] / 60 for run in runs],
-            "devices": sorted({run.result["device"] for run in runs}),
-            "versions": [
-                dict(each)
-                for each in dict.fromkeys(tuple(run.result["versions"].items()) for run in runs)
-            ],
-            "dates": sorted({run.result["date"] for run in runs}),
+            "wall_minutes": [run.result.get("wall_seconds", math.nan) / 60 for run in runs],
+            "devices": sorted({str(run.result.get("device")) for run in runs}),
+            "versions": [dict(each) for each in dict.fromkeys(map(_versions, runs))],
+            "dates": sorted({str(run.result.get("date")) for run in runs}),
         }
 
     def difference(self, of: Difference, metric: str) -> dict[str, Any]:
@@ -232,6 +230,10 @@ class Cell:
             "paper": more["mean"] - less["mean"] if more and less and claimed else None,
             **paired(ours.get("values", {}), theirs.get("values", {})),
         }
+
+
+def _versions(run: FinishedRun) -> tuple[tuple[str, str], ...]:
+    return tuple((run.result.get("versions") or {}).items())
 
 
 @dataclass(frozen=True)
@@ -368,7 +370,6 @@ def _columns(built: BuiltTable, *, spread: bool) -> list[tuple[str, list[str]]]:
         ("paper %", [plus_minus(row["paper"]) for row in rows]),
         ("ours %", [plus_minus(row["ours"]) for row in rows]),
         ("n", [str(row["n"]) for row in rows]),
-        (f"{config.unit}s", [length(row) for row in rows]),
         ("off by (s.e.)", ["-" if row["z"] is None else f"{row['z']:+.1f}" for row in rows]),
         ("swaps", [swaps(row) for row in rows]),
     ]
@@ -381,8 +382,10 @@ def _columns(built: BuiltTable, *, spread: bool) -> list[tuple[str, list[str]]]:
             if not (spread and column.percent):
                 numbers = (number and {**number, "two_sd": None} for number in numbers)
             shown.append((title, [plus_minus(number, column.decimals) for number in numbers]))
+    shown.append((f"{config.unit}s", [length(row) for row in rows]))
     minutes = [f"{statistics.fmean(row['wall_minutes']):.1f}" for row in rows]
-    return [*shown, ("minutes", minutes)]
+    shown.append(("minutes", minutes))
+    return [(head, cells) for head, cells in shown if {*cells} != {"-"}]
 
 
 def as_table(built: BuiltTable, console: Console) -> Table:
@@ -435,7 +438,7 @@ def notes(built: BuiltTable) -> list[str]:
         for cell in built.cells
         if cell.settings.others
     ]
-    return said + missing_words(built.not_run, built.unfinished)
+    return said + missing_words((), built.unfinished)
 
 
 def missing_words(not_run: Sequence[str], unfinished: Sequence[str]) -> list[str]:
@@ -462,7 +465,8 @@ def as_markdown(built: BuiltTable) -> str:
         [*keys, *(head for head, _ in columns)],
         ([*left, *right] for left, right in zip(first, rows, strict=True)),
     )
-    return markdown_page(built.of.title, body, difference_lines(built) + notes(built))
+    said = difference_lines(built) + notes(built) + missing_words(built.not_run, ())
+    return markdown_page(built.of.title, body, said)
 
 
 # Pictures

@@ -18,17 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchrex.experiments.config import to_json
-from torchrex.experiments.gan import GanConfig
-from torchrex.experiments.images import PAPER_EPOCHS, ImageConfig
 from torchrex.experiments.recipes import recipes
-from torchrex.report.gan import PAPER_STEPS, paper_number
-from torchrex.report.images import HEADLINE, PAPER_SEEDS, TABLES
 from torchrex.report.page.charts import Chart
 from torchrex.report.page.thin import number
 from torchrex.report.runs import LoadedRun
 from torchrex.report.series import error_of_mean
 from torchrex.report.settings_that_matter import ABSENT, NAMES, differing, with_known_settings
-from torchrex.report.summary import value_and_error
+from torchrex.report.tables import value_and_error
 
 LABELS = {
     "acceptance_rate": "accepted swaps, %",
@@ -58,7 +54,6 @@ MANY = 10_000  # from here on a number without an error is written out
 PERCENT = ("accuracy", "ece", "acceptance_rate", "called_fake")
 MOST_COLUMNS = 8
 MOST_SETTINGS = 4  # that the name of a row has room for
-METHOD_COLUMN = {"msgd": 0, "sghmc": 1, "resghmc": 2}
 
 
 class Paper(NamedTuple):
@@ -252,29 +247,15 @@ def shown(metric: str, value: float, error: float | None) -> str:
 
 def paper_of(row: Row) -> dict[str, Paper]:
     """The paper's numbers for a row, by metric."""
+    config: Any = next((run.settings for run in row.runs if run.settings is not None), None)
     found: dict[str, Paper] = {}
-    stated = row.config.get("paper")
-    for metric, value in stated.items() if isinstance(stated, dict) else ():
-        if isinstance(value, int | float):
-            text = (
-                "none"
-                if metric == "acceptance_rate" and value == 0
-                else f"{value * scale(metric):g}"
-            )
-            found[metric] = Paper(value * scale(metric), text)
-    settings = next((run.settings for run in row.runs if run.settings is not None), None)
-    if isinstance(settings, ImageConfig) and settings.method in METHOD_COLUMN:
-        for of_table, table in TABLES.values():
-            if row.recipe in of_table() and (settings.data, settings.net) in table:
-                mean, two_sd = table[settings.data, settings.net][METHOD_COLUMN[settings.method]]
-                note = f"{PAPER_EPOCHS} epochs, {PAPER_SEEDS} seeds, ± 2 standard deviations"
-                metric = HEADLINE.get(row.recipe.split("/")[0], "accuracy")
-                found[metric] = Paper(mean, f"{mean:.2f} ± {two_sd:.2f}", note)
-    if isinstance(settings, GanConfig) and (
-        told := paper_number(settings.data, settings.n_labelled, settings.method)
-    ):
-        note = f"{PAPER_STEPS:,} steps, {PAPER_SEEDS} seeds, ± 2 standard deviations"
-        found["accuracy"] = Paper(told[0], f"{told[0]:.2f} ± {told[1]:.2f}", note)
+    for metric, (value, sd) in (config.paper_numbers if config else {}).items():
+        shown = value * scale(metric)
+        if sd is None:
+            text = "none" if metric == "acceptance_rate" and value == 0 else f"{shown:g}"
+        else:
+            text = f"{shown:.2f} ± {2 * sd * scale(metric):.2f}"
+        found[metric] = Paper(round(shown, 6), text, config.paper_note if config else "")
     return found
 
 
