@@ -88,7 +88,7 @@ def test_an_older_one_serves_where_the_newest_is_damaged(run):
     found = finding_of(findings, "damaged checkpoint")
     assert found.severity == "warning"
     assert found.words.startswith(
-        "checkpoints/step=000000400 has a damaged replica=1.safetensors, whose checksum is not"
+        "checkpoints/step=000000400 has a damaged replica=1.safetensors: its checksum is not"
     )
     assert "goes on from step 380, so that 20 steps are made again" in found.words
     assert resumed(path) == 380
@@ -102,7 +102,7 @@ def test_an_older_one_that_is_damaged_costs_nothing(run):
     (path / "checkpoints" / "step=000000380" / "shared.safetensors").unlink()
     found = finding_of(findings_of(load_run(path)), "damaged checkpoint")
     assert (
-        "step=000000380 lacks shared.safetensors. The newest is whole, and --resume goes on from there"
+        "step=000000380 has no shared.safetensors. The newest is whole, and --resume goes on from there"
         in found.words
     )
     assert resumed(path) == 400
@@ -139,10 +139,10 @@ def test_a_finished_run_does_not_need_them(run):
 
 def test_those_of_another_version_are_not_damaged(run, monkeypatch):
     path = run()
-    monkeypatch.setattr("torchrex.checkpoint.contents.VERSION", 5)
+    monkeypatch.setattr("torchrex.checkpoint.folder.VERSION", 6)
     findings = findings_of(load_run(path))
     found = finding_of(findings, "checkpoints that cannot be used")
-    assert "version 4, but this torchrex understands 'torchrex.checkpoint' version 5" in found.words
+    assert "version 5, but this torchrex reads version 6" in found.words
     assert "--overwrite` begins anew" in finding_of(findings, "the run is not finished").words
 
 

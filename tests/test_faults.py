@@ -209,7 +209,7 @@ def test_the_disk_is_full_for_one_rank(tmp_path, whole, victim):
     said = run_ranks(
         2, strikes.struck, tmp_path, jobs.network, [victim], "full disk", str(tmp_path / "run")
     )
-    words = f"cannot save {tmp_path / 'run' / 'step=000000040'} (No space left on device); earlier checkpoints are as they were. "
+    words = f"cannot save {tmp_path / 'run' / 'step=000000040'} (No space left on device); earlier checkpoints are unchanged. "
     assert all(each["error"] == "CheckpointError" for each in said)
     assert said[victim]["said"].startswith(words)
     assert said[1 - victim]["said"].startswith(f"rank {victim}: {words}")

@@ -13,7 +13,7 @@ import time
 
 import torchrex as tr
 from faults import jobs
-from torchrex.checkpoint import contents
+from torchrex.checkpoint import folder as checkpoint_folder
 
 BATCH = 30  # between the checkpoints of steps 20 and 40
 SAVE = 3  # that of step 40, after those of steps 0 and 20
@@ -49,10 +49,6 @@ def at_batch(act):
     return lambda: at_call(tr.DeviceLoader, "select", BATCH, act)
 
 
-def at_save(owner, name, act):
-    return lambda: at_call(owner, name, SAVE, act)
-
-
 def raising():
     """The user's loss fails."""
     calls, right = 0, jobs.loss
@@ -67,23 +63,30 @@ def raising():
     jobs.loss = wrong
 
 
-def fill_the_disk(_, folder):
-    """The file of the first replica here lies on a device that is always full."""
-    mine = int(os.environ["RANK"]) * jobs.N_RUNGS // int(os.environ["WORLD_SIZE"])
-    os.symlink("/dev/full", folder / f"replica={mine}.safetensors")
+def at_write(name, act):
+    """Do something when a file of the checkpoint of step 40 is about to be written."""
+
+    def arm():
+        write = checkpoint_folder.write_synced
+
+        def striking(path, data):
+            if "step=000000040" in str(path) and path.name.startswith(name):
+                act(path, data)
+            write(path, data)
+
+        checkpoint_folder.write_synced = striking
+
+    return arm
 
 
-def die_in_a_file():
-    """Half of a replica's file is on the disk."""
-    write = contents.write_synced
+def fill_the_disk(path, _):
+    """The file lies on a device that is always full."""
+    path.symlink_to("/dev/full")
 
-    def half(path, data):
-        if "step=000000040" in str(path) and path.name.startswith("replica="):
-            write(path, data[: len(data) // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(path, data)
 
-    contents.write_synced = half
+def die_in_a_file(path, data):
+    path.write_bytes(data[: len(data) // 2])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def cut_off(*_):
@@ -103,9 +106,11 @@ STRIKES = {
     "slow": at_batch(lambda *_: time.sleep(SLEEP)),
     "cut off": at_batch(cut_off),
     "raises": raising,
-    "full disk": at_save(contents.Contents, "write_replicas", fill_the_disk),
-    "killed in a file": die_in_a_file,
-    "killed after its files": at_save(contents.Contents, "write_rest", send_myself(signal.SIGKILL)),
-    "killed before DONE": at_save(tr.Checkpoints, "_finish", send_myself(signal.SIGKILL)),
-    "killed after DONE": at_save(tr.Checkpoints, "_remove_surplus", send_myself(signal.SIGKILL)),
+    "full disk": at_write("replica=", fill_the_disk),
+    "killed in a file": at_write("replica=", die_in_a_file),
+    "killed after its files": at_write("shared", send_myself(signal.SIGKILL)),
+    "killed before DONE": at_write("DONE", send_myself(signal.SIGKILL)),
+    "killed after DONE": lambda: at_call(
+        tr.Checkpoints, "_remove_surplus", SAVE, send_myself(signal.SIGKILL)
+    ),
 }

@@ -1,6 +1,5 @@
 """State trees on disk: saved completely or not at all, checked before use, and never executed."""
 
-from torchrex.checkpoint.contents import DamagedError, read
 from torchrex.checkpoint.files import (
     MOST_JSON,
     one_line,
@@ -9,7 +8,7 @@ from torchrex.checkpoint.files import (
     read_file,
     require_file,
 )
-from torchrex.checkpoint.folder import Checkpoint, Checkpoints
+from torchrex.checkpoint.folder import Checkpoint, Checkpoints, DamagedError, read
 
 __all__ = [
     "MOST_JSON",
