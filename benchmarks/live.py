@@ -38,9 +38,8 @@ import torch
 from rich.console import Console
 
 from record import HERE, into_page, setting, surroundings, write
-from torchrex.experiments import get_recipe
+from torchrex.experiments import Run, RunOptions, get_recipe
 from torchrex.experiments.config import override
-from torchrex.experiments.jobs import Job
 from torchrex.recording import JsonLines, LiveDisplay, Observer, TensorBoard
 
 RESULT = HERE / "results" / "live.json"
@@ -103,7 +102,7 @@ def seconds_of(name: str, epochs: int, console: Console) -> tuple[float, float]:
         }
         observers = (Timed(made[name]()),) if name in made else ()
         began = time.process_time()
-        outcome, _ = config.execute([Job(config, 0, None, observers)], device="cpu")
+        outcome, _ = config.execute([Run(config, 0, observers=observers)], RunOptions(device="cpu"))
         assert outcome.status == "finished"
         return time.process_time() - began, sum(observer.seconds for observer in observers)
 

@@ -19,20 +19,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torchrex.cli.interrupts import Interrupted
+from torchrex.cli.numbers import Number
+from torchrex.experiments.drawing import is_begun
+from torchrex.experiments.place import Place
 
 import torchrex
 from command import run_command
 from torchrex import Draws
 from torchrex.cli import app, report, reproduce, reproducing, running
-from torchrex.cli.interrupts import Interrupted
-from torchrex.cli.numbers import Number
-from torchrex.experiments import get_recipe, recipes, run_recipe
+from torchrex.experiments import RunFolder, get_recipe, recipes, run_recipe
 from torchrex.experiments.config import dumps, override
 from torchrex.experiments.digits import DigitsConfig
-from torchrex.experiments.drawing import is_begun
 from torchrex.experiments.mixtures import MixtureConfig
-from torchrex.experiments.place import Place
-from torchrex.experiments.run_folder import RunFolder
 from torchrex.report.page import advice
 
 SMALL = ["--set", "n_steps=400", "--set", "n_runs=4"]

@@ -28,8 +28,7 @@ from fuzz.specimens import TINY, checkpoint_state, look_at_views, make_kinds, se
 from fuzz.trial import Finding, limited, standing, try_one
 from torchrex.checkpoint import Checkpoints, one_line, parse_json, printable
 from torchrex.errors import CheckpointError, DataError, RunFolderError, TorchrexError
-from torchrex.experiments import get_recipe, run_recipe
-from torchrex.experiments.run_folder import RunFolder
+from torchrex.experiments import RunFolder, get_recipe, run_recipe
 from torchrex.posterior import Draws, DrawStore
 from torchrex.recording import read_log
 from torchrex.report.runs import load_run, salvage

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from chromium import chromium, find_chromium
 from torchrex.diagnostics import acceptance_from_energies
-from torchrex.experiments.networks import png
+from torchrex.experiments.folder import png
 from torchrex.experiments.recipes import get_recipe
 from torchrex.report.compare import compare_folders
 from torchrex.report.doctor import diagnose

@@ -27,13 +27,12 @@ from modules import same
 from torchrex.distributed import ReplicaMesh
 from torchrex.distributed.process_group import ProcessGroup
 from torchrex.errors import ConfigError, DataError
-from torchrex.experiments import gan, networks
+from torchrex.experiments import Run, RunOptions, gan, networks
 from torchrex.experiments import gan as made
 from torchrex.experiments.config import override
 from torchrex.experiments.digits import digit_images
+from torchrex.experiments.folder import png
 from torchrex.experiments.gan import GanConfig, Kind, authors_score
-from torchrex.experiments.jobs import Job
-from torchrex.experiments.networks import png
 from torchrex.experiments.recipes import get_recipe, recipes
 from torchrex.experiments.runner import run_recipe, run_together
 from torchrex.vision.bayesian_gan import BayesianGAN
@@ -657,10 +656,12 @@ def test_what_jobs_side_by_side_must_share():
         },
     }
     for name, value in shared.items():
-        assert dataclasses.replace(config, **{name: value}).company(0) != config.company(0), name
-    assert config.company(0) != config.company(1)
+        assert dataclasses.replace(config, **{name: value}).batch_key(0) != config.batch_key(0), (
+            name
+        )
+    assert config.batch_key(0) != config.batch_key(1)
     for method in METHODS:
-        assert get_recipe(f"gan/digits-100{method}").company(0) == config.company(0)
+        assert get_recipe(f"gan/digits-100{method}").batch_key(0) == config.batch_key(0)
     own = {f.name for f in dataclasses.fields(GanConfig)} - set(shared)
     other = {
         "warm_start": 3,
@@ -672,7 +673,7 @@ def test_what_jobs_side_by_side_must_share():
         "prior_precision": 0.0,
     }
     assert set(other) <= own
-    assert dataclasses.replace(config, **other).company(0) == config.company(0)
+    assert dataclasses.replace(config, **other).batch_key(0) == config.batch_key(0)
 
 
 def test_configs_are_checked_when_they_are_set():
@@ -729,10 +730,10 @@ def test_jobs_side_by_side_have_an_energy_each_unless_they_are_equal(monkeypatch
         "gan/digits-100",
     )
     for seed in (0, 1):
-        jobs = [Job(override(get_recipe(name), SMALL), seed, None) for name in names[:3]]
-        jobs.append(Job(override(get_recipe(names[3]), [*SMALL, "prior_precision=9"]), seed, None))
+        jobs = [Run(override(get_recipe(name), SMALL), seed) for name in names[:3]]
+        jobs.append(Run(override(get_recipe(names[3]), [*SMALL, "prior_precision=9"]), seed))
         with pytest.raises(DataError, match="enough"):
-            jobs[0].config.execute(jobs, device="cpu", resume=False, budget=None, progress=None)
+            jobs[0].config.execute(jobs, RunOptions(device="cpu"))
     (energies, first), (_, second) = given
     assert energies[0] is energies[1]
     assert [energy.prior.precision for energy in energies] == [1.0, 1.0, 1.0, 9.0]
@@ -746,11 +747,7 @@ def test_jobs_side_by_side_have_an_energy_each_unless_they_are_equal(monkeypatch
 def accuracy_of(recipe, seed):
     """On the 500 test digits, which chose nothing; a run whose energies are not finite is none."""
     how, (one,) = get_recipe(recipe).execute(
-        [Job(get_recipe(recipe), seed, None)],
-        device="cpu",
-        resume=False,
-        budget=None,
-        progress=None,
+        [Run(get_recipe(recipe), seed)], RunOptions(device="cpu")
     )
     assert how.status == "finished"
     assert one.trace.tensors()["energy"].isfinite().all()

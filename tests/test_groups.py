@@ -14,12 +14,11 @@ from command import run_command
 from modules import same
 from torchrex.checkpoint import Checkpoints
 from torchrex.errors import NonFiniteEnergyError, RunFolderError
+from torchrex.experiments import RunFolder
 from torchrex.experiments.config import dumps, override
-from torchrex.experiments.groups import group
 from torchrex.experiments.images import ImageConfig
 from torchrex.experiments.recipes import get_recipe
-from torchrex.experiments.run_folder import RunFolder
-from torchrex.experiments.runner import run_recipe, run_together
+from torchrex.experiments.runner import group_runs, run_in, run_recipe, run_together
 from torchrex.network import ModuleExchange
 from torchrex.vision.data import ImageSet, save_images
 
@@ -56,8 +55,12 @@ def data(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("TORCHREX_DATA", str(folder))
 
 
+def group(pairs, out, *, overwrite):
+    return group_runs([run_in(out, *pair) for pair in pairs], overwrite=overwrite)
+
+
 def seeds(groups):
-    return [[seed for _, seed in each.jobs] for each in groups]
+    return [[run.seed for run in each.runs] for each in groups]
 
 
 def stands_at(out, config, seed, *steps, status=None):
@@ -104,7 +107,7 @@ def test_one_company_goes_together(tmp_path):
         (tiny("clean/cifar10-resnet20-batch1024", "batch_size=65"), 0),
     ]
     groups = group(others, tmp_path, overwrite=False)
-    assert [len(each.jobs) for each in groups] == [2, 1, 1, 1, 1]
+    assert [len(each.runs) for each in groups] == [2, 1, 1, 1, 1]
     assert seeds(groups)[0] == [0, 1]
     assert groups[0].name == f"{NAME} seed 0 and 1 more"
     assert groups[1].name == "clean/cifar10-resnet32 seed 0"
@@ -116,18 +119,18 @@ def test_configs_that_train_alone_are_groups_of_one(tmp_path):
         for name in ("digits/sghmc", "figure1/case1-sgld")
         for seed in (0, 1)
     ]
-    assert [len(each.jobs) for each in group(jobs, tmp_path, overwrite=False)] == [1, 1, 1, 1]
+    assert [len(each.runs) for each in group(jobs, tmp_path, overwrite=False)] == [1, 1, 1, 1]
 
     class Alone(ImageConfig):
-        def company(self, seed):
+        def batch_key(self, seed):
             return None
 
     alone = Alone(**asdict(tiny()))
     assert [
-        len(each.jobs) for each in group([(alone, 0), (alone, 1)], tmp_path, overwrite=False)
+        len(each.runs) for each in group([(alone, 0), (alone, 1)], tmp_path, overwrite=False)
     ] == [1, 1]
     mixed = [jobs[0], (tiny(), 0), jobs[2], (tiny(), 1)]
-    assert [len(each.jobs) for each in group(mixed, tmp_path, overwrite=False)] == [1, 2, 1]
+    assert [len(each.runs) for each in group(mixed, tmp_path, overwrite=False)] == [1, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -137,11 +140,11 @@ def test_a_group_has_as_many_replicas_as_the_device_carries(tmp_path, net, sizes
     """4, 8 and 16 replicas; a pair has two."""
     pair = [(tiny(NAME, f"net={net}"), seed) for seed in range(5)]
     groups = group(pair, tmp_path, overwrite=False)
-    assert [len(each.jobs) for each in groups] == sizes
-    assert all(each.replicas == 2 * len(each.jobs) <= pair[0][0].most_replicas for each in groups)
+    assert [len(each.runs) for each in groups] == sizes
+    assert all(each.n_replicas == 2 * len(each.runs) <= pair[0][0].most_replicas for each in groups)
     many = [(tiny(f"{NAME}-msgd", f"net={net}"), seed) for seed in range(17)]
     most = many[0][0].most_replicas
-    assert [len(each.jobs) for each in group(many, tmp_path, overwrite=False)] == [most] * (
+    assert [len(each.runs) for each in group(many, tmp_path, overwrite=False)] == [most] * (
         17 // most
     ) + [17 % most]
 
@@ -156,7 +159,10 @@ def test_a_later_job_may_fill_an_earlier_group(tmp_path):
         (tiny(f"{NAME}-sghmc", net), 0),
     ]
     groups = group(jobs, tmp_path, overwrite=False)
-    assert [each.jobs for each in groups] == [[jobs[0], jobs[1], jobs[3]], [jobs[2]]]
+    assert [[(run.config, run.seed) for run in each.runs] for each in groups] == [
+        [jobs[0], jobs[1], jobs[3]],
+        [jobs[2]],
+    ]
 
 
 def test_runs_go_on_with_those_at_their_own_step(tmp_path):
@@ -242,7 +248,7 @@ def test_a_group_with_a_finished_run_goes_on_with_the_others(tmp_path):
     groups = group([(config, seed) for seed in range(4)], tmp_path, overwrite=False)
     assert seeds(groups) == [[0, 3], [1, 2]]
     for each in groups:
-        run_together(each.jobs, tmp_path, device="cpu", resume=True)
+        run_together([(config, run.seed) for run in each.runs], tmp_path, device="cpu", resume=True)
     for seed in range(4):
         alone = run_recipe(config, seed, tmp_path / "alone", device="cpu")
         assert same(outcome(alone), outcome(RunFolder.of(tmp_path, NAME, seed)))
@@ -360,7 +366,7 @@ def test_overwriting_on_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     write = RunFolder.write_text
 
     def full(folder, name, text):
-        if name == "config.json" and folder.path.name == "seed=1":
+        if name == "config.json" and folder.path.name == "seed=1.new":
             raise OSError(errno.ENOSPC, "No space left on device")
         write(folder, name, text)
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 
 from command import run_command
 from modules import same
+from torchrex.experiments import Run, RunOptions
 from torchrex.experiments import images as made
 from torchrex.experiments.config import override
 from torchrex.experiments.images import ImageConfig
-from torchrex.experiments.jobs import Job
 from torchrex.experiments.networks import curves_of, metrics_of
 from torchrex.experiments.recipes import get_recipe, recipes
 from torchrex.posterior import PosteriorAverage
@@ -98,9 +98,7 @@ def trained(monkeypatch, folder):
     monkeypatch.setenv("TORCHREX_DATA", str(folder))
 
     def call(config, seed=0):
-        how, (one,) = config.execute(
-            [Job(config, seed, None)], device="cpu", resume=False, budget=None, progress=None
-        )
+        how, (one,) = config.execute([Run(config, seed)], RunOptions(device="cpu"))
         assert how.status == "finished"
         return one
 
@@ -619,10 +617,12 @@ def test_what_jobs_side_by_side_must_share():
     }
     own = {f.name for f in dataclasses.fields(ImageConfig)} - set(shared)
     for name, value in shared.items():
-        assert dataclasses.replace(config, **{name: value}).company(0) != config.company(0), name
+        assert dataclasses.replace(config, **{name: value}).batch_key(0) != config.batch_key(0), (
+            name
+        )
     other = get_recipe("icml2020/cifar10-resnet20-msgd")
     assert dataclasses.replace(config, **{name: getattr(other, name) for name in own}) == other
-    assert other.company(0) == config.company(1)
+    assert other.batch_key(0) == config.batch_key(1)
 
 
 def test_a_set_that_is_not_whole_is_refused(cli, tmp_path):

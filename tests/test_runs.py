@@ -50,8 +50,8 @@ def cut(path: Path, to: Path, name: str, keep: float) -> Path:
 def test_every_recipe_comes_back_from_its_json():
     for name, config in recipes().items():
         problems: list[str] = []
-        changes = {"epochs": 7} if hasattr(config, "epochs") else {"n_steps": 70, "n_runs": 3}
-        other = replace(config, **({"steps": 7_000} if hasattr(config, "warm_start") else changes))
+        length = next(each for each in ("epochs", "steps", "n_steps") if hasattr(config, each))
+        other = replace(config, **{length: 7_000})
         back = config_from_json(config, json.loads(json.dumps(to_json(other))), problems)
         assert (back, problems) == (other, []), name
         assert ladder_of(back) is not None

@@ -195,16 +195,18 @@ def test_resuming_a_finished_run_does_nothing(untouched):
 
 def test_overwriting_keeps_the_finished_run_until_the_new_one_is_finished(tmp_path, untouched):
     folder = run_recipe(small(), 0, tmp_path, device="cpu")
+    before = folder.result["steps_done"]
     with pytest.raises(RunFolderError, match="already holds"):
         run_recipe(small(), 0, tmp_path, device="cpu")
     run_recipe(
         small("digits/resghmc", "epochs=30"), 0, tmp_path, device="cpu", overwrite=True, budget=0.0
     )
-    kept = folder.path.with_name("seed=0.replaced")
-    assert json.loads((kept / "result.json").read_text())["status"] == "finished"
-    run_recipe(small("digits/resghmc", "epochs=30"), 0, tmp_path, device="cpu", resume=True)
-    assert not kept.exists()
+    new = folder.path.with_name("seed=0.new")
     assert folder.finished
+    assert json.loads((new / "result.json").read_text())["status"] == "paused"
+    run_recipe(small("digits/resghmc", "epochs=30"), 0, tmp_path, device="cpu", resume=True)
+    assert not new.exists()
+    assert folder.result["steps_done"] > before
 
 
 # The library
@@ -512,7 +514,7 @@ def test_an_overwriting_run_that_fails_before_it_begins_leaves_the_old_one(tmp_p
     with pytest.raises(RunFolderError, match="no digits"):
         run_recipe(small("digits/resghmc", "epochs=30"), 0, tmp_path, device="cpu", overwrite=True)
     assert folder.result == before
-    assert not folder.path.with_name("seed=0.replaced").exists()
+    assert not folder.path.with_name("seed=0.new").exists()
 
 
 def test_a_run_that_begins_anew_does_not_hide_behind_later_checkpoints(tmp_path):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from torchrex.checkpoint import Checkpoints
 from torchrex.experiments import get_recipe, run_recipe
-from torchrex.experiments.run_folder import RunFolder, is_finished
+from torchrex.experiments.folder import RunFolder
 from torchrex.posterior import Draws, DrawStore
 from torchrex.recording import read_log
 from torchrex.report.compare import compare_folders
@@ -107,7 +107,7 @@ def look_at_run(folder: Path) -> Any:
     run = load_run(folder)
     for problem in run.problems:
         assert problem.isprintable(), problem
-    RunFolder(folder).result, RunFolder(folder).config, is_finished(RunFolder(folder))
+    RunFolder(folder).result, RunFolder(folder).config, RunFolder(folder).finished
     seen = {
         "config": run.config,
         "result": run.result,

@@ -1,6 +1,4 @@
-"""The command line. What is imported here, before the first line of a command, is small: torch
-takes seconds to load.
-"""
+"""The command line. Nothing that takes time to load is imported before a command needs it."""
 
 from torchrex.cli.main import main
 

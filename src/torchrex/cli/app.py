@@ -1,11 +1,14 @@
-"""Which commands there are. A command is loaded when it is called, so that help and slips of the
-pen are answered at once.
+"""Which commands there are, and how they end: an error of ours is one line and exit code 2.
+
+A command is loaded when it is called, so that help and typing errors are answered at once.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import re
+import sys
 from collections.abc import Iterable
 from typing import Annotated, Any, NamedTuple
 
@@ -13,7 +16,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import torchrex
-from torchrex.cli.interrupts import loading, told
+from torchrex.cli.main import Interrupted, interruptible, is_main_process, loading
+from torchrex.errors import RankError, TorchrexError
 
 PLAIN: dict[str, Any] = {
     "add_completion": False,
@@ -22,44 +26,46 @@ PLAIN: dict[str, Any] = {
 }
 
 
-class Place(NamedTuple):
-    """Where a command is, and what is said of it in the list of commands: the first line of its own
-    help.
-    """
+class Entry(NamedTuple):
+    """Where a command is, and the first paragraph of its help."""
 
     module: str
     name: str
-    words: str
+    help: str
 
 
 COMMANDS = {
-    "list": Place(
-        "listing",
+    "list": Entry(
+        "run",
         "list_recipes",
         "Show all recipes, those with a word in their name, or the settings of one.",
     ),
-    "run": Place("run", "run", "Run one recipe into OUT/RECIPE/seed=S/."),
-    "reproduce": Place(
+    "run": Entry("run", "run", "Run one recipe into OUT/RECIPE/seed=S/."),
+    "reproduce": Entry(
+        "run",
         "reproduce",
-        "reproduce",
-        "Run what is missing of a figure or table, draw it, and print the numbers, beside the paper's where it has some.",
+        "Run what is missing of a figure or table, draw it, and print the numbers, beside the "
+        "paper's where it has some.",
     ),
-    "report": Place(
+    "report": Entry(
+        "look",
         "report",
-        "report",
-        "Write one page about all runs in DIR: tables beside the paper's numbers, charts, advice, and how to repeat each run.",
+        "Write one page about all runs in DIR: tables beside the paper's numbers, charts, advice, "
+        "and how to repeat each run.",
     ),
-    "doctor": Place(
+    "doctor": Entry(
+        "look",
         "doctor",
-        "doctor",
-        "Say in plain words what is wrong with a run and what to change, with the numbers behind it.",
+        "Say in plain words what is wrong with a run and what to change, with the numbers behind "
+        "it.",
     ),
-    "compare": Place(
+    "compare": Entry(
+        "look",
         "compare",
-        "compare",
-        "Compare runs with the first, paired by seed: differences, standard errors, verdicts that do not overclaim.",
+        "Compare runs with the first, paired by seed: differences, standard errors, verdicts that "
+        "do not overclaim.",
     ),
-    "data": Place("data", "data_app", "Image sets: get them, and see which are there."),
+    "data": Entry("data", "data_app", "Image sets: get them, and see which are there."),
 }
 
 
@@ -80,16 +86,16 @@ class Commands(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, place.words) for name, place in COMMANDS.items()])
+            formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items()])
 
-    # typer leaves without a word at Ctrl-C, in whatever it does between the two.
+    # typer itself exits silently at Ctrl-C.
 
     def make_context(self, *arguments: Any, **settings: Any) -> Any:
-        with told():
+        with interruptible():
             return super().make_context(*arguments, **settings)
 
     def invoke(self, ctx: Any) -> Any:
-        with told():
+        with interruptible():
             return super().invoke(ctx)
 
 
@@ -102,12 +108,9 @@ class Command(TyperCommand):
         if rest and not ctx.resilient_parsing:
             settings = [each for each in rest if re.match(r"[A-Za-z][\w.]*=", each)]
             has_set = any("--set" in parameter.opts for parameter in self.params)
-            advice = (
-                f"; repeat --set for each setting: {_plain(f'--set {each}' for each in settings)}"
-            )
-            ctx.fail(
-                f"Got unexpected extra argument(s) ({_plain(rest)}){advice if settings and has_set else ''}"
-            )
+            again = _plain(f"--set {each}" for each in settings)
+            advice = f"; repeat --set for each setting: {again}" if settings and has_set else ""
+            ctx.fail(f"Got unexpected extra argument(s) ({_plain(rest)}){advice}")
         return rest
 
 
@@ -118,9 +121,9 @@ def _plain(words: Iterable[str]) -> str:
 
 def load(name: str) -> Any:
     """The command of that name as typer runs it."""
-    place = COMMANDS[name]
+    entry = COMMANDS[name]
     with loading():
-        found = getattr(importlib.import_module(f"torchrex.cli.{place.module}"), place.name)
+        found = getattr(importlib.import_module(f"torchrex.cli.{entry.module}"), entry.name)
     if isinstance(found, typer.Typer):
         return typer.main.get_command(found)
     alone = typer.Typer(**PLAIN)
@@ -143,3 +146,41 @@ def root(
     if version:
         typer.echo(f"torchrex {torchrex.__version__}")
         raise typer.Exit
+
+
+class Warnings(logging.Handler):
+    """Warnings of the library, on stderr; rich is loaded at the first one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from rich.logging import RichHandler
+
+        from torchrex.cli.console import stderr
+
+        RichHandler(console=stderr, show_time=False, show_path=False, markup=False).emit(record)
+
+
+def call() -> None:
+    """Run the command that was typed."""
+    warnings, logger = Warnings(), logging.getLogger("torchrex")
+    logger.addHandler(warnings)
+    try:
+        app()
+    except RankError as error:
+        advice = "what was saved is complete, and the same command with --resume continues from it"
+        _exit(2, f"{error}; {advice}", error=True, prints=error.speaks)
+    except TorchrexError as error:
+        _exit(2, str(error), error=True)
+    except Interrupted as interrupted:
+        _exit(interrupted.exit_code, str(interrupted))
+    except KeyboardInterrupt:
+        _exit(130, "interrupted")
+    finally:
+        logger.removeHandler(warnings)
+        if "torchrex.distributed" in sys.modules:  # otherwise there is nothing to leave
+            sys.modules["torchrex.distributed"].leave()
+
+
+def _exit(code: int, message: str, *, error: bool = False, prints: bool | None = None) -> None:
+    if is_main_process() if prints is None else prints:
+        typer.secho(f"torchrex: {message}", fg="red" if error else None, err=True)
+    sys.exit(code)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from torchrex.cli.interrupts import loading, told
+from torchrex.cli.main import interruptible, loading
 from torchrex.errors import DataError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def fetch(
         from torchrex.vision.data import fetch_images
     with (
         _bar(f"download {name}") as progress,
-        told("interrupted; complete files are kept, the same command gets the rest"),
+        interruptible("interrupted; complete files are kept, the same command gets the rest"),
     ):
         fetch_images(name, to, progress, mirror)
     _say_where(name, to)
@@ -70,7 +70,7 @@ def import_(
     """Check a set that lies in a folder and bring it into the cache."""
     with loading():
         from torchrex.vision.data import import_images
-    with told("interrupted; nothing was written"):
+    with interruptible("interrupted; nothing was written"):
         import_images(name, from_, to)
     _say_where(name, to)
 
@@ -84,32 +84,26 @@ def list_(
 ) -> None:
     """Show which sets are there, where they are and where they come from."""
     with loading():
+        from torchrex.cli.console import say
         from torchrex.vision.data import cache_path, data_folder, read_about
     width = max(map(len, SETS))
     for name in SETS:
         if not cache_path(name, folder).exists():
-            _print(f"{name:{width}}  not there ({data_folder(folder)})")
+            say(f"{name:{width}}  not there ({data_folder(folder)})")
             continue
         try:
             about = read_about(name, folder)
-            _print(
-                f"{name:{width}}  {about.n_images:,} images in {about.path} ({about.provenance})"
-            )
+            say(f"{name:{width}}  {about.n_images:,} images in {about.path} ({about.provenance})")
         except DataError as error:
-            _print(f"{name:{width}}  {error}")
+            say(f"{name:{width}}  {error}")
 
 
 def _say_where(name: str, folder: Path | None) -> None:
+    from torchrex.cli.console import say
     from torchrex.vision.data import read_about
 
     about = read_about(name, folder)
-    _print(f"{name}: {about.n_images:,} images in {about.path} ({about.provenance})")
-
-
-def _print(line: str) -> None:
-    from torchrex.cli.consoles import stdout
-
-    stdout.print(line, markup=False, highlight=False, soft_wrap=True)
+    say(f"{name}: {about.n_images:,} images in {about.path} ({about.provenance})")
 
 
 @contextlib.contextmanager

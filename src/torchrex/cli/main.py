@@ -1,22 +1,91 @@
-"""The entry point: first of all Ctrl-C is taken care of, then the rest is loaded. Nothing is
-imported here that takes time.
+"""The entry point, and what Ctrl-C and SIGTERM do: never a traceback.
+
+Only the standard library is imported here, so that Ctrl-C is handled before anything else loads.
 """
 
-import signal
+from __future__ import annotations
 
-from torchrex.cli.leave import leave
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+WHILE_LOADING = b"torchrex: interrupted while it was starting; nothing was written\n"
+
+
+class Interrupted(Exception):  # noqa: N818 - not an error
+    """A signal during a command, after what was done has been written."""
+
+    def __init__(self, message: str, signal_number: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number
 
 
 def main() -> None:
     """The `torchrex` command."""
-    ours = (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )  # not where it is ignored, or another's
-    if ours:
-        signal.signal(signal.SIGINT, leave)
-    try:
-        from torchrex.cli.exits import call
-    finally:
-        if ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+    with loading():
+        from torchrex.cli.app import call
     call()
+
+
+def is_main_process() -> bool:
+    """Of several processes under torchrun only the first prints."""
+    return int(os.environ.get("WORLD_SIZE", "1")) < 2 or os.environ.get("RANK", "0") == "0"
+
+
+def leave(number: int, frame: object) -> None:
+    """Exit at once with one line, not with a traceback through half-loaded modules."""
+    try:
+        os.write(2, WHILE_LOADING)
+    finally:
+        os._exit(128 + number)
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """Around imports: Ctrl-C exits at once.
+
+    A library that is being imported may swallow a KeyboardInterrupt, or print it as "Exception
+    ignored in ...". Nothing is written at that time, so there is nothing to clean up.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT)
+    if not in_main_thread or before is signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def interruptible(message: str = "interrupted") -> Iterator[None]:
+    """Ctrl-C becomes one line."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(message) from None
+
+
+@contextlib.contextmanager
+def terminating() -> Iterator[list[int]]:
+    """SIGTERM interrupts as Ctrl-C does; the list holds its number once it came."""
+    received: list[int] = []
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield received
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

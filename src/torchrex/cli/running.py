@@ -1,240 +1,181 @@
-"""Running recipes from the command line: group by group, with a live display, in the time there is."""
+"""Runs from the command line: group by group, with a live display, within the time there is; then
+the numbers that matter.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import typer
+from rich.table import Table
 
-from torchrex.cli.budget import Clock
-from torchrex.cli.consoles import stderr, stdout
-from torchrex.cli.interrupts import Interrupted, terminating
-from torchrex.cli.numbers import show, show_mean, there_before
+from torchrex.cli.console import say, stderr, stdout
+from torchrex.cli.main import Interrupted, terminating
 from torchrex.errors import ConfigError, NonFiniteEnergyError, RunFolderError
-from torchrex.experiments.groups import Group, group
-from torchrex.experiments.recipes import Config, TrainingConfig
-from torchrex.experiments.run_folder import RunFolder, is_finished
-from torchrex.experiments.runner import require_room, run_recipe, run_together
+from torchrex.experiments import DensityConfig, ExperimentConfig, Run, RunFolder, RunOptions
+from torchrex.experiments.runner import Group, group_runs, require_room, run_group, run_in
 from torchrex.recording import LiveDisplay, open_logs
+from torchrex.report.series import error_of_mean
 
 MOST_NAMED = 6
+LEAST_BUDGET = 1e-9  # of a budget that is used up: the next run stops at its first chance
 
 
 def run_seeds(
-    config: Config,
-    seeds: Sequence[int],
-    out: Path,
-    *,
-    device: str,
-    overwrite: bool,
-    resume: bool,
-    budget: float | None,
-    log: Sequence[str],
+    config: ExperimentConfig, seeds: Sequence[int], out: Path, options: RunOptions
 ) -> None:
     """Run one config with every seed, print the numbers that matter, and their mean over seeds."""
-    require_logs([config], log, out)
-    config.place(device)
-    jobs = [(config, seed) for seed in seeds]
-    require_room(
-        jobs, out, overwrite=overwrite, resume=resume
-    )  # of all of them, before the first begins
-    clock, groups = Clock(budget), group(jobs, out, overwrite=overwrite)
-    before = (
-        there_before(RunFolder.of(out, config.recipe, seed) for seed in seeds) if resume else {}
-    )
-    how = f"the same command with --resume{' instead of --overwrite' if overwrite else ''}"
-
-    def run(each: Group) -> list[RunFolder]:
-        try:
-            return run_group(
-                each,
-                out,
-                device=device,
-                overwrite=overwrite,
-                resume=resume,
-                budget=clock.left(),
-                how=how,
-                log=log,
-            )
-        except NonFiniteEnergyError:
-            if len(groups) == 1 or not isinstance(config, TrainingConfig):
-                raise
-            return folders_of(each, out)  # it is in their results; the others go on
-
+    require_logs([config], options)
+    config.device(options.device)
+    runs = [run_in(out, config, seed) for seed in seeds]
+    require_room(runs, options)  # for all of them, before the first begins
+    before = states(runs) if options.resume else {}
+    groups = group_runs(runs, overwrite=options.overwrite)
+    instead = " instead of --overwrite" if options.overwrite else ""
+    tolerant = len(groups) > 1 and not isinstance(config, DensityConfig)
+    session = Session(options, f"the same command with --resume{instead}", tolerant=tolerant)
     done: list[RunFolder] = []
-    for _, folders in run_groups(groups, out, run=run, overwrite=overwrite, how=how):
+    for _, folders in session.run_all(groups):
         show(folders, config, before)
         done += folders
     show_mean(done, config)
-    failed = [folder for folder in done if folder.failed]
+    failed = [folder for folder in done if folder.status == "failed"]
     if failed:
         raise RunFolderError(
             f"{len(failed)} of {len(seeds)} runs failed; the first is {failed[0].path}"
         )
 
 
-def require_logs(configs: Sequence[Config], log: Sequence[str], out: Path) -> None:
-    """Unknown names, missing packages and recipes without a log are told before anything runs."""
-    density = next((config for config in configs if not isinstance(config, TrainingConfig)), None)
-    if open_logs(log, out) and density is not None:
+def require_logs(configs: Iterable[ExperimentConfig], options: RunOptions) -> None:
+    """Refuse unknown logs, missing packages and recipes without a log before anything runs."""
+    density = next((config for config in configs if isinstance(config, DensityConfig)), None)
+    if open_logs(options.log, Path()) and density is not None:
         raise ConfigError(
-            f"--log is for networks; {density.recipe} samples a density and keeps all its draws, so leave it out"
+            f"--log is for networks; {density.recipe} samples a density and keeps all its draws, "
+            "so leave it out"
         )
 
 
-def run_groups(
-    groups: Sequence[Group],
-    out: Path,
-    *,
-    run: Callable[[Group], list[RunFolder]],
-    overwrite: bool,
-    how: str,
-) -> Iterator[tuple[Group, list[RunFolder]]]:
-    """Run one group after the other until the budget is used up or a signal comes; then say what
-    was not reached.
+class Session:
+    """Runs groups one after the other until the budget is used up or a signal comes.
+
+    `how` says how to continue after that. With `tolerant` a failed group does not stop the others.
     """
-    for k, each in enumerate(groups):
-        try:
-            folders = run(each)
-            yield each, folders
-            going = goes_on(folders, how)
-        except Interrupted:
-            say_not_reached(groups[k + 1 :], out, overwrite=overwrite)
-            raise
-        if not going:
-            say_not_reached(groups[k + 1 :], out, overwrite=overwrite)
-            raise typer.Exit
 
+    def __init__(self, options: RunOptions, how: str, *, tolerant: bool) -> None:
+        self.options, self.how, self.tolerant = options, how, tolerant
+        self.began = time.monotonic()
 
-def say_not_reached(groups: Sequence[Group], out: Path, *, overwrite: bool) -> None:
-    """With --overwrite the runs that were to be replaced are still the old ones, and to --resume
-    they are finished.
-    """
-    left = {
-        f"{c.recipe} seed {seed}": is_finished(RunFolder.of(out, c.recipe, seed))
-        for each in groups
-        for c, seed in each.jobs
-    }
-    names = [
-        f"{name}{' (still the old run)' if old else ''}"
-        for name, old in left.items()
-        if overwrite or not old
-    ]
-    if not names:
-        return
-    n_old = sum(left.values()) if overwrite else 0
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    _print(f"not reached: {', '.join(names[:MOST_NAMED])}{more}")
-    if n_old:
-        _print(
-            f"{n_old} of them would be taken for finished: give --overwrite again for these to replace them"
-        )
+    def run_all(
+        self,
+        groups: Sequence[Group],
+        adapted: Callable[[RunOptions, Group], RunOptions] = lambda options, _: options,
+    ) -> Iterator[tuple[Group, list[RunFolder]]]:
+        """The folders of each group, run with the `adapted` options."""
+        for k, group in enumerate(groups):
+            try:
+                folders = self._run(group, adapted(self.options, group))
+                yield group, folders
+                continues = goes_on(folders, self.how)
+            except Interrupted:
+                self._say_not_reached(groups[k + 1 :])
+                raise
+            if not continues:
+                self._say_not_reached(groups[k + 1 :])
+                raise typer.Exit
 
+    def _run(self, group: Group, options: RunOptions) -> list[RunFolder]:
+        budget, n_steps = options.budget, group.runs[0].config.n_steps
+        if budget is not None:
+            budget = max(LEAST_BUDGET, budget - (time.monotonic() - self.began))
+        folders = [run.folder for run in group.runs if run.folder is not None]
+        with (
+            LiveDisplay(group.name, n_steps, console=stderr) as display,
+            explained_if_early(folders, self.how),
+        ):
+            progress = display.progress if len(group.runs) == 1 else None
+            options = replace(options, budget=budget, progress=progress, observers=(display,))
+            try:
+                return run_group(group.runs, options)
+            except NonFiniteEnergyError:
+                if not self.tolerant:
+                    raise
+                return [folder.active for folder in folders]  # their results say why
 
-def run_group(
-    each: Group,
-    out: Path,
-    *,
-    device: str,
-    overwrite: bool,
-    resume: bool,
-    budget: float | None,
-    how: str,
-    log: Sequence[str] = (),
-) -> list[RunFolder]:
-    """Run the jobs of a group, with a live display. `how` says how to go on after an interruption."""
-    (config, seed), n_steps = each.jobs[0], each.jobs[0][0].n_steps
-    with (
-        LiveDisplay(each.name, n_steps, console=stderr) as display,
-        told_if_early(folders_of(each, out), how),
-    ):
-        if len(each.jobs) == 1:
-            folder = run_recipe(
-                config,
-                seed,
-                out,
-                device=device,
-                overwrite=overwrite,
-                resume=resume,
-                budget=budget,
-                progress=display.progress,
-                observers=[display],
-                log=log,
+    def _say_not_reached(self, groups: Sequence[Group]) -> None:
+        """With --overwrite the old runs are still there, and --resume takes them for finished."""
+        overwrite = self.options.overwrite
+        left = {
+            f"{run.config.recipe} seed {run.seed}": run.folder is not None
+            and run.folder.status == "finished"
+            for group in groups
+            for run in group.runs
+        }
+        old = " (still the old run)"
+        names = [
+            f"{name}{old * is_old}" for name, is_old in left.items() if overwrite or not is_old
+        ]
+        if not names:
+            return
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        say(f"not reached: {', '.join(names[:MOST_NAMED])}{more}")
+        if overwrite and any(left.values()):
+            say(
+                f"{sum(left.values())} of them would be taken for finished: give --overwrite again "
+                "for these to replace them"
             )
-            return [folder]
-        jobs = [(config, seed) for config, seed in each.jobs if isinstance(config, TrainingConfig)]
-        return run_together(
-            jobs,
-            out,
-            device=device,
-            overwrite=overwrite,
-            resume=resume,
-            budget=budget,
-            observers=[display],
-            log=log,
-        )
-
-
-def folders_of(each: Group, out: Path) -> list[RunFolder]:
-    return [RunFolder.of(out, config.recipe, seed) for config, seed in each.jobs]
 
 
 @contextlib.contextmanager
-def told_if_early(folders: Sequence[RunFolder], how: str) -> Iterator[None]:
-    """A signal outside the steps of some runs, while they compile or are measured, for example: one
-    line, not silence.
-    """
+def explained_if_early(folders: Sequence[RunFolder], how: str) -> Iterator[None]:
+    """A signal outside the steps of some runs, for example while they compile: one line."""
     with terminating() as received:
         try:
             yield
         except KeyboardInterrupt as interrupt:
             number = received[0] if received else signal.SIGINT
             if interrupt.args:  # the signal that came during the last save
-                # On a rank that does not see the disk of rank 0 none is finished; but the last save
-                # is done.
-                done = [folder for folder in folders if is_finished(folder)] or folders
+                # A rank that does not see the disk of rank 0 finds none finished.
+                done = [folder for folder in folders if folder.status == "finished"] or folders
                 finished = f"{_named(done)} {'is' if len(done) == 1 else 'are'} finished"
                 raise Interrupted(f"interrupted; {finished}", interrupt.args[0]) from None
+            active = [folder.active for folder in folders]
             begun = [
-                folder
-                for folder in folders
-                if (folder.path / "checkpoints").is_dir() and not is_finished(folder)
+                each for each in active if each.checkpoints.is_dir() and each.status != "finished"
             ]
+            message = "interrupted before the first steps were done; nothing was written"
             if begun:
-                raise Interrupted(
-                    f"interrupted; the checkpoints are in {_named(begun)}, and {how} goes on",
-                    number,
-                ) from None
-            raise Interrupted(
-                "interrupted before the first steps were done; nothing was written", number
-            ) from None
-        if received:  # a density kept the draws of before the signal, and its result does not say which signal it was
-            raise Interrupted(_what_was_done(folders, how), received[0])
+                message = f"interrupted; the checkpoints are in {_named(begun)}, and {how} goes on"
+            raise Interrupted(message, number) from None
+        if received:  # a density kept its draws, and its result does not know the signal
+            raise Interrupted(_what_was_done([each.active for each in folders], how), received[0])
 
 
 def goes_on(folders: Sequence[RunFolder], how: str) -> bool:
-    """False if the budget is used up; raises if a signal came. `how` says how to go on then."""
+    """False if the budget is used up; raises if a signal came."""
     results = {folder: folder.result or {} for folder in folders}
-    interrupted = [
-        folder for folder, result in results.items() if result.get("status") == "interrupted"
-    ]
+    interrupted = [each for each in folders if results[each].get("status") == "interrupted"]
     if interrupted:
-        raise Interrupted(
-            _what_was_done(interrupted, how), results[interrupted[0]].get("signal") or signal.SIGINT
-        )
-    paused = [folder for folder, result in results.items() if result.get("status") == "paused"]
+        number = results[interrupted[0]].get("signal") or signal.SIGINT
+        raise Interrupted(_what_was_done(interrupted, how), number)
+    paused = [each for each in folders if results[each].get("status") == "paused"]
     for folder in paused:
-        result = results[folder]
-        where = f" at step {result['steps_done']:,}" if "steps_done" in result else ""
-        _print(f"the budget is used up{where}; {how} goes on with {folder.path}")
+        steps = results[folder].get("steps_done")
+        where = "" if steps is None else f" at step {steps:,}"
+        say(f"the budget is used up{where}; {how} goes on with {folder.path}")
     return not paused
 
 
 def _what_was_done(folders: Sequence[RunFolder], how: str) -> str:
-    advice = f"; {how} goes on" if (folders[0].path / "checkpoints").is_dir() else ""
+    advice = f"; {how} goes on" if folders[0].checkpoints.is_dir() else ""
     return f"interrupted; what was done is in {_named(folders)}{advice}"
 
 
@@ -242,5 +183,113 @@ def _named(folders: Sequence[RunFolder]) -> str:
     return f"{folders[0].path}{f' and {len(folders) - 1} more' if len(folders) > 1 else ''}"
 
 
-def _print(words: str) -> None:
-    stdout.print(words, highlight=False, markup=False, soft_wrap=True)
+# Numbers
+
+
+class Number(NamedTuple):
+    """A number that is shown."""
+
+    value: float
+    error: float | None = None  # its standard error, where it is known
+    of: int | None = None  # out of so many
+    exact: bool = False
+
+    def __str__(self) -> str:
+        """With the digits that its error leaves it, such as 0.4012 ± 0.0031; swaps as 12 of 400."""
+        if self.of is not None:
+            return f"{self.value:,} of {self.of:,}" if self.of else "none tested"
+        if self.exact:
+            return f"{self.value:.4f}"
+        if not self.error or not math.isfinite(self.value):
+            return f"{self.value:.4g}"
+        digits = max(0, 1 - math.floor(math.log10(self.error)))
+        return f"{self.value:.{digits}f} ± {self.error:.{digits}f}"
+
+
+def numbers_of(result: Mapping[str, Any], config: ExperimentConfig) -> dict[str, Number]:
+    """What is shown of a result, by title."""
+    metrics = result.get("metrics") or {}
+    shown: dict[str, Number] = {}
+    for column in config.columns:
+        value, error = metrics.get(column.metric), metrics.get(f"{column.metric}_se")
+        if isinstance(value, int | float):
+            known = error if isinstance(error, int | float) else None
+            shown[column.title] = Number(value, known, exact=column.metric.endswith("_true"))
+    if metrics and not isinstance(config, DensityConfig):  # a density has its acceptance rate
+        for pair in result.get("swaps") or ():
+            cold, hot = pair["pair"]
+            title = f"swaps of rungs {cold} and {hot}"
+            shown[title] = Number(pair["accepted"], of=pair["proposed"])
+    return shown
+
+
+def states(runs: Iterable[Run]) -> dict[Path, str]:
+    """Which runs are "finished" before a command, and which have "begun" and are resumed."""
+    folders = [run.folder.active for run in runs if run.folder is not None]
+    found = {each.path: "finished" if each.finished else "begun" for each in folders}
+    return {
+        each.path: found[each.path]
+        for each in folders
+        if found[each.path] == "finished" or each.begun
+    }
+
+
+def took(folder: RunFolder, before: Mapping[Path, str]) -> str:
+    """The seconds of a run, of all calls together if it was resumed."""
+    seconds = (folder.result or {}).get("wall_seconds", 0.0)
+    resumed = "begun" in (before.get(folder.path), before.get(folder.replacement.path))
+    return f"{seconds:.1f} s{' in all' if resumed else ''}"
+
+
+def show(
+    folders: Sequence[RunFolder], config: ExperimentConfig, before: Mapping[Path, str]
+) -> None:
+    """The numbers of finished runs, and how far the others came; `before` is that of `states`."""
+    for folder in folders:
+        result = folder.result or {}
+        status, steps = result.get("status", "unfinished"), result.get("steps_done")
+        where = ""
+        if status in ("paused", "interrupted") and steps is not None:
+            where = f" at step {steps:,} of {config.n_steps:,}"
+        others = result.get("replicas_side_by_side", 1) - config.n_rungs
+        time_taken = f"in {took(folder, before)}"
+        time_taken += f" beside {others} other replicas" if others > 0 else ""
+        told = f"{status}{where} {time_taken}"
+        if before.get(folder.path) == "finished":
+            told = f"finished already ({time_taken})"
+        say(f"{config.recipe}, seed {result.get('seed')}: {told}")
+        _print_numbers(numbers_of(result, config))
+        if "error" in result:
+            say(result["error"])
+        pictures = sorted(path.name for path in folder.path.glob("*.png")) * folder.finished
+        look = f" (look at {', '.join(pictures)})" if pictures else ""
+        say(f"run folder: {folder.path}{look}")
+
+
+def show_mean(folders: Sequence[RunFolder], config: ExperimentConfig) -> None:
+    """Mean and standard error over the seeds that are finished, if there are several."""
+    results = [folder.result or {} for folder in folders if folder.finished]
+    if results:
+        say(f"all numbers: result.json in the run folder{'s' if len(results) > 1 else ''}")
+    if len(results) < 2:
+        return
+    each = [numbers_of(result, config) for result in results]
+    means, from_chains = {}, False
+    for title in each[0]:
+        there = [numbers[title] for numbers in each if title in numbers]
+        values, errors = [number.value for number in there], [number.error for number in there]
+        from_chains |= all(error is not None for error in errors)
+        tested = 0 if all(number.of == 0 for number in there) else None
+        error = error_of_mean(values, errors)
+        means[title] = Number(statistics.fmean(values), error, tested, there[0].exact)
+    how = ", from the chains of each run" if from_chains else ""
+    say(f"{config.recipe}: mean ± standard error over {len(results)} seeds{how}")
+    _print_numbers(means)
+
+
+def _print_numbers(numbers: Mapping[str, Number]) -> None:
+    if numbers:
+        table = Table(box=None, show_header=False)
+        for title, number in numbers.items():
+            table.add_row(title, str(number))
+        stdout.print(table)

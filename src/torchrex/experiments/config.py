@@ -15,14 +15,18 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from torchrex.errors import ConfigError
-from torchrex.exchange import Ladder
-from torchrex.recording import Observer
-from torchrex.recording.progress import Callback
+from torchrex.exchange import Ladder, resolve_device
+from torchrex.network import Outcome
+from torchrex.recording import Callback, Observer
+
+if TYPE_CHECKING:
+    from torchrex.experiments.folder import Run, RunResult
 
 C = TypeVar("C")
 Precision = Literal["auto", "float32", "bfloat16"]  # of the forward pass; auto is bfloat16 on a GPU
@@ -145,6 +149,36 @@ class ExperimentConfig:
         return "float32"
 
     def ladder(self) -> Ladder:
+        raise NotImplementedError
+
+    def device(self, name: str) -> torch.device:
+        """The device of `--device`; auto is the CPU unless a config is made for a GPU."""
+        return resolve_device(self.auto_device if name == "auto" else name)
+
+    @property
+    def auto_device(self) -> str:
+        return "cpu"
+
+    def autocast(self, device: torch.device) -> torch.dtype | None:
+        """The type of the forward pass, None for float32."""
+        low = self.precision == "bfloat16" or (self.precision == "auto" and device.type == "cuda")
+        return torch.bfloat16 if low else None
+
+    def batch_key(self, seed: int) -> str | None:
+        """Runs with equal keys see the same batches and may train together; None: each alone."""
+        return None
+
+    @property
+    def most_replicas(self) -> int:
+        """Of all runs that train together."""
+        return self.n_rungs
+
+    keeps_checkpoints: ClassVar[bool] = True  # of a finished run
+
+    def execute(
+        self, runs: Sequence[Run], options: RunOptions
+    ) -> tuple[Outcome, Sequence[RunResult]]:
+        """Carry out runs of one batch key together; what came of each, in the same order."""
         raise NotImplementedError
 
     # What reports ask
@@ -306,17 +340,16 @@ def _is_whole(text: str) -> bool:
 
 
 def descriptions(config: Any) -> dict[str, str]:
-    """What the comments beside the fields of a config, and right below them, say of its settings;
-    those that --set cannot change are `fixed`.
-    """
-    comments = re.findall(
-        r"^    (\w+): [^#\n]*# (.+(?:\n    # .+)*)$", inspect.getsource(type(config)), re.MULTILINE
-    )
-    said = {name: words.replace("\n    # ", " ") for name, words in comments}
-    for f in dataclasses.fields(config):
-        if not f.metadata.get("settable", True):
-            said[f.name] = "fixed"
-    return said
+    """What the comments at the fields of a config say; `fixed` for those that --set cannot change."""
+    said = {}
+    for chunk in re.split(r"^    (?=\w+: )", inspect.getsource(type(config)), flags=re.MULTILINE)[
+        1:
+    ]:
+        comments = re.findall(r"# (.+)$", chunk.split("\n\n")[0], re.MULTILINE)
+        if comments:
+            said[chunk.partition(":")[0]] = " ".join(comments)
+    fixed = [f.name for f in dataclasses.fields(config) if not f.metadata.get("settable", True)]
+    return said | dict.fromkeys(fixed, "fixed")
 
 
 def to_json(value: Any) -> Any:

@@ -1,5 +1,4 @@
-"""Handwritten digits (scikit-learn's 1,797 images of 8 x 8 pixels, real data that come with the
-package) by a small network.
+"""Handwritten digits (1,797 images of 8 x 8 pixels that come with scikit-learn) by a small network.
 
 Momentum SGD, SGHMC, replica exchange SGHMC, and the baseline that matters: as many independent
 replicas on the same ladder without swaps, at equal compute. Settings were chosen on a part of the
@@ -20,18 +19,18 @@ from torchrex.checkpoint import Checkpoints
 from torchrex.density import few_threads
 from torchrex.distributed import replica_mesh
 from torchrex.errors import MissingDependencyError
-from torchrex.exchange import Ladder, NoSwaps, PairedVariance, resolve_device
-from torchrex.experiments.config import ExperimentConfig, require
-from torchrex.experiments.jobs import Job, Trained
-from torchrex.experiments.place import Place
+from torchrex.exchange import Ladder, NoSwaps, PairedVariance
+from torchrex.experiments.config import ExperimentConfig, RunOptions, require
+from torchrex.experiments.folder import Run, RunResult
 from torchrex.network import ModuleEnsemble, ModuleExchange, Outcome, train
 from torchrex.posterior import PosteriorAverage
-from torchrex.recording import Callback, Trace
+from torchrex.recording import Trace
 from torchrex.samplers import SGHMC
 from torchrex.schedules import hold_then_decay
 from torchrex.targets import DeviceLoader, PosteriorEnergy, from_sgd
 
 N_TEST, N_TRAINING, SPLIT_SEED = 500, 1297, 0
+Labelled = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,16 +52,12 @@ class DigitsConfig(ExperimentConfig):
     checkpoint_every: int = 500
 
     def check(self) -> None:
-        """Settings that do not go together."""
-        most = N_TRAINING
+        within = 0 <= self.burn_in_epochs < self.epochs
+        fits = 1 <= self.batch_size <= N_TRAINING
         rules = (
             ("epochs", self.epochs >= 1, "at least 1"),
-            (
-                "burn_in_epochs",
-                0 <= self.burn_in_epochs < self.epochs,
-                f"at least 0 and less than epochs={self.epochs}",
-            ),
-            ("batch_size", 1 <= self.batch_size <= most, f"between 1 and {most}"),
+            ("burn_in_epochs", within, f"at least 0 and less than epochs={self.epochs}"),
+            ("batch_size", fits, f"between 1 and {N_TRAINING}"),
             ("hidden", self.hidden >= 1, "at least 1"),
             ("lr_of_mean", self.lr_of_mean > 0, "positive"),
             ("hot_lr", self.hot_lr > 0, "positive"),
@@ -80,102 +75,6 @@ class DigitsConfig(ExperimentConfig):
     def n_steps(self) -> int:
         return self.epochs * self.steps_per_epoch
 
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(64, self.hidden), nn.ReLU(), nn.Linear(self.hidden, 10))
-
-    def ladder(self) -> Ladder:
-        scale = from_sgd(n_data=N_TRAINING, lr=self.lr_of_mean)
-        if not self.temperatures:
-            return Ladder.descent(
-                scale.lr, decay=hold_then_decay(self.n_steps // 2, 0.99, every=self.steps_per_epoch)
-            )
-        rungs = range(self.n_rungs)
-        lrs = [scale.lr * self.hot_lr ** (rung / max(1, self.n_rungs - 1)) for rung in rungs]
-        return Ladder(self.temperatures, lrs)
-
-    def company(self, seed: int) -> None:
-        """Nobody: each seed has its own order of the data."""
-
-    @property
-    def most_replicas(self) -> int:
-        return self.n_rungs
-
-    def place(self, device: str) -> Place:
-        return Place(resolve_device("cpu" if device == "auto" else device))
-
-    def execute(
-        self,
-        jobs: Sequence[Job],
-        *,
-        device: str = "auto",
-        resume: bool = False,
-        budget: float | None = None,
-        progress: Callback | None = None,
-    ) -> tuple[Outcome, list[Trained]]:
-        """Train with one seed."""
-        (job,) = jobs
-        seed, checkpoints = job.seed, job.checkpoints
-        on = self.place(device).device
-        (x, y), test = digits()
-        scale = from_sgd(
-            n_data=len(x),
-            lr=self.lr_of_mean,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-        )
-        energy = PosteriorEnergy(F.cross_entropy, n_data=len(x), prior=scale.prior)
-        run = ModuleExchange(
-            ModuleEnsemble(
-                self.model,
-                energy,
-                SGHMC(scale.friction),
-                initial="independent",
-                device=on,
-                mesh=replica_mesh(self.n_rungs, on),
-            ),
-            self.ladder(),
-            noise=PairedVariance(self.smoothing) if self.n_rungs > 1 else None,
-            correction_factor=self.correction_factor,
-            pairing=None if self.swaps else NoSwaps(),
-            seed=seed,
-        )
-        loader = DeviceLoader((x, y), self.batch_size, seed=seed, device=on)
-        rungs = tuple(range(self.n_rungs))
-        average = PosteriorAverage(
-            [test],
-            every=self.steps_per_epoch,
-            burn_in=self.burn_in_epochs * self.steps_per_epoch,
-            rungs=rungs,
-        )
-        trace = Trace()
-        with few_threads(0):
-            outcome = train(
-                run,
-                loader,
-                self.n_steps,
-                average=average,
-                trace=trace,
-                checkpoints=None if checkpoints is None else Checkpoints(checkpoints),
-                checkpoint_every=self.checkpoint_every,
-                resume=resume,
-                budget=budget,
-                progress=progress,
-                setting={"recipe": self.recipe},
-                observers=job.observers,
-                on_interrupt="return",
-            )
-        if outcome.status != "finished":
-            return outcome, [Trained(trace)]
-        tensors = {"probabilities": average.probabilities(self.answer)}
-        return outcome, [Trained(trace, self.metrics(average), tensors=tensors)]
-
-    @property
-    def answer(self) -> int | None:
-        """Which rung gives the answer: the coldest, or all of them pooled where they do not
-        exchange.
-        """
-        return 0 if self.swaps else None
-
     @property
     def test_size(self) -> int:
         return N_TEST
@@ -186,53 +85,123 @@ class DigitsConfig(ExperimentConfig):
         except MissingDependencyError:
             return None
 
+    @property
+    def answer(self) -> int | None:
+        """The rung that gives the answer: the coldest, or all (None) where they do not exchange."""
+        return 0 if self.swaps else None
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(64, self.hidden), nn.ReLU(), nn.Linear(self.hidden, 10))
+
+    def ladder(self) -> Ladder:
+        lr = from_sgd(n_data=N_TRAINING, lr=self.lr_of_mean).lr
+        if not self.temperatures:
+            decay = hold_then_decay(self.n_steps // 2, 0.99, every=self.steps_per_epoch)
+            return Ladder.descent(lr, decay=decay)
+        last = max(1, self.n_rungs - 1)
+        lrs = [lr * self.hot_lr ** (rung / last) for rung in range(self.n_rungs)]
+        return Ladder(self.temperatures, lrs)
+
+    def exchange(self, seed: int, device: torch.device) -> ModuleExchange:
+        scale = from_sgd(
+            n_data=N_TRAINING,
+            lr=self.lr_of_mean,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+        )
+        ensemble = ModuleEnsemble(
+            self.model,
+            PosteriorEnergy(F.cross_entropy, n_data=N_TRAINING, prior=scale.prior),
+            SGHMC(scale.friction),
+            initial="independent",
+            device=device,
+            mesh=replica_mesh(self.n_rungs, device),
+        )
+        return ModuleExchange(
+            ensemble,
+            self.ladder(),
+            noise=PairedVariance(self.smoothing) if self.n_rungs > 1 else None,
+            correction_factor=self.correction_factor,
+            pairing=None if self.swaps else NoSwaps(),
+            seed=seed,
+        )
+
+    def execute(
+        self, runs: Sequence[Run], options: RunOptions
+    ) -> tuple[Outcome, Sequence[RunResult]]:
+        """Train with one seed; each seed has its own order of the data."""
+        (run,) = runs
+        device, (training, test) = self.device(options.device), digits()
+        average = PosteriorAverage(
+            [test],
+            every=self.steps_per_epoch,
+            burn_in=self.burn_in_epochs * self.steps_per_epoch,
+            rungs=tuple(range(self.n_rungs)),
+        )
+        trace = Trace()
+        with few_threads(0):
+            outcome = train(
+                self.exchange(run.seed, device),
+                DeviceLoader(training, self.batch_size, seed=run.seed, device=device),
+                self.n_steps,
+                average=average,
+                trace=trace,
+                checkpoints=None if run.checkpoints is None else Checkpoints(run.checkpoints),
+                checkpoint_every=self.checkpoint_every,
+                resume=options.resume,
+                budget=options.budget,
+                progress=options.progress,
+                setting={"recipe": self.recipe},
+                observers=run.observers,
+                on_interrupt="return",
+            )
+        if outcome.status != "finished":
+            return outcome, [RunResult(trace)]
+        tensors = {"probabilities": average.probabilities(self.answer)}
+        return outcome, [RunResult(trace, self.metrics(average), tensors=tensors)]
+
     def metrics(self, average: PosteriorAverage) -> dict[str, Any]:
-        """The average's numbers, those of the last network alone, and those of both rungs pooled."""
-        metrics: dict[str, Any] = {"n_draws": average.n_draws}
-        metrics |= average.metrics(self.answer)
-        metrics |= {
-            f"single_{name}": value for name, value in average.metrics(0, of="last").items()
-        }
+        """Of the average, of the last network alone (`single_`), of all rungs (`pooled_`)."""
+        metrics: dict[str, Any] = {"n_draws": average.n_draws, **average.metrics(self.answer)}
+        single = average.metrics(0, of="last")
+        metrics |= {f"single_{name}": value for name, value in single.items()}
         if self.n_rungs > 1:
             metrics |= {f"pooled_{name}": value for name, value in average.metrics(None).items()}
         metrics["mutual_information"] = float(average.mutual_information(self.answer).mean())
         return metrics
 
 
-def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Training and test images as rows of 64 numbers, standardised by the training images, with
-    their labels.
-    """
+def digits() -> tuple[Labelled, Labelled]:
+    """Training and test images as rows of 64 numbers, standardised by the training images."""
     (x, y), (x_test, y_test) = _split_digits()
     mean, std = x.mean(), x.std()
     return ((x - mean) / std, y), ((x_test - mean) / std, y_test)
 
 
-def digit_images() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def digit_images() -> tuple[Labelled, Labelled]:
     """The same as bytes (n, 8, 8, 1): 0 to 16 shades of grey spread over 0 to 255."""
-    train_, test = (
+    training, test = (
         ((x.view(-1, 8, 8, 1) * 255 / 16).round().to(torch.uint8), y) for x, y in _split_digits()
     )
-    return train_, test
+    return training, test
 
 
-def _split_digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _split_digits() -> tuple[Labelled, Labelled]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise MissingDependencyError(
-            "the digits come with scikit-learn; pip install 'torchrex[digits]'"
-        ) from None
+        message = "the digits come with scikit-learn; pip install 'torchrex[digits]'"
+        raise MissingDependencyError(message) from None
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images, dtype=torch.float32), torch.tensor(labels)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(SPLIT_SEED))
-    test, train_ = order[:N_TEST], order[N_TEST:]
-    return (x[train_], y[train_]), (x[test], y[test])
+    test, training = order[:N_TEST], order[N_TEST:]
+    return (x[training], y[training]), (x[test], y[test])
 
 
 def digits_recipes() -> dict[str, DigitsConfig]:
-    """The four methods. The rungs are so close that the unbiased test, F = 1, finds swaps to make
-    through the whole run.
+    """The four methods. The rungs are so close that the unbiased test, F = 1, accepts swaps through
+    the complete run.
     """
     cold, hot = 0.1, 0.1025
     configs = (

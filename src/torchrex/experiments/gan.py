@@ -42,7 +42,6 @@ from torchrex.experiments.networks import (
     require_all_images,
     split_images,
 )
-from torchrex.experiments.place import Place
 from torchrex.network import ModuleEnsemble, ModuleExchange
 from torchrex.network.work import evaluating
 from torchrex.rng import derive_seed
@@ -194,8 +193,8 @@ class GanConfig(NetworkConfig):
     def intervals(self) -> Intervals:
         return Intervals(self.warm_start, self.average_every, TRACE_EVERY)
 
-    def company(self, seed: int) -> str:
-        return f"{super().company(seed)} seed {seed}"  # the seed chooses the labels
+    def batch_key(self, seed: int) -> str:
+        return f"{super().batch_key(seed)} seed {seed}"  # the seed chooses the labels
 
     # Parts of a run
 
@@ -279,8 +278,9 @@ class GanConfig(NetworkConfig):
             )
         return options
 
-    def place(self, device: str) -> Place:
-        return super().place("cpu" if device == "auto" and self.data == "digits" else device)
+    @property
+    def auto_device(self) -> str:
+        return "cpu" if self.data == "digits" else "auto"
 
     def warn_about_cpu(self) -> None:
         if self.data != "digits" and self.steps > MANY_STEPS:

@@ -1,22 +1,19 @@
-"""Gaussian mixtures with noisy energies (section 5.1 of the paper, figure 1): config, recipes, and
-how one is run.
-"""
+"""Gaussian mixtures with noisy energies (section 5.1 of the paper, figure 1)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from torchrex.density import Progress, few_threads, sample
-from torchrex.exchange import Ladder, RepeatedDraws, RunningMean, resolve_device
-from torchrex.experiments.config import Column, ExperimentConfig, columns
-from torchrex.experiments.place import Place
+from torchrex.density import few_threads
+from torchrex.exchange import Ladder, RepeatedDraws, RunningMean
+from torchrex.experiments.config import Column, columns
+from torchrex.experiments.density import DensityConfig
 from torchrex.posterior import Draws
 from torchrex.targets import Gaussian, GaussianMixture, NoiseModel, Noisy, StudentT
 
@@ -30,13 +27,13 @@ class EnergyNoise:
     degrees: float = 5.0
 
     def model(self) -> NoiseModel:
-        return (
-            Gaussian(self.scale) if self.law == "gaussian" else StudentT(self.degrees, self.scale)
-        )
+        if self.law == "gaussian":
+            return Gaussian(self.scale)
+        return StudentT(self.degrees, self.scale)
 
 
 @dataclass(frozen=True)
-class MixtureConfig(ExperimentConfig):
+class MixtureConfig(DensityConfig):
     """One method on one mixture."""
 
     weights: tuple[float, ...] = (0.4, 0.6)
@@ -53,22 +50,9 @@ class MixtureConfig(ExperimentConfig):
     n_runs: int = 64
     thin: int = 10
     start: float = 0.0
-    shards: int = field(
-        default=1, metadata={"added_later": True}
-    )  # groups of runs, as many as processes or more
+    shards: int = field(default=1, metadata={"added_later": True})  # groups of runs (>= processes)
     checkpoint_every: int = field(default=25_000, metadata={"added_later": True})  # steps
-    paper: dict[str, float] = field(
-        default_factory=dict, metadata={"settable": False}
-    )  # the paper's own numbers
-
-    def check(self) -> None:
-        self.mixture()
-
-    def mixture(self) -> GaussianMixture:
-        return GaussianMixture(self.weights, self.means, self.stds)
-
-    def ladder(self) -> Ladder:
-        return Ladder(self.temperatures, self.lr)
+    paper: dict[str, float] = field(default_factory=dict, metadata={"settable": False})
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -77,6 +61,12 @@ class MixtureConfig(ExperimentConfig):
     @property
     def paper_numbers(self) -> dict[str, tuple[float, float | None]]:
         return {metric: (value, None) for metric, value in self.paper.items()}
+
+    def check(self) -> None:
+        self.mixture()
+
+    def mixture(self) -> GaussianMixture:
+        return GaussianMixture(self.weights, self.means, self.stds)
 
     def exact_density(self) -> Callable[[Tensor], Tensor]:
         mixture = self.mixture()
@@ -91,56 +81,26 @@ class MixtureConfig(ExperimentConfig):
         generator = torch.Generator().manual_seed(0)
         return lambda n: target.draw_noise(generator, n, (1, 1), torch.float64)["energy"]
 
-    def place(self, device: str) -> Place:
-        return Place(resolve_device("cpu" if device == "auto" else device))
+    def ladder(self) -> Ladder:
+        return Ladder(self.temperatures, self.lr)
 
-    def draw(
-        self,
-        seed: int,
-        *,
-        device: str = "auto",
-        progress: Progress | None = None,
-        checkpoints: Path | None = None,
-        resume: bool = True,
-        budget: float | None = None,
-    ) -> Draws:
-        return sample(
-            Noisy(self.mixture(), self.noise.model()),
-            temperatures=self.temperatures,
-            lr=self.lr,
-            correction_factor=self.correction_factor,
-            noise=RunningMean(
-                RepeatedDraws(self.measure_draws, self.measure_every), initial=self.initial_variance
-            ),
-            n_steps=self.n_steps,
-            n_runs=self.n_runs,
-            thin=self.thin,
-            seed=seed,
-            initial=self.start,
-            device=self.place(device).device,
-            progress=progress,
-            checkpoints=checkpoints,
-            checkpoint_every=self.checkpoint_every,
-            resume=resume,
-            budget=budget,
-            shards=self.shards,
-            on_interrupt="return",
-        )
+    def problem(self, seed: int) -> dict[str, Any]:
+        energies = RepeatedDraws(self.measure_draws, self.measure_every)
+        return {
+            "target": Noisy(self.mixture(), self.noise.model()),
+            "noise": RunningMean(energies, initial=self.initial_variance),
+            "initial": self.start,
+        }
 
     def measure(self, draws: Draws) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Metrics (means over runs with their standard errors) and traces for the figure, from
-        finished or interrupted draws.
-        """
+        """Means over runs with their standard errors, and what the figure is drawn from."""
         with few_threads(0):
             return self._measure(draws, self.mixture())
 
     def _measure(
         self, draws: Draws, mixture: GaussianMixture
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        from torchrex.diagnostics import (
-            distance_curve,
-            mean_and_error,
-        )  # scipy takes a second to load
+        from torchrex.diagnostics import distance_curve, mean_and_error  # scipy loads slowly
 
         metrics: dict[str, Any] = {"n_steps": draws.n_steps, "n_runs": draws.n_chains}
 
@@ -163,17 +123,13 @@ class MixtureConfig(ExperimentConfig):
         edges = torch.linspace(low, high, 201)
         counts = torch.stack([torch.histogram(row.float(), edges).hist for row in values])
         density = counts / (values.shape[1] * (edges[1] - edges[0]))
-        return metrics, {
-            "curve_steps": torch.tensor(at),
-            **curve,
-            "edges": edges,
-            "density": density,
-        }
+        steps = torch.tensor(at)
+        return metrics, {"curve_steps": steps, **curve, "edges": edges, "density": density}
 
 
 def log_spaced(first: int, last: int, n: int = 25) -> list[int]:
-    """About `n` whole numbers from `first` to `last`, evenly spaced in the logarithm; `last` alone
-    if it comes first.
+    """About `n` integers from `first` to `last`, evenly spaced in the logarithm; `last` alone if it
+    comes first.
     """
     if last <= first:
         return [last]
@@ -185,31 +141,23 @@ CASES = {
     "case2": MixtureConfig("", means=(-4.0, 3.0), noise=EnergyNoise("student", 1.0, 5.0)),
     "case3": MixtureConfig("", means=(-6.0, 4.0), noise=EnergyNoise("student", 7.0, 10.0)),
 }
-# The paper's acceptance rates. It states that F = 1 makes no swaps in case 3, and gives none for
-# the first two cases.
+# The paper's acceptance rates by F. It states that F = 1 makes no swaps in case 3, and gives none
+# for the first two cases.
 CASE3_ACCEPTANCE = {1.0: 0.0, 2.0: 0.004, 4.0: 0.071, math.inf: 0.46}
 
 
 def figure1_recipes() -> dict[str, MixtureConfig]:
-    """Every curve of figure 1: SGLD, naive and corrected reSGLD on each case, and all F on the
-    third.
-    """
+    """Every curve of figure 1: SGLD, naive and corrected reSGLD on each case, all F on the third."""
     recipes = {}
     for case, config in CASES.items():
-        methods = {
-            "sgld": replace(config, temperatures=(1.0,)),
-            "naive": replace(config, correction_factor=math.inf),
-        }
+        factors = {"resgld": 1.0}
         if case == "case3":
-            for factor in (1.0, 2.0, 4.0):
-                methods[f"resgld-F{factor:g}"] = replace(config, correction_factor=factor)
-        else:
-            methods["resgld"] = config
+            factors = {f"resgld-F{factor:g}": factor for factor in (1.0, 2.0, 4.0)}
+        methods = {"sgld": replace(config, temperatures=(1.0,))}
+        for method, factor in {"naive": math.inf, **factors}.items():
+            paper = {"acceptance_rate": CASE3_ACCEPTANCE[factor]} if case == "case3" else {}
+            methods[method] = replace(config, correction_factor=factor, paper=paper)
         for method, chosen in methods.items():
-            paper = {}
-            if case == "case3" and method != "sgld":
-                paper = {"acceptance_rate": CASE3_ACCEPTANCE[chosen.correction_factor]}
-            recipes[f"figure1/{case}-{method}"] = replace(
-                chosen, recipe=f"figure1/{case}-{method}", paper=paper
-            )
+            name = f"figure1/{case}-{method}"
+            recipes[name] = replace(chosen, recipe=name)
     return recipes

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import struct
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,13 +20,11 @@ from torchrex.checkpoint import Checkpoints
 from torchrex.density import few_threads
 from torchrex.distributed import replica_mesh
 from torchrex.errors import ConfigError, DataError, NonFiniteEnergyError
-from torchrex.exchange import resolve_device
-from torchrex.experiments.config import ExperimentConfig
-from torchrex.experiments.jobs import Job, Trained
-from torchrex.experiments.place import Place
+from torchrex.experiments.config import ExperimentConfig, RunOptions
+from torchrex.experiments.folder import Run, RunResult
 from torchrex.network import ModuleExchange, Outcome, TrainingRun, train_together
 from torchrex.posterior import PosteriorAverage
-from torchrex.recording import Callback, Trace
+from torchrex.recording import Trace
 from torchrex.targets import DeviceLoader, PosteriorEnergy
 from torchrex.vision.data import data_folder, stratified_split, stratified_subset
 
@@ -197,12 +193,13 @@ class NetworkConfig(ExperimentConfig):
         if not fine:
             raise ConfigError(f"setting {name!r} must be {wanted}, got {getattr(self, name)}")
 
-    def company(self, seed: int) -> str:
+    def batch_key(self, seed: int) -> str:
         """Runs with equal keys train on the same batches."""
         return " ".join(str(getattr(self, name)) for name in self.batch_settings)
 
-    def place(self, device: str) -> Place:
-        return Place.of(resolve_device(device), self.precision)
+    @property
+    def auto_device(self) -> str:
+        return "auto"
 
     # Training
 
@@ -210,61 +207,56 @@ class NetworkConfig(ExperimentConfig):
         """Where and how an ensemble computes."""
         return {
             "device": device,
-            "autocast": Place.of(device, self.precision).autocast,
+            "autocast": self.autocast(device),
             "channels_last": True,
             "mesh": replica_mesh(self.n_rungs, device),
         }
 
     def execute(
-        self,
-        jobs: Sequence[Job],
-        *,
-        device: str,
-        resume: bool,
-        budget: float | None,
-        progress: Callback | None,
-    ) -> tuple[Outcome, list[Trained]]:
-        """Train runs of one `company` together; what came of each, in the same order."""
-        on = self.place(device).device
-        batches = self.batches(jobs[0].seed, on)
+        self, runs: Sequence[Run], options: RunOptions
+    ) -> tuple[Outcome, Sequence[RunResult]]:
+        """Train runs of one `batch_key` together; what came of each, in the same order."""
+        on = self.device(options.device)
+        batches = self.batches(runs[0].seed, on)
         if on.type == "cpu":
             self.warn_about_cpu()
         energies: dict[tuple[Any, ...], PosteriorEnergy] = {}
-        runs = []
-        for job in jobs:
-            energy = energies.setdefault(job.config.energy_key, job.config.energy())
-            runs.append(_training_run(job, job.config.run(job.seed, on, energy), batches.test))
+        training = []
+        for run in runs:
+            energy = energies.setdefault(run.config.energy_key, run.config.energy())
+            exchange = run.config.run(run.seed, on, energy)
+            training.append(_training_run(run, exchange, batches.test))
         try:
             with few_threads(0) if self.one_thread else nullcontext():
                 outcome = train_together(
-                    runs,
+                    training,
                     batches.train,
                     self.n_steps,
                     checkpoint_every=self.checkpoint_every * self.steps_per_epoch,
-                    resume=resume,
-                    budget=budget,
-                    progress=progress,
+                    resume=options.resume,
+                    budget=options.budget,
+                    progress=options.progress,
                     extra=batches.extra,
                     on_interrupt="return",
                 )
         except NonFiniteEnergyError:
-            if any(run.failure is None for run in runs):
+            if any(each.failure is None for each in training):
                 raise
             outcome = Outcome("failed")  # all of them, each for its own reason
         if outcome.status == "paused" and outcome.steps < self.steps_per_epoch:
             logger.warning(
                 "the budget of %.3g s was used up after %d of the %d steps of an epoch; they are "
                 "saved, but give it more time",
-                budget or 0.0,
+                options.budget or 0.0,
                 outcome.steps,
                 self.steps_per_epoch,
             )
         return outcome, [
-            _trained(job, run, outcome, batches) for job, run in zip(jobs, runs, strict=True)
+            _result(run, each, outcome, batches) for run, each in zip(runs, training, strict=True)
         ]
 
 
-def _training_run(job: Job, run: ModuleExchange, test: list[Labelled]) -> TrainingRun:
+def _training_run(job: Run, run: ModuleExchange, test: list[Labelled]) -> TrainingRun:
     config: NetworkConfig = job.config
     at, rungs = config.intervals, tuple(range(run.n_rungs))
     average = PosteriorAverage(test, every=at.draw, burn_in=at.burn_in, rungs=rungs, history=True)
@@ -278,15 +270,15 @@ def _training_run(job: Job, run: ModuleExchange, test: list[Labelled]) -> Traini
     )
 
 
-def _trained(job: Job, run: TrainingRun, outcome: Outcome, batches: Batches) -> Trained:
+def _result(job: Run, run: TrainingRun, outcome: Outcome, batches: Batches) -> RunResult:
     assert run.trace is not None
     if run.failure is not None or outcome.status != "finished":
-        return Trained(run.trace, failure=run.failure)
+        return RunResult(run.trace, failure=run.failure)
     config: NetworkConfig = job.config
     (average,) = run.averages
     metrics, pictures = config.finish(run.run, batches, job.seed)
     seconds = outcome.total_seconds / (config.n_steps / config.steps_per_epoch)
-    return Trained(
+    return RunResult(
         run.trace,
         metrics_of(config, average) | metrics | {f"seconds_per_{config.unit}": seconds},
         curves_of(config, run.trace.tensors(), average),
@@ -378,19 +370,6 @@ def require_all_images(config: NetworkConfig, n_found: int) -> None:
             f"{config.data} in {data_folder()} has {n_found:,} training images instead of "
             f"{config.n_train:,}; import or fetch it again"
         )
-
-
-def png(image: Tensor) -> bytes:
-    """The file of an image of bytes (height, width, 1 or 3 channels)."""
-    height, width, channels = image.shape
-    pixels, length = image.contiguous().numpy().tobytes(), width * channels
-    starts = range(0, height * length, length)
-    rows = b"".join(b"\0" + pixels[start : start + length] for start in starts)  # 0: no filter
-    head = struct.pack(">IIBBBBB", width, height, 8, {1: 0, 3: 2}[channels], 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in ((b"IHDR", head), (b"IDAT", zlib.compress(rows, 9)), (b"IEND", b""))
-    )
 
 
 # Tables of the paper

@@ -1,246 +1,245 @@
-"""Running recipes into run folders: one by itself, or several that train side by side."""
+"""Running configs into run folders: which runs train together, what is refused, what is written."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from torchrex.distributed import join
 from torchrex.errors import NonFiniteEnergyError, RunFolderError, TorchrexError
-from torchrex.experiments import beside
-from torchrex.experiments.drawing import draw_into, slot_of, tidy
-from torchrex.experiments.jobs import Job, Trained
-from torchrex.experiments.place import Place
-from torchrex.experiments.recipes import Config, DrawingConfig, TrainingConfig
-from torchrex.experiments.run_folder import RunFolder, named, same_config
-from torchrex.experiments.slot import Slot
+from torchrex.experiments.config import ExperimentConfig, RunOptions
+from torchrex.experiments.density import DensityConfig
+from torchrex.experiments.folder import Run, RunFolder, RunResult, RunWriter, differences
 from torchrex.network import Outcome
-from torchrex.recording import Callback, Observer, open_logs
+from torchrex.recording import open_logs
 
 logger = logging.getLogger("torchrex")
 
 
-def run_recipe(
-    config: Config,
-    seed: int,
-    out: Path,
-    *,
-    device: str = "auto",
-    overwrite: bool = False,
-    resume: bool = False,
-    budget: float | None = None,
-    progress: Callback | None = None,
-    observers: Sequence[Observer] = (),
-    log: Sequence[str] = (),
-) -> RunFolder:
-    """Run one config with one seed into its folder.
+def run_recipe(config: ExperimentConfig, seed: int, out: Path, **options: Any) -> RunFolder:
+    """Run one config with one seed into its folder; `options` are those of `RunOptions`.
 
     A folder that holds a run already is left alone unless `overwrite` or `resume` says otherwise.
-    Resuming goes on from the checkpoints of an unfinished run, and does nothing about a finished
-    one. `observers` watch, and logs of the names in `log` ("jsonl", "tensorboard") are written into
-    the folder; both are for networks.
     """
-    if isinstance(config, TrainingConfig):
-        (folder,) = run_together(
-            [(config, seed)],
-            out,
-            device=device,
-            overwrite=overwrite,
-            resume=resume,
-            budget=budget,
-            progress=progress,
-            observers=observers,
-            log=log,
-        )
-        return folder
-    assert isinstance(config, DrawingConfig)
-    folder = RunFolder.of(out, config.recipe, seed)
-    config.place(device)  # before anything is written
-    process_group, done = join(), False
-    if open_logs(log, folder.path) and process_group.is_main:
-        logger.warning(
-            "%s samples a density and keeps all its draws: --log is for networks, and writes nothing",
-            config.recipe,
-        )
-    with process_group.all_or_none("look at the run folder", RunFolderError):
-        if process_group.is_main:
-            done = _is_there(folder, config, seed, overwrite=overwrite, resume=resume)
-    if process_group.from_main(done):
-        return folder
-    return draw_into(
-        folder,
-        config,
-        seed,
-        device=device,
-        overwrite=overwrite,
-        resume=resume,
-        budget=budget,
-        progress=progress,
-    )
-
-
-def _is_there(
-    folder: RunFolder, config: DrawingConfig, seed: int, *, overwrite: bool, resume: bool
-) -> bool:
-    """Is the run of a density finished? Refuses to go on with a run that was not asked for, or that
-    is another one.
-    """
-    tidy(folder)
-    if _is_done(folder, config, overwrite=overwrite, resume=resume):
-        return True
-    slot_of(folder, config, seed).require_room(overwrite=overwrite, resume=resume)
-    return False
+    (folder,) = run_together([(config, seed)], out, **options)
+    return folder
 
 
 def run_together(
-    jobs: Sequence[tuple[TrainingConfig, int]],
-    out: Path,
-    *,
-    device: str = "auto",
-    overwrite: bool = False,
-    resume: bool = False,
-    budget: float | None = None,
-    progress: Callback | None = None,
-    observers: Sequence[Observer] = (),
-    log: Sequence[str] = (),
+    pairs: Sequence[tuple[ExperimentConfig, int]], out: Path, **options: Any
 ) -> list[RunFolder]:
-    """Train configs of one company, each with its seed, side by side; no result depends on the
-    others.
+    """Run configs of one `batch_key`, each with its seed, together; no result depends on the others."""
+    for name in ("observers", "log"):
+        options[name] = tuple(options.get(name, ()))
+    return run_group([run_in(out, *pair) for pair in pairs], RunOptions(**options))
+
+
+def run_in(out: Path, config: ExperimentConfig, seed: int) -> Run:
+    return Run(config, seed, RunFolder.of(out, config.recipe, seed))
+
+
+def run_group(runs: Sequence[Run], options: RunOptions) -> list[RunFolder]:
+    """Carry out runs together; the folder of each.
+
+    Of several processes the first keeps the folders, and an error of one is an error of all.
     """
-    place = jobs[0][0].place(device)  # that of all of a company; before anything is written
-    process_group = (
-        join()
-    )  # of several processes the first keeps the folders, and what it meets there all of them meet
-    folders = [RunFolder.of(out, config.recipe, seed) for config, seed in jobs]
-    slots = [
-        Slot(config, seed, folder) for (config, seed), folder in zip(jobs, folders, strict=True)
-    ]
-    chosen: list[int] = []
-    with process_group.all_or_none("look at the run folders", RunFolderError):
-        if process_group.is_main:
-            for folder in folders:
-                beside.tidy(folder)
-            chosen = [
-                k
-                for k, s in enumerate(slots)
-                if not _is_done(s.folder, s.config, overwrite=overwrite, resume=resume)
-            ]
-            for k in chosen:
-                slots[k].require_room(overwrite=overwrite, resume=resume)
-    slots = [slots[k] for k in process_group.from_main(chosen)]
-    if not slots:
-        return folders
-    watching: list[tuple[Observer, ...]] = [() for _ in slots]
-    with process_group.all_or_none("making of the run folders", RunFolderError):
-        if process_group.is_main:
-            watching = [(*observers, *open_logs(log, slot.folder.path)) for slot in slots]
-            for slot in slots:
-                slot.folder.make()
-    began = time.perf_counter()
-    try:
-        with process_group.all_or_none("making of the run folders", RunFolderError):
-            for slot in slots if process_group.is_main else ():
-                slot.begin(overwrite=overwrite)
-        outcome, trained = slots[0].config.execute(
-            [
-                Job(slot.config, slot.seed, slot.checkpoints, each)
-                for slot, each in zip(slots, watching, strict=True)
-            ],
-            device=device,
-            resume=resume,
-            budget=budget,
-            progress=progress,
+    group, config = join(), runs[0].config
+    device = config.device(options.device)  # an error before anything is written
+    if isinstance(config, DensityConfig) and open_logs(options.log, Path()) and group.is_main:
+        logger.warning(
+            "--log is for networks; %s keeps all its draws and writes none", config.recipe
         )
+    chosen: list[tuple[int, Path]] = []
+    with group.all_or_none("look at the run folders", RunFolderError):
+        if group.is_main:
+            chosen = [
+                (k, _folder_to_write(run, options).path)
+                for k, run in enumerate(runs)
+                if not is_done(run, options)
+            ]
+    chosen = group.from_main(chosen)
+    todo = [replace(runs[k], folder=RunFolder(path)) for k, path in chosen]
+    if todo:
+        _carry_out(todo, options, str(device))
+    at = dict(chosen)
+    return [_where_it_is(run, at.get(k)) for k, run in enumerate(runs)]
+
+
+def _folder_to_write(run: Run, options: RunOptions) -> RunFolder:
+    assert run.folder is not None
+    if not options.overwrite:
+        return run.folder.active
+    return run.folder.replacement if run.folder.status == "finished" else run.folder
+
+
+def _where_it_is(run: Run, written: Path | None) -> RunFolder:
+    """A finished run has taken its place; the others are still where they were written."""
+    assert run.folder is not None
+    return RunFolder(written) if written is not None and written.is_dir() else run.folder
+
+
+def _carry_out(runs: list[Run], options: RunOptions, device: str) -> None:
+    group, began = join(), time.perf_counter()
+    options = replace(options, device=device)
+    with group.all_or_none("making of the run folders", RunFolderError):
+        for k, run in enumerate(runs) if group.is_main else ():
+            assert run.folder is not None
+            logs = () if isinstance(run.config, DensityConfig) else options.log
+            watching = (*options.observers, *open_logs(logs, run.folder.path))
+            run.folder.make()
+            runs[k] = replace(run, observers=watching)
+    writers = [RunWriter(run, options) for run in runs] if group.is_main else []
+    try:
+        with group.all_or_none("making of the run folders", RunFolderError):
+            for writer in writers:
+                writer.begin()
+        outcome, results = runs[0].config.execute(runs, options)
     except NonFiniteEnergyError as failure:
-        if len(slots) == 1:
-            named(failure, f"{slots[0].config.recipe}, seed {slots[0].seed}")
-        for slot in slots if process_group.is_main else ():
-            slot.write_failure(failure, time.perf_counter() - began, place)
+        for writer in writers:
+            _name(failure, writer.run if len(runs) == 1 else None)
+            writer.write(RunResult(failure=failure), "failed", time.perf_counter() - began)
         raise
     except BaseException as failure:
-        for slot in slots if process_group.is_main else ():
-            slot.undo_if_nothing_is_done()
+        for writer in writers:
+            writer.undo()
         if isinstance(failure, OSError) and not isinstance(failure, TorchrexError):
-            raise _cannot_write(slots[0], failure) from None
+            raise _cannot_write(runs[0], failure) from None
         raise
-    with process_group.all_or_none("writing of the results", RunFolderError):
-        if process_group.is_main:
-            _write_all(slots, outcome, trained, place)
-    if trained[-1].failure is not None and all(one.failure is not None for one in trained):
-        raise trained[-1].failure
-    if (
-        outcome.status == "finished" and outcome.signal
-    ):  # it came during the last save: the next one is not begun
-        raise KeyboardInterrupt(outcome.signal)
-    return folders
+    with group.all_or_none("writing of the results", RunFolderError):
+        try:
+            _write(writers, outcome, results, group.size)
+        except OSError as failure:
+            if isinstance(failure, TorchrexError):
+                raise
+            raise _cannot_write(runs[0], failure) from None
+    failures = [result.failure for result in results if result.failure is not None]
+    if len(failures) == len(results):
+        raise failures[-1]
+    if outcome.status == "finished" and outcome.signal:
+        raise KeyboardInterrupt(outcome.signal)  # it came during the last save: begin no other run
 
 
-def _write_all(
-    slots: Sequence[Slot], outcome: Outcome, trained: Sequence[Trained], place: Place
+def _write(
+    writers: Sequence[RunWriter], outcome: Outcome, results: Sequence[RunResult], n_processes: int
 ) -> None:
-    try:
-        for slot, one in zip(slots, trained, strict=True):
-            if one.failure is not None:
-                named(one.failure, f"{slot.config.recipe}, seed {slot.seed}")
-                slot.write_failure(one.failure, outcome.total_seconds, place)
-            else:
-                slot.write(outcome, one, sum(each.config.n_rungs for each in slots), place)
-    except OSError as failure:
-        if isinstance(failure, TorchrexError):
-            raise
-        raise _cannot_write(slots[0], failure) from None
-
-
-def _cannot_write(slot: Slot, failure: OSError) -> RunFolderError:
-    return RunFolderError(f"cannot write {slot.folder.path} ({failure}); choose another --out")
-
-
-def require_room(
-    jobs: Sequence[tuple[Config, int]], out: Path, *, overwrite: bool, resume: bool
-) -> None:
-    """Refuse what would be refused later, when others of these jobs have run for hours."""
-    process_group = join()
-    with process_group.all_or_none("look at the run folders", RunFolderError):
-        for config, seed in jobs if process_group.is_main else ():
-            folder = RunFolder.of(out, config.recipe, seed)
-            if isinstance(config, DrawingConfig):
-                _is_there(folder, config, seed, overwrite=overwrite, resume=resume)
-                continue
-            beside.tidy(folder)
-            if not _is_done(folder, config, overwrite=overwrite, resume=resume) and isinstance(
-                config, TrainingConfig
-            ):
-                Slot(config, seed, folder).require_room(overwrite=overwrite, resume=resume)
-
-
-def _is_done(folder: RunFolder, config: Config, *, overwrite: bool, resume: bool) -> bool:
-    """Is there nothing to do? Or is there something in the way?"""
-    there = None if overwrite else folder.result
-    if there is None:
-        return False
-    status, same = there.get("status"), same_config(folder, config)
-    if resume and status == "finished" and same:
-        return True
-    goes_on = isinstance(config, TrainingConfig) or (
-        status != "finished" and (folder.path / "checkpoints").is_dir()
-    )
-    if resume and goes_on:
-        return False  # and the slot looks at its settings
-    ends = {"finished": "that is finished", None: "whose result.json does not say how it ended"}
-    holds = ends.get(status, f"that was {status}")
-    if resume and not same:
-        advice = "with other settings; give the same --set, or add --overwrite to replace it"
-    elif resume:
-        advice = "and no checkpoints to go on from; add --overwrite to begin it anew"
-    elif status == "finished":
-        advice = "add --resume to keep it and run only what is missing, --overwrite to replace it"
-    else:
-        advice = (
-            f"add {'--resume to go on with it, ' if goes_on else ''}--overwrite to begin it anew"
+    together = sum(writer.run.config.n_rungs for writer in writers)
+    for writer, result in zip(writers, results, strict=bool(writers)):
+        network = result.trace is not None and result.failure is None
+        if result.failure is not None:
+            _name(result.failure, writer.run)
+        writer.write(
+            result,
+            outcome.status if result.failure is None else "failed",
+            outcome.total_seconds,
+            n_processes=n_processes,
+            n_replicas=together if network else None,
+            signal=outcome.signal if outcome.status == "interrupted" else None,
         )
-    joined = " " if resume else "; "
-    raise RunFolderError(
-        f"{folder.path} already holds a run {holds}{joined}{advice}, or choose another --out or --seed"
-    )
+
+
+def _name(failure: NonFiniteEnergyError, run: Run | None) -> None:
+    """Name the run by recipe and seed, not by its number in the group."""
+    if run is not None:
+        failure.args = (str(failure).replace(f"(run {failure.run})", f"({run.name})"),)
+
+
+def _cannot_write(run: Run, failure: OSError) -> RunFolderError:
+    assert run.folder is not None
+    return RunFolderError(f"cannot write {run.folder.path} ({failure}); choose another --out")
+
+
+def is_done(run: Run, options: RunOptions) -> bool:
+    """Is there nothing to do? Refuses a run that was not asked for, or that has other settings."""
+    assert run.folder is not None
+    run.folder.tidy()
+    if options.overwrite:
+        return False
+    folder = run.folder.active
+    status = None if folder.result is None else folder.status or "of unknown status"
+    saved = folder.checkpoints.is_dir()
+    if options.resume:
+        if folder.config is not None and (other := differences(folder, run.config)):
+            raise RunFolderError(
+                f"{folder.path} holds a run with other settings ({', '.join(other[:3])}); resume it "
+                "with the same --set, or choose another --out, or add --overwrite to replace it"
+            )
+        if status not in (None, "finished") and not saved and not run.config.keeps_checkpoints:
+            raise RunFolderError(
+                f"{folder.path} holds a run ({status}) without checkpoints to continue from; add "
+                "--overwrite to begin it anew, or choose another --out or --seed"
+            )
+        return status == "finished"
+    if status == "finished":
+        raise RunFolderError(
+            f"{folder.path} already holds a run that is finished; add --resume to keep it and run "
+            "only what is missing, --overwrite to replace it, or choose another --out or --seed"
+        )
+    if status is not None or saved:
+        resumable = saved or run.config.keeps_checkpoints
+        raise RunFolderError(
+            f"{folder.path} holds an unfinished run{f' ({status})' if status else ''}; add "
+            f"{'--resume to continue it, or ' if resumable else ''}--overwrite to begin it anew"
+        )
+    return False
+
+
+def require_room(runs: Sequence[Run], options: RunOptions) -> None:
+    """Refuse what would be refused later, when other runs have taken hours."""
+    group = join()
+    with group.all_or_none("look at the run folders", RunFolderError):
+        for run in runs if group.is_main else ():
+            is_done(run, options)
+
+
+@dataclass
+class Group:
+    """Runs that train together, from a step of which all of them have a checkpoint."""
+
+    runs: list[Run] = field(default_factory=list)
+    steps: frozenset[int] = frozenset()  # with checkpoints of all of them; empty: at the beginning
+
+    @property
+    def n_replicas(self) -> int:
+        return sum(run.config.n_rungs for run in self.runs)
+
+    @property
+    def name(self) -> str:
+        first, n = self.runs[0], len(self.runs)
+        more = f" and {n - 1} more" if n > 1 else ""
+        return f"{first.config.recipe} seed {first.seed}{more}"
+
+    def takes(self, run: Run, steps: frozenset[int]) -> bool:
+        first, key = self.runs[0], run.config.batch_key(run.seed)
+        if key is None or key != first.config.batch_key(first.seed):
+            return False
+        same_step = bool(steps & self.steps) or not (steps or self.steps)
+        return same_step and self.n_replicas + run.config.n_rungs <= run.config.most_replicas
+
+
+def group_runs(runs: Sequence[Run], *, overwrite: bool) -> list[Group]:
+    """Each run in the first group that takes it.
+
+    Runs that failed are likely to fail again: they come last, each alone, so that the others need
+    not return to an old checkpoint.
+    """
+    groups: list[Group] = []
+    failed: list[Group] = []
+    for run in runs:
+        assert run.folder is not None
+        folder = run.folder.active
+        unfinished = not overwrite and folder.checkpoints.is_dir() and not folder.finished
+        steps = folder.steps if unfinished else frozenset()
+        if unfinished and folder.status == "failed":
+            failed.append(Group([run], steps))
+            continue
+        group = next((each for each in groups if each.takes(run, steps)), None)
+        if group is None:
+            groups.append(Group([run], steps))
+        else:
+            group.runs.append(run)
+            group.steps &= steps
+    return groups + failed

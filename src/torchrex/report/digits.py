@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchrex.diagnostics import mean_and_error
 from torchrex.errors import MissingDependencyError
-from torchrex.experiments.run_folder import RunFolder
+from torchrex.experiments import RunFolder
 from torchrex.report.tables import value_and_error
 
 TITLES = {

@@ -13,8 +13,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from torchrex.errors import MissingDependencyError
+from torchrex.experiments import RunFolder
 from torchrex.experiments.mixtures import MixtureConfig
-from torchrex.experiments.run_folder import RunFolder
 from torchrex.report.tables import pool_seeds, value_and_error
 
 Runs = dict[

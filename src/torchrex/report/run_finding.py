@@ -42,6 +42,10 @@ def recipe_in(path: Path) -> str:
     return "/".join(path.resolve().parts[-3:-1])
 
 
+def _stem(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
 def _folders(root: Path) -> list[Path]:
     if not root.is_dir():
         raise RunFolderError(
@@ -53,5 +57,6 @@ def _folders(root: Path) -> list[Path]:
         found.append(path)
         if holds_a_run(path):
             folders.clear()  # what lies in a run folder belongs to that run
-        folders[:] = [name for name in folders if not name.endswith(".replaced")]
+        waiting = (".new", ".old", ".replaced")  # next to the run that they replace
+        folders[:] = [n for n in folders if not (n.endswith(waiting) and _stem(n) in folders)]
     return sorted(found, key=lambda path: (str(path.parent), seed_in(path) or 0, path.name))

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 from torchrex.checkpoint import one_line
 from torchrex.errors import ConfigError, RecipeError, TorchrexError
 from torchrex.exchange import Ladder
+from torchrex.experiments import ExperimentConfig as Config
+from torchrex.experiments import get_recipe
 from torchrex.experiments.digits import DigitsConfig
+from torchrex.experiments.folder import added_later
 from torchrex.experiments.images import ImageConfig
 from torchrex.experiments.mixtures import MixtureConfig
-from torchrex.experiments.recipes import Config, get_recipe
-from torchrex.experiments.run_folder import added_later
 from torchrex.experiments.tall import LogisticConfig
 
 
@@ -59,7 +60,7 @@ def config_from_json(base: Config, values: Mapping[str, Any], problems: list[str
     """`base` with the values of a config.json: what `to_json` wrote, back. Fields that only one
     side knows are problems.
     """
-    known = {field.name for field in dataclasses.fields(base)}  # type: ignore[arg-type]
+    known = {field.name for field in dataclasses.fields(base)}
     if unknown := sorted(set(values) - known):
         problems.append(
             f"config.json has settings that this version does not know: {one_line(', '.join(unknown))}"

@@ -15,8 +15,8 @@ from torchrex.checkpoint import one_line
 from torchrex.diagnostics import History
 from torchrex.errors import RunFolderError, TorchrexError
 from torchrex.exchange import Ladder
-from torchrex.experiments.recipes import Config
-from torchrex.experiments.run_folder import UNREADABLE, read_tensors
+from torchrex.experiments import ExperimentConfig as Config
+from torchrex.experiments.folder import UNREADABLE, read_tensors
 from torchrex.posterior import Draws, check_draws
 from torchrex.report.salvage import salvage
 

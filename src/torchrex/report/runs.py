@@ -21,8 +21,8 @@ from torchrex.density import shard_folders
 from torchrex.diagnostics import History
 from torchrex.errors import RunFolderError, TorchrexError
 from torchrex.exchange import Ladder
+from torchrex.experiments import ExperimentConfig as Config
 from torchrex.experiments.gan import GanConfig
-from torchrex.experiments.recipes import Config
 from torchrex.posterior import Draws
 from torchrex.report.run_finding import (
     FILES,

@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from torchrex.errors import MissingDependencyError, RunFolderError
+from torchrex.experiments import RunFolder
 from torchrex.experiments.config import Column, to_json
 from torchrex.experiments.networks import Difference, Line, NetworkConfig, PaperTable
-from torchrex.experiments.run_folder import RunFolder
 from torchrex.report.series import FEWEST_SEEDS, p_of_pairs
 
 PAPER_SEEDS = 5

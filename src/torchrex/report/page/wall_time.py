@@ -21,7 +21,7 @@ def groups(runs: Sequence[LoadedRun]) -> list[list[LoadedRun]]:
 
     A group that trains together has one clock, so all its runs have the same seconds to the last
     digit, on the same device. And they ended less than that time apart: runs one after the other
-    cannot. Configs without a `company` always run alone.
+    cannot. Configs without a `batch_key` always run alone.
     """
     clocks: dict[tuple[float, Any], list[list[LoadedRun]]] = {}
     for run in runs:
@@ -66,8 +66,7 @@ def _alone(run: LoadedRun) -> bool:
     """Newer results tell how many replicas ran side by side; no more than its own means that
     nothing was shared.
     """
-    company = getattr(run.settings, "company", None)
-    if run.settings is not None and (company is None or company(0) is None):
+    if run.settings is not None and run.settings.batch_key(0) is None:
         return True
     own = getattr(run.settings, "n_rungs", None)
     told = (run.result or {}).get("replicas_side_by_side")

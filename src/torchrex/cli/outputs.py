@@ -1,0 +1,260 @@
+"""`torchrex reproduce`: which runs a figure or table needs, running those that are missing, and
+tables, pictures and numbers made of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from torchrex.cli.console import count, say, stdout
+from torchrex.cli.running import Session, require_logs, states, took
+from torchrex.durable import replace_file
+from torchrex.errors import ConfigError, MissingDependencyError, RecipeError, RunFolderError
+from torchrex.experiments import ExperimentConfig, Run, RunFolder, RunOptions, dumps, override
+from torchrex.experiments.digits import digits_recipes
+from torchrex.experiments.folder import same_config
+from torchrex.experiments.gan import TABLE3, figure3_recipes, table3_recipes
+from torchrex.experiments.images import (
+    TABLE1,
+    TABLE2,
+    figure2_recipes,
+    table1_recipes,
+    table2_recipes,
+)
+from torchrex.experiments.mixtures import figure1_recipes
+from torchrex.experiments.recipes import families_of, matches
+from torchrex.experiments.runner import Group, group_runs, run_in
+from torchrex.report import digits, figure1, figure2, figure3, tables
+
+Folders = Mapping[str, list[RunFolder]]
+
+
+class Made(NamedTuple):
+    """What is made of runs: a table for the terminal, lines below it, a page, numbers, a picture."""
+
+    table: Table
+    lines: Sequence[str]
+    markdown: str
+    numbers: Mapping[str, Any]
+    draw: Callable[[Path], None]
+
+
+class Output(NamedTuple):
+    """A figure or table. `of_folder`: it is made of all finished runs below OUT, whatever seeds."""
+
+    recipes: Callable[[], Mapping[str, Any]]
+    make: Callable[..., Made]
+    of_folder: bool = True
+    n_seeds: int = 1
+
+
+def make_figure1(configs: Mapping[str, Any], folders: Folders, seeds: Sequence[int]) -> Made:
+    runs = {name: (configs[name], folders[name]) for name in configs}
+    rows = figure1.rows(runs)
+    return Made(
+        figure1.as_table(rows),
+        [],
+        figure1.as_markdown(rows),
+        _with_origin(rows, folders, seeds),
+        lambda picture: figure1.draw(runs, picture),
+    )
+
+
+def make_digits(configs: Mapping[str, Any], folders: Folders, seeds: Sequence[int]) -> Made:
+    rows = digits.rows(folders)
+    shown = "digits/resghmc" if "digits/resghmc" in configs else next(iter(configs))
+    title = f"{shown}, seed {seeds[0]}: energies, rungs and swaps"
+    steps, trace = configs[shown].steps_per_epoch, folders[shown][0].trace
+    return Made(
+        digits.as_table(rows),
+        ["In brackets the standard error over seeds; 500 held-out images."],
+        digits.as_markdown(rows),
+        _with_origin(rows, folders, seeds),
+        lambda picture: digits.draw(trace(), picture, steps_per_epoch=steps, title=title),
+    )
+
+
+def make_table(paper: Any, what: str, chosen: Mapping[str, Any], out: Path) -> Made:
+    """A table from all runs of the chosen recipes that are there, whatever their seeds."""
+    table = tables.build(paper, out, chosen)
+    _require_runs(what, table.cells, table.unfinished, out)
+    return Made(
+        tables.as_table(table, stdout),
+        tables.difference_lines(table) + tables.notes(table),
+        tables.as_markdown(table),
+        table.as_numbers(),
+        lambda picture: tables.draw(table, picture),
+    )
+
+
+def make_figure(figure: Any, what: str, chosen: Mapping[str, Any], out: Path) -> Made:
+    found = figure.numbers(out, chosen)
+    _require_runs(what, found.get("rows") or found.get("data"), found["unfinished"], out)
+    return Made(
+        figure.as_table(found, stdout),
+        figure.notes(found),
+        figure.as_markdown(found),
+        found,
+        lambda picture: figure.draw(found, picture),
+    )
+
+
+OUTPUTS = {
+    "figure1": Output(figure1_recipes, make_figure1, of_folder=False),
+    "digits": Output(digits_recipes, make_digits, of_folder=False, n_seeds=5),
+    "table1": Output(table1_recipes, partial(make_table, TABLE1)),
+    "table2": Output(table2_recipes, partial(make_table, TABLE2)),
+    "figure2": Output(figure2_recipes, partial(make_figure, figure2)),
+    "table3": Output(table3_recipes, partial(make_table, TABLE3)),
+    "figure3": Output(figure3_recipes, partial(make_figure, figure3)),
+}
+
+
+def require_rebuildable(what: str, given: Sequence[str]) -> None:
+    """`--rebuild` runs nothing, so options for runs are a misunderstanding."""
+    possible = [name for name, output in OUTPUTS.items() if output.of_folder]
+    if what in OUTPUTS and what not in possible:
+        raise ConfigError(
+            f"--rebuild is for {', '.join(possible)}; without it {what} runs only what is missing"
+        )
+    if given:
+        raise ConfigError(
+            f"--rebuild runs nothing and takes the runs as they are; leave out {given[0]}, or "
+            "--rebuild"
+        )
+
+
+def reproduce_it(
+    what: str,
+    assignments: Sequence[str],
+    seed: int,
+    n_seeds: int | None,
+    only: str,
+    out: Path,
+    options: RunOptions,
+    *,
+    rebuild: bool,
+) -> None:
+    """Run the missing recipes for every seed, then write what is made of them next to the runs."""
+    if what not in OUTPUTS:
+        near = difflib.get_close_matches(what, OUTPUTS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise RecipeError(f"cannot reproduce {what!r}, only {', '.join(OUTPUTS)}{hint}")
+    output, known = OUTPUTS[what], OUTPUTS[what].recipes()
+    names = [name for name in known if matches(only, name, families_of(known))]
+    if not names:
+        some = ", ".join([*known][:4]) + (f" and {len(known) - 4} others" if len(known) > 4 else "")
+        raise RecipeError(f"no recipe of {what} has {only!r} in its name; they are {some}")
+    chosen = {name: override(known[name], assignments) for name in names}
+    seeds = list(range(seed, seed + (n_seeds or output.n_seeds)))
+    path = out / (f"{what}-{only.replace('/', '-')}" if only else what)
+    if output.of_folder:
+        if not rebuild:
+            run_missing(_without_same_runs(chosen), seeds, out, options, announce=True)
+        made = output.make(what, {name: known[name] for name in names}, out)
+    else:
+        made = output.make(chosen, run_missing(chosen, seeds, out, options), seeds)
+    _write(made, path)
+
+
+def _without_same_runs(chosen: Mapping[str, ExperimentConfig]) -> dict[str, ExperimentConfig]:
+    """Without the recipes whose run has the same numbers as that of another chosen one."""
+    same = {name: getattr(config, "same_run_as", None) for name, config in chosen.items()}
+    return {name: config for name, config in chosen.items() if same[name] not in chosen}
+
+
+def run_missing(
+    configs: Mapping[str, ExperimentConfig],
+    seeds: Sequence[int],
+    out: Path,
+    options: RunOptions,
+    *,
+    announce: bool = False,
+) -> dict[str, list[RunFolder]]:
+    """All run folders by recipe, after the missing runs are done. `announce` says first how much
+    there is to do, and tolerates runs that fail.
+    """
+    require_logs(configs.values(), options)
+    runs = {name: [run_in(out, config, s) for s in seeds] for name, config in configs.items()}
+    todo = [run for each in runs.values() for run in each if _is_missing(run, options)]
+    groups = group_runs(todo, overwrite=options.overwrite)
+    if todo and announce:
+        say(f"to run: {count(len(todo), 'run')} in {count(len(groups), 'group')} side by side")
+    before = {} if options.overwrite else states(todo)
+    without = " without --overwrite" if options.overwrite else ""
+
+    def adapted(options: RunOptions, group: Group) -> RunOptions:
+        """A single run that has not begun starts anew, whatever a failed attempt left."""
+        begun = any(run.folder is not None and run.folder.active.begun for run in group.runs)
+        resume = not options.overwrite and (begun or len(group.runs) > 1)
+        return replace(options, resume=resume, overwrite=not resume)
+
+    session = Session(options, f"the same command{without}", tolerant=announce)
+    for group, done in session.run_all(groups, adapted):
+        for run, folder in zip(group.runs, done, strict=True):
+            result = folder.result or {}
+            failed = result.get("error", result.get("status"))
+            say(f"{run.name}: {took(folder, before) if folder.finished else failed}")
+    if not todo:
+        say(f"all {len(configs) * len(seeds)} runs are there already; nothing was run again")
+    return {
+        name: [run.folder for run in each if run.folder is not None] for name, each in runs.items()
+    }
+
+
+def _is_missing(run: Run, options: RunOptions) -> bool:
+    run.config.device(options.device)  # an error in one line, before anything runs
+    assert run.folder is not None
+    folder = run.folder.active
+    if options.overwrite:
+        return True
+    if folder.config is not None and not same_config(folder, run.config):
+        state = "a finished" if folder.finished else "an unfinished"
+        raise RunFolderError(
+            f"{folder.path} holds {state} run with other settings; choose another --out, or add "
+            "--overwrite"
+        )
+    return not folder.finished
+
+
+def _require_runs(what: str, found: object, unfinished: Sequence[str], out: Path) -> None:
+    if not found:
+        but = f" (but {len(unfinished)} unfinished)" if unfinished else ""
+        raise RunFolderError(
+            f"there is no finished run of {what} below {out}{but}; give the folder of the runs "
+            "with --out"
+        )
+
+
+def _with_origin(rows: Any, folders: Folders, seeds: Sequence[int]) -> dict[str, Any]:
+    """Rows, and where and when the last run behind them was made."""
+    last = list(folders.values())[-1][0].result or {}
+    origin = {key: last[key] for key in ("date", "device", "versions")}
+    return {"rows": rows, "seeds": list(seeds), **origin}
+
+
+def _write(made: Made, path: Path) -> None:
+    """PATH.json, PATH.md and PATH.png; the table and the lines on the terminal."""
+    try:
+        replace_file(path.with_name(f"{path.name}.json"), dumps(made.numbers).encode())
+        replace_file(path.with_name(f"{path.name}.md"), made.markdown.encode())
+    except OSError as failure:
+        raise RunFolderError(
+            f"cannot write {path}.json and .md ({failure.strerror}); choose another --out"
+        ) from None
+    stdout.print(made.table)
+    for line in made.lines:
+        stdout.print(line, highlight=False, markup=False)
+    try:
+        made.draw(path.with_name(f"{path.name}.png"))
+        say(f"picture: {path}.png")
+    except MissingDependencyError as missing:
+        say(f"no picture: {missing}")
+    say(f"table: {path}.md, numbers: {path}.json")

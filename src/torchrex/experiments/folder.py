@@ -1,0 +1,369 @@
+"""A run on disk: `OUT/<recipe>/seed=<s>/` with config.json, result.json, tensors and checkpoints.
+
+A run is written into `seed=S`, and an unfinished one is resumed there. A run that replaces a
+finished one is written into `seed=S.new` and takes its place when it is finished: whatever stops
+it, the finished run stays as it was. `--resume` continues `seed=S.new` where there is one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import re
+import shutil
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+import torchrex
+from torchrex.checkpoint import (
+    Checkpoints,
+    one_line,
+    parse_json,
+    printable,
+    read_file,
+    require_file,
+)
+from torchrex.density import shard_folders
+from torchrex.durable import replace_file
+from torchrex.errors import NonFiniteEnergyError, RunFolderError
+from torchrex.experiments.config import ExperimentConfig, RunOptions, dumps, to_json
+from torchrex.posterior import checksums, with_another_sha256
+from torchrex.recording import Observer, Trace, remove_logs
+
+logger = logging.getLogger("torchrex")
+
+# It names folders: none above OUT, none from the root.
+RECIPE = re.compile(r"[A-Za-z0-9][\w.+-]*(/[A-Za-z0-9][\w.+-]*)*", re.ASCII)
+UNREADABLE = (
+    OSError,
+    SafetensorError,
+    ValueError,
+    LookupError,
+    TypeError,
+    RuntimeError,
+    RecursionError,
+)
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of one run."""
+
+    path: Path
+
+    @staticmethod
+    def of(out: Path, recipe: str, seed: int) -> RunFolder:
+        named = isinstance(recipe, str) and RECIPE.fullmatch(recipe)
+        if not named or isinstance(seed, bool) or not isinstance(seed, int):
+            raise RunFolderError(
+                f"recipe {one_line(repr(recipe), 80)} with seed {one_line(repr(seed), 80)} names no "
+                "run folder: a recipe is letters, digits, . _ + - and slashes, a seed an integer"
+            )
+        return RunFolder(out / recipe / f"seed={seed}")
+
+    # Reading
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """The result, or None if there is none yet."""
+        found = self._read("result.json")
+        if found is not None and not isinstance(found.get("status"), str | None):
+            raise self._unreadable("result.json", "its status is no text")
+        return found
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        return self._read("config.json")
+
+    @property
+    def status(self) -> str | None:
+        """As in `result.json`; None without one, "damaged" if it cannot be read."""
+        try:
+            return (self.result or {}).get("status")
+        except RunFolderError:
+            return "damaged"
+
+    @property
+    def finished(self) -> bool:
+        """Raises if `result.json` cannot be read; `status` does not."""
+        return self.result is not None and self.status == "finished"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def steps(self) -> frozenset[int]:
+        """The steps that have a checkpoint; empty for a run in shards."""
+        return frozenset(Checkpoints(self.checkpoints).steps())
+
+    @property
+    def begun(self) -> bool:
+        """Whether a step is saved, in one piece or in shards."""
+        folders = (self.checkpoints, *shard_folders(self.checkpoints))
+        return any(any(Checkpoints(path).steps()) for path in folders)
+
+    def trace(self) -> dict[str, Tensor]:
+        path = self.path / "trace.safetensors"
+        try:
+            return read_tensors(path)
+        except UNREADABLE as error:
+            message = f"cannot read {path} ({one_line(error)}); run it again with --overwrite"
+            raise RunFolderError(message) from None
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        try:
+            values = parse_json(read_file(self.path / name))
+            if not isinstance(values, dict):
+                raise ValueError(f"a {type(values).__name__} in place of an object")
+            shown: dict[str, Any] = printable(values)
+            return shown
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError) as error:
+            raise self._unreadable(name, one_line(error)) from None
+
+    def _unreadable(self, name: str, why: str) -> RunFolderError:
+        path = self.path / name
+        return RunFolderError(
+            f"cannot read {path} ({why}); remove it or run again with --overwrite"
+        )
+
+    # `seed=S` and `seed=S.new`
+
+    @property
+    def replacement(self) -> RunFolder:
+        """Where a run is written that replaces the finished run in this folder."""
+        return RunFolder(self.path.with_name(f"{self.path.name}.new"))
+
+    @property
+    def active(self) -> RunFolder:
+        """The folder that `--resume` continues."""
+        return self.replacement if self.replacement.path.is_dir() else self
+
+    def tidy(self) -> None:
+        """Complete what a killed process left: a replacement that is finished, or has no step yet."""
+        new = self.replacement
+        if new.status == "finished":
+            new.take_place()
+        elif new.path.is_dir() and new.status is None and not new.begun:
+            shutil.rmtree(new.path, ignore_errors=True)
+        if self.path.is_dir():
+            shutil.rmtree(self._old, ignore_errors=True)
+        if (kept := self.path.with_name(f"{self.path.name}.replaced")).is_dir():
+            logger.warning(
+                "%s holds a finished run that an older version kept; rename it to "
+                "%s to use it, or remove it",
+                kept,
+                self.path.name,
+            )
+
+    def take_place(self) -> None:
+        """Rename a finished `seed=S.new` to `seed=S`. A kill in between is completed by `tidy`."""
+        if self.path.suffix != ".new":
+            return
+        final = RunFolder(self.path.with_suffix(""))
+        if final.path.exists():
+            shutil.rmtree(final._old, ignore_errors=True)
+            os.replace(final.path, final._old)
+        os.replace(self.path, final.path)
+        shutil.rmtree(final._old, ignore_errors=True)
+
+    @property
+    def _old(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.old")
+
+    # Writing
+
+    def make(self) -> None:
+        """Make the folder, or find it. One with links is refused: they lead out of the folder."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as failure:
+            message = f"cannot make {self.path} ({failure.strerror}); choose another --out"
+            raise RunFolderError(message) from None
+        links = [path for path in (self.path, *self.path.iterdir()) if path.is_symlink()]
+        if links:
+            raise RunFolderError(
+                f"{one_line(links[0])} is a link, and a run writes into its own folder alone; "
+                "remove it, or choose another --out"
+            )
+
+    def write_text(self, name: str, text: str) -> None:
+        replace_file(self.path / name, text.encode())
+
+
+@dataclass(frozen=True)
+class Run:
+    """One seed of one config. Without a folder nothing is written."""
+
+    config: Any
+    seed: int
+    folder: RunFolder | None = None
+    observers: tuple[Observer, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.config.recipe}, seed {self.seed}"
+
+    @property
+    def checkpoints(self) -> Path | None:
+        return None if self.folder is None else self.folder.checkpoints
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What came of a run; metrics, curves and tensors are there when it is finished."""
+
+    trace: Trace | None = None  # of a network
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # flat: name -> number
+    curves: Mapping[str, Any] = field(default_factory=dict)  # name -> few numbers over the run
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # of trace.safetensors
+    pictures: Mapping[str, Tensor] = field(default_factory=dict)  # bytes (height, width, channels)
+    failure: NonFiniteEnergyError | None = None
+    swaps: list[dict[str, Any]] = field(default_factory=list)  # of a density
+    steps_done: int | None = None
+
+
+class RunWriter:
+    """Writes one run; of several processes the first does."""
+
+    def __init__(self, run: Run, options: RunOptions) -> None:
+        assert run.folder is not None
+        self.run, self.folder, self.options = run, run.folder, options
+
+    def begin(self) -> None:
+        """A new run begins in an empty folder, a resumed one in the folder as it is."""
+        if self.options.overwrite:
+            shutil.rmtree(self.folder.path)
+            self.folder.path.mkdir()
+        self.folder.write_text("config.json", dumps(self.run.config))
+
+    def undo(self) -> None:
+        """If no step is saved: remove what `begin` wrote."""
+        if self.folder.begun or self.folder.status is not None:
+            return
+        path = self.folder.path
+        shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
+        remove_logs(path)
+        (path / "config.json").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # as far as they are empty
+            for each in (path, *path.parents[:2]):
+                each.rmdir()
+
+    def write(
+        self,
+        result: RunResult,
+        status: str,
+        seconds: float,
+        *,
+        n_processes: int = 1,
+        n_replicas: int | None = None,
+        signal: int | None = None,
+    ) -> None:
+        """Everything of a run; result.json, which says what the rest is, comes last."""
+        trace, config, path = result.trace, self.run.config, self.folder.path
+        tensors = {**(trace.tensors() if trace else {}), **result.tensors}
+        if tensors and (status == "finished" or trace is None):
+            save_tensors(tensors, path / "trace.safetensors")
+        for name, picture in result.pictures.items():
+            replace_file(path / f"{name}.png", png(picture))
+        device = config.device(self.options.device)
+        values = {
+            "recipe": config.recipe,
+            "seed": self.run.seed,
+            "status": status,
+            "metrics": result.metrics,
+            "swaps": trace.swaps() if trace and not result.failure else result.swaps,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "wall_seconds": seconds,
+            "device": device_name(device),
+            "precision": "float32" if config.autocast(device) is None else "bfloat16",
+            "versions": versions(),
+            "steps_done": trace.n_steps if trace else result.steps_done,
+            "replicas_side_by_side": n_replicas,  # whose time the seconds are
+            "processes": n_processes,
+            "curves": result.curves or None,
+            "signal": signal,
+            "error": str(result.failure) if result.failure else None,
+        }
+        known = {key: value for key, value in values.items() if value is not None}
+        self.folder.write_text("result.json", dumps(known))
+        if status == "finished":
+            if not config.keeps_checkpoints:
+                shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
+            self.folder.take_place()
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    plain = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    replace_file(path, save(plain, checksums(plain)))
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """What `save_tensors` wrote, with its checksums compared; one of UNREADABLE says what is wrong."""
+    require_file(path)
+    with safe_open(str(path), framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        words = file.metadata() or {}
+    if other := with_another_sha256(tensors, words):
+        raise ValueError(f"{', '.join(other[:4])} have another sha256 than the file says")
+    return tensors
+
+
+def png(image: Tensor) -> bytes:
+    """The file of an image of bytes (height, width, 1 or 3 channels)."""
+    height, width, channels = image.shape
+    pixels, length = image.contiguous().numpy().tobytes(), width * channels
+    starts = range(0, height * length, length)
+    rows = b"".join(b"\0" + pixels[start : start + length] for start in starts)  # 0: no filter
+    head = struct.pack(">IIBBBBB", width, height, 8, {1: 0, 3: 2}[channels], 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in ((b"IHDR", head), (b"IDAT", zlib.compress(rows, 9)), (b"IEND", b""))
+    )
+
+
+def same_config(folder: RunFolder, config: ExperimentConfig) -> bool:
+    """Was it run with these settings?"""
+    return not differences(folder, config)
+
+
+def differences(folder: RunFolder, config: ExperimentConfig) -> list[str]:
+    """The settings in which a run differs from `config`, as text."""
+    there = {**added_later(config), **(folder.config or {})}
+    here = to_json(config)
+    keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+    return [f"{key} {there.get(key)} there, {here.get(key)} here" for key in keys]
+
+
+def added_later(config: Any) -> dict[str, Any]:
+    """Settings that older runs do not know, with the value that changes nothing."""
+    return {f.name: to_json(f.default) for f in fields(config) if f.metadata.get("added_later")}
+
+
+def versions() -> dict[str, str]:
+    return {
+        "torchrex": torchrex.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """Such as NVIDIA H200, or CPU, x86_64, 8 threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {platform.machine()}, {torch.get_num_threads()} threads"
