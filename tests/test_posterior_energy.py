@@ -1,6 +1,4 @@
-"""The energy of a module: losses of every form, batches of every form, priors, and what SGD's
-settings become.
-"""
+"""The energy of a module: all forms of losses, batches and priors, and the settings of SGD."""
 
 from __future__ import annotations
 
@@ -32,15 +30,12 @@ def batch_of(n=8):
 
 
 def one_step(model, energy, batch):
-    """Energy of a replica and the gradient that moves it: at temperature 0 and lr 1 SGLD is x -
-    gradient.
-    """
+    """Energy of a replica and its gradient: at temperature 0 and lr 1 SGLD is x - gradient."""
     run = tr.ModuleExchange(tr.ModuleEnsemble(model, energy), tr.Ladder.descent(1.0))
     before = {name: p.detach().clone() for name, p in run.module_at().named_parameters()}
     info = run.step(batch)
-    return float(info.energy[0, 0]), {
-        name: before[name] - p.detach() for name, p in run.module_at().named_parameters()
-    }
+    after = dict(run.module_at().named_parameters())
+    return float(info.energy[0, 0]), {name: x - after[name].detach() for name, x in before.items()}
 
 
 def by_hand(model, total):
@@ -48,11 +43,10 @@ def by_hand(model, total):
     module = copy.deepcopy(model)
     named = dict(module.named_parameters())
     value = total(module, named)
-    gradients = torch.autograd.grad(value, list(named.values()), allow_unused=True)
-    zero = {name: torch.zeros_like(p) for name, p in named.items()}
-    return float(value.detach()), {
-        name: zero[name] if g is None else g for name, g in zip(named, gradients, strict=True)
-    }
+    gradients = torch.autograd.grad(
+        value, list(named.values()), allow_unused=True, materialize_grads=True
+    )
+    return float(value.detach()), dict(zip(named, gradients, strict=True))
 
 
 def assert_same_energy_and_gradient(model, energy, batch, total):
@@ -71,44 +65,40 @@ def smoothed(output, target):
     return -0.9 * log_p.gather(1, target[:, None])[:, 0] - 0.1 * log_p.mean(1)
 
 
-CROSS_ENTROPIES = {
-    "function": (F.cross_entropy, lambda o, t: F.nll_loss(o.log_softmax(1), t, reduction="none")),
-    "module": (
-        nn.CrossEntropyLoss(),
-        lambda o, t: F.nll_loss(o.log_softmax(1), t, reduction="none"),
-    ),
-    "module that sums": (
-        nn.CrossEntropyLoss(reduction="sum"),
-        lambda o, t: F.nll_loss(o.log_softmax(1), t, reduction="none"),
-    ),
+def written_out(output, target):
+    return F.nll_loss(output.log_softmax(1), target, reduction="none")
+
+
+def weighted(output, target):
+    return -WEIGHT[target] * output.log_softmax(1).gather(1, target[:, None])[:, 0]
+
+
+def squared(output, target):
+    return (output[range(len(target)), target] - 1.0) ** 2
+
+
+LOSSES = {
+    "function": (F.cross_entropy, written_out),
+    "module": (nn.CrossEntropyLoss(), written_out),
+    "module that sums": (nn.CrossEntropyLoss(reduction="sum"), written_out),
     "label smoothing": (nn.CrossEntropyLoss(label_smoothing=0.1), smoothed),
     "partial": (
         functools.partial(F.cross_entropy, label_smoothing=0.1, reduction="mean"),
         smoothed,
     ),
-    "class weights": (
-        nn.CrossEntropyLoss(weight=WEIGHT),
-        lambda o, t: -WEIGHT[t] * o.log_softmax(1).gather(1, t[:, None])[:, 0],
-    ),
-    "own": (
-        lambda o, t: (o.gather(1, t[:, None])[:, 0] - 1.0) ** 2,
-        lambda o, t: (o[range(len(t)), t] - 1.0) ** 2,
-    ),
-    "own with a column": (
-        lambda o, t: (o.gather(1, t[:, None]) - 1.0) ** 2,
-        lambda o, t: (o[range(len(t)), t] - 1.0) ** 2,
-    ),
+    "class weights": (nn.CrossEntropyLoss(weight=WEIGHT), weighted),
+    "own": (lambda o, t: (o.gather(1, t[:, None])[:, 0] - 1.0) ** 2, squared),
+    "own with a column": (lambda o, t: (o.gather(1, t[:, None]) - 1.0) ** 2, squared),
 }
 
 
-@pytest.mark.parametrize("name", CROSS_ENTROPIES)
-def test_a_loss_enters_as_the_sum_over_all_data(name):
-    loss, written_out = CROSS_ENTROPIES[name]
+@pytest.mark.parametrize(("loss", "expected"), LOSSES.values(), ids=LOSSES)
+def test_a_loss_enters_as_the_sum_over_all_data(loss, expected):
     x, y = batch_of(8)
     energy = tr.PosteriorEnergy(loss, n_data=N)
     assert energy.per_example(double(), (x, y)).shape == (8,)
     assert_same_energy_and_gradient(
-        double(), energy, (x, y), lambda m, _: N / 8 * written_out(m(x), y).sum()
+        double(), energy, (x, y), lambda m, _: N / 8 * expected(m(x), y).sum()
     )
 
 
@@ -124,14 +114,11 @@ def test_the_users_loss_module_stays_as_it_was(reduction):
 def test_several_numbers_per_example_add_up():
     """A likelihood is a product over outputs: mse_loss on (n, d) is summed over d, not averaged."""
     x, _ = batch_of(8)
-    target = torch.randn(
-        8, N_CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    target = classes(8, seed=9, dtype=torch.float64)[0][:, :N_CLASSES]
+    energy = tr.PosteriorEnergy(nn.MSELoss(), n_data=N)
+    assert_same_energy_and_gradient(
+        double(), energy, (x, target), lambda m, _: N / 8 * (m(x) - target).square().sum()
     )
-    for loss in (F.mse_loss, nn.MSELoss()):
-        energy = tr.PosteriorEnergy(loss, n_data=N)
-        assert_same_energy_and_gradient(
-            double(), energy, (x, target), lambda m, _: N / 8 * (m(x) - target).square().sum()
-        )
 
 
 def test_of_takes_models_and_batches_of_any_form():
@@ -141,16 +128,12 @@ def test_of_takes_models_and_batches_of_any_form():
         return F.cross_entropy(module(batch["where"]["x"]), batch["labels"], reduction="none")
 
     energy = tr.PosteriorEnergy.of(odd, n_data=N, prior=tr.GaussianPrior(2.0))
-    batch = {"where": {"x": x}, "labels": y}
-    assert_same_energy_and_gradient(
-        double(),
-        energy,
-        batch,
-        lambda m, p: (
-            N / 8 * F.cross_entropy(m(x), y, reduction="sum")
-            + sum(w.square().sum() for w in p.values())
-        ),
-    )
+
+    def total(module, parameters):
+        prior = sum(w.square().sum() for w in parameters.values())
+        return N / 8 * F.cross_entropy(module(x), y, reduction="sum") + prior
+
+    assert_same_energy_and_gradient(double(), energy, {"where": {"x": x}, "labels": y}, total)
 
 
 # Batches
@@ -176,15 +159,14 @@ def test_several_inputs(form):
         "dict": {"z": z, "target": y, "x": x},
         "dict with another key": {"label": y, "z": z, "x": x},
     }[form]
-    energy = tr.PosteriorEnergy(
-        F.cross_entropy, n_data=N, target_key="label" if "another" in form else "target"
-    )
-    assert_same_energy_and_gradient(
-        model,
-        energy,
-        batch,
-        lambda m, _: N / 8 * F.cross_entropy(m.first(x) - 2.0 * m.second(z), y, reduction="sum"),
-    )
+    key = "label" if "another" in form else "target"
+    energy = tr.PosteriorEnergy(F.cross_entropy, n_data=N, target_key=key)
+
+    def total(module, _):
+        output = module.first(x) - 2.0 * module.second(z)
+        return N / 8 * F.cross_entropy(output, y, reduction="sum")
+
+    assert_same_energy_and_gradient(model, energy, batch, total)
 
 
 def test_a_batch_of_one_tensor_goes_to_the_loss_without_target():
@@ -195,19 +177,11 @@ def test_a_batch_of_one_tensor_goes_to_the_loss_without_target():
     )
 
 
-def test_a_dict_without_target():
+def test_a_dict_without_target_is_refused_before_the_module_is_called():
     x, y = batch_of(8)
     energy = tr.PosteriorEnergy(F.cross_entropy, n_data=N)
     with pytest.raises(TargetError, match=r"'input', 'label'.*target_key="):
-        energy.per_example(lambda **inputs: inputs["input"], {"input": x, "label": y})
-
-
-def test_a_dict_without_target_is_told_before_the_module_is_called():
-    x, y = batch_of(8)
-    with pytest.raises(TargetError, match="target_key="):
-        tr.PosteriorEnergy(F.cross_entropy, n_data=N).per_example(
-            double(), {"input": x, "label": y}
-        )
+        energy.per_example(double(), {"input": x, "label": y})
 
 
 # Priors
@@ -215,79 +189,62 @@ def test_a_dict_without_target_is_told_before_the_module_is_called():
 
 def spread(parameters):
     """A Laplace prior, and one that ties two parameters."""
-    return (
-        sum(p.abs().sum() for p in parameters.values())
-        + 3.0 * (parameters["0.bias"] * parameters["2.bias"]).sum()
-    )
+    tied = (parameters["0.bias"] * parameters["2.bias"]).sum()
+    return sum(p.abs().sum() for p in parameters.values()) + 3.0 * tied
 
 
-def groups_by_hand(_, p):
-    precision = {
-        "0.weight": 7.0,
-        "0.bias": 0.0,
-        "2.weight": 2.0,
-        "2.bias": 0.0,
-        "4.weight": 2.0,
-        "4.bias": 0.0,
-    }
-    return sum(0.5 * precision[name] * w.square().sum() for name, w in p.items())
+def gaussian(default, **precisions):
+    def energy(parameters):
+        return sum(
+            0.5 * precisions.get(name.replace(".", "_"), default) * w.square().sum()
+            for name, w in parameters.items()
+        )
+
+    return energy
 
 
 PRIORS = {
-    "none": (None, lambda m, p: 0.0),
-    "scalar": (
-        tr.GaussianPrior(25.0),
-        lambda m, p: 12.5 * sum(w.square().sum() for w in p.values()),
+    "none": (None, gaussian(0.0)),
+    "scalar": (tr.GaussianPrior(25.0), gaussian(25.0)),
+    "zero": (tr.GaussianPrior(0.0), gaussian(0.0)),
+    "groups": (
+        tr.GaussianPrior(2.0, groups={"bias": 0.0, "0.": 7.0}),
+        gaussian(2.0, **{"0_weight": 7.0, "0_bias": 0.0, "2_bias": 0.0, "4_bias": 0.0}),
     ),
-    "zero": (tr.GaussianPrior(0.0), lambda m, p: 0.0),
-    "groups": (tr.GaussianPrior(2.0, groups={"bias": 0.0, "0.": 7.0}), groups_by_hand),
-    "groups that agree": (
-        tr.GaussianPrior(1.0, groups={"": 4.0}),
-        lambda m, p: 2.0 * sum(w.square().sum() for w in p.values()),
-    ),
-    "function": (spread, lambda m, p: spread(p)),
+    "groups that agree": (tr.GaussianPrior(1.0, groups={"": 4.0}), gaussian(4.0)),
+    "function": (spread, spread),
 }
 
 
-@pytest.mark.parametrize("name", PRIORS)
-def test_a_prior_is_added_once_whatever_the_batch(name):
-    prior, written_out = PRIORS[name]
+@pytest.mark.parametrize(("prior", "expected"), PRIORS.values(), ids=PRIORS)
+def test_a_prior_is_added_once_whatever_the_batch(prior, expected):
     x, y = batch_of(8)
     energy = tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=prior)
     assert_same_energy_and_gradient(
         double(),
         energy,
         (x, y),
-        lambda m, p: N / 8 * F.cross_entropy(m(x), y, reduction="sum") + written_out(m, p),
+        lambda m, p: N / 8 * F.cross_entropy(m(x), y, reduction="sum") + expected(p),
     )
 
 
 def test_the_first_group_that_fits_counts():
     prior = tr.GaussianPrior(25.0, groups={"bn": 1.0, "bias": 0.0})
-    assert [prior.precision_of(name) for name in ("conv.weight", "bn.bias", "fc.bias")] == [
-        25.0,
-        1.0,
-        0.0,
-    ]
+    found = [prior.precision_of(name) for name in ("conv.weight", "bn.bias", "fc.bias")]
+    assert found == [25.0, 1.0, 0.0]
     assert repr(prior) == "GaussianPrior(25, bn: 1, bias: 0)"
 
 
 def test_a_group_that_fits_nothing_is_refused():
     """Parts of a Sequential have numbers for names."""
-    model = nn.Sequential(
-        nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3), nn.Linear(3, 3)
-    )
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3), nn.Linear(3, 3))
 
     def run_with(groups):
-        energy = tr.PosteriorEnergy(
-            F.cross_entropy, n_data=N, prior=tr.GaussianPrior(25.0, groups=groups)
-        )
+        prior = tr.GaussianPrior(25.0, groups=groups)
+        energy = tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=prior)
         return tr.ModuleExchange(tr.ModuleEnsemble(model, energy), tr.Ladder((1.0, 2.0), 1e-3))
 
-    with pytest.raises(
-        InvalidArgumentError,
-        match=r"group 'bn' of GaussianPrior.*0\.weight, 0\.bias, 1\.weight.*\.\.\.",
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"group 'bn' of .*0\.weight, 0\.bias, 1"):
         run_with({"bias": 0.0, "bn": 0.0})
     run_with({"bias": 0.0, "1.": 0.0, "1.bias": 1.0})  # the last is never reached, but it fits
     model[0].requires_grad_(False)
@@ -341,76 +298,50 @@ def test_converted_settings_take_the_steps_of_sgd(momentum, weight_decay):
     assert moved > 0.1
 
 
-def test_sgd_that_has_no_counterpart():
-    parameters = list(linear().parameters())
-    with pytest.raises(InvalidArgumentError, match="nesterov"):
-        tr.from_sgd(torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True), n_data=N)
-    with pytest.raises(InvalidArgumentError, match="dampening"):
-        tr.from_sgd(torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5), n_data=N)
-    with pytest.raises(InvalidArgumentError, match="AdamW"):
-        tr.from_sgd(torch.optim.AdamW(parameters, lr=0.1), n_data=N)
-    with pytest.raises(InvalidArgumentError, match="2 parameter groups"):
-        tr.from_sgd(
-            torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=0.1),
-            n_data=N,
-        )
-    for settings in ({}, {"momentum": 0.9}, {"lr": 0.1, "nesterov": True}):
-        with pytest.raises(InvalidArgumentError, match="give lr"):
-            tr.from_sgd(n_data=N, **settings)
+def sgd(**settings):
+    return torch.optim.SGD(linear().parameters(), **{"lr": 0.1, "momentum": 0.9, **settings})
 
 
-def test_sgd_that_climbs_is_refused():
-    with pytest.raises(InvalidArgumentError, match="maximize"):
-        tr.from_sgd(torch.optim.SGD(linear().parameters(), lr=0.1, maximize=True), n_data=N)
+def two_groups():
+    groups = [{"params": [parameter]} for parameter in linear().parameters()]
+    return torch.optim.SGD(groups, lr=0.1)
 
 
-@pytest.mark.parametrize("n_data", [0, -4])
-def test_converting_needs_the_number_of_data(n_data):
-    with pytest.raises(InvalidArgumentError, match="n_data"):
-        tr.from_sgd(n_data=n_data, lr=0.1)
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: tr.from_sgd(sgd(nesterov=True), n_data=N), "nesterov"),
+        (lambda: tr.from_sgd(sgd(dampening=0.5), n_data=N), "dampening"),
+        (lambda: tr.from_sgd(sgd(maximize=True), n_data=N), "maximize"),
+        (lambda: tr.from_sgd(torch.optim.AdamW(linear().parameters()), n_data=N), "AdamW"),
+        (lambda: tr.from_sgd(two_groups(), n_data=N), "2 parameter groups"),
+        (lambda: tr.from_sgd(n_data=N), "give lr"),
+        (lambda: tr.from_sgd(n_data=N, momentum=0.9), "give lr"),
+        (lambda: tr.from_sgd(n_data=N, lr=0.1, nesterov=True), "give lr"),
+        (lambda: tr.from_sgd(n_data=0, lr=0.1), "n_data"),
+        (lambda: tr.PosteriorEnergy("cross_entropy", n_data=N), "loss must be"),
+        *(
+            (lambda n=n: tr.PosteriorEnergy(F.cross_entropy, n_data=n), "n_data must be a whole")
+            for n in (0, -5, True, "50000", 40.0, None)
+        ),
+        *(
+            (lambda p=p: tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=p), "prior must be")
+            for p in (25.0, "gaussian", (1.0,))
+        ),
+        *(
+            (lambda p=p: tr.GaussianPrior(1.0, groups={"bias": p}), "bias has")
+            for p in (-1.0, float("nan"), float("inf"), True, "1")
+        ),
+        (lambda: tr.GaussianPrior(-1.0), "precision"),
+    ],
+)
+def test_bad_arguments(make, words):
+    with pytest.raises(InvalidArgumentError, match=words):
+        make()
 
 
-# What is refused
-
-
-@pytest.mark.parametrize("n_data", [0, -5, True, "50000", 40.0, None])
-def test_n_data_is_a_count(n_data):
-    with pytest.raises(InvalidArgumentError, match="n_data must be a whole number"):
-        tr.PosteriorEnergy(F.cross_entropy, n_data=n_data)
-
-
-@pytest.mark.parametrize("prior", [25.0, "gaussian", (1.0,)])
-def test_a_prior_is_one_of_three_things(prior):
-    with pytest.raises(InvalidArgumentError, match=r"GaussianPrior\(\.\.\.\), None or a function"):
-        tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=prior)
-
-
-@pytest.mark.parametrize("precision", [-1.0, float("nan"), float("inf"), True, "1"])
-def test_a_precision_is_finite_and_not_negative(precision):
-    with pytest.raises(InvalidArgumentError, match="precision"):
-        tr.GaussianPrior(precision)
-    with pytest.raises(InvalidArgumentError, match="bias"):
-        tr.GaussianPrior(1.0, groups={"bias": precision})
-
-
-def test_a_loss_is_callable():
-    with pytest.raises(InvalidArgumentError, match="loss must be"):
-        tr.PosteriorEnergy("cross_entropy", n_data=N)
-
-
-SCALARS = {
-    "lambda": lambda o, t: F.cross_entropy(o, t),
-    "mean": lambda o, t: F.cross_entropy(o, t, reduction="none").mean(),
-}
-
-
-@pytest.mark.parametrize("name", SCALARS)
-def test_a_loss_that_reduces_is_refused_before_anything_moves(name):
-    run = tr.ModuleExchange(
-        tr.ModuleEnsemble(linear, tr.PosteriorEnergy(SCALARS[name], n_data=N)),
-        tr.Ladder((1.0, 2.0), 1e-3),
-        seed=1,
-    )
+def test_a_loss_that_reduces_is_refused_before_anything_moves():
+    run = make_run(linear, tr.PosteriorEnergy(lambda o, t: F.cross_entropy(o, t), n_data=N))
     before = run.state_dict()
     with pytest.raises(TargetError, match=r'one value per example.*reduction="none"'):
         run.step(classes(8))
@@ -441,13 +372,9 @@ class TwoHeads(nn.Module):
 )
 @pytest.mark.parametrize("form", [tuple, dict])
 def test_an_output_that_is_no_tensor_is_named(loss, form):
-    run = tr.ModuleExchange(
-        tr.ModuleEnsemble(TwoHeads(form), tr.PosteriorEnergy(loss, n_data=N)),
-        tr.Ladder((1.0, 2.0), 1e-3),
-    )
-    with pytest.raises(
-        TargetError, match=rf"the model returned a {form.__name__} .*PosteriorEnergy\.of"
-    ) as caught:
+    run = make_run(lambda: TwoHeads(form), tr.PosteriorEnergy(loss, n_data=N))
+    words = rf"the model returned a {form.__name__} .*PosteriorEnergy\.of"
+    with pytest.raises(TargetError, match=words) as caught:
         run.step(classes(8))
     assert isinstance(caught.value.__cause__, TypeError | AttributeError)
 
@@ -476,56 +403,32 @@ def sums_pairs(output, target):
     return F.cross_entropy(output, target, reduction="none").view(-1, 2).sum(1)
 
 
-def four_values():
-    return tr.ModuleExchange(
-        tr.ModuleEnsemble(
-            linear, tr.PosteriorEnergy.of(lambda m, b: sums_pairs(m(b[0]), b[1]), n_data=N)
-        ),
-        tr.Ladder((1.0, 2.0), 1e-3),
-    )
-
-
-def test_a_loss_of_the_wrong_number_of_values_is_refused():
-    run = four_values()
-    with pytest.raises(TargetError, match=r"gave 4 values for a batch of 8 examples.*shape \(8,\)"):
-        run.step(classes(8))
+def test_a_loss_of_the_wrong_number_of_values_is_refused_every_time():
+    energy = tr.PosteriorEnergy.of(lambda m, b: sums_pairs(m(b[0]), b[1]), n_data=N)
+    run = make_run(linear, energy)
+    for _ in range(2):
+        with pytest.raises(TargetError, match=r"gave 4 values for a batch of 8 .*shape \(8,\)"):
+            run.step(classes(8))
     assert run.n_steps == 0
 
 
-def test_a_wrong_loss_is_refused_every_time():
-    run = four_values()
-    for _ in range(2):
-        with pytest.raises(TargetError, match="gave 4 values"):
-            run.step(classes(8))
-
-
 def test_a_function_prior_must_give_one_number():
-    energy = tr.PosteriorEnergy(
-        F.cross_entropy, n_data=N, prior=lambda p: p["weight"].square().sum().reshape(1)
-    )
-    run = tr.ModuleExchange(tr.ModuleEnsemble(linear, energy), tr.Ladder((1.0, 2.0), 1e-3))
+    prior = lambda p: p["weight"].square().sum().reshape(1)  # noqa: E731
+    run = make_run(linear, tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=prior))
     with pytest.raises(TargetError, match="prior"):
         run.step(classes(8))
 
 
 def test_it_prints_usefully():
-    assert (
-        repr(tr.PosteriorEnergy(nn.CrossEntropyLoss(), n_data=N))
-        == "PosteriorEnergy(CrossEntropyLoss, n_data=40, prior=None)"
-    )
-    assert repr(tr.PosteriorEnergy.of(sums_pairs, n_data=50_000, prior=spread)) == (
-        "PosteriorEnergy(sums_pairs, n_data=50,000, prior=a function)"
-    )
+    shown = repr(tr.PosteriorEnergy.of(sums_pairs, n_data=50_000, prior=spread))
+    assert shown == "PosteriorEnergy(sums_pairs, n_data=50,000, prior=a function)"
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
 def test_targets_that_spread_over_outputs_are_refused():
     """(n, 1) against (n,) is (n, n) for torch, and every number would be wrong."""
     energy = tr.PosteriorEnergy(torch.nn.functional.mse_loss, n_data=N_DATA)
-    with pytest.raises(
-        TargetError,
-        match=r"shape \(6, 6\) for outputs of shape \(6, 1\) and targets of shape \(6,\)",
-    ):
+    with pytest.raises(TargetError, match=r"\(6, 6\) for outputs .*\(6, 1\) and targets .*\(6,\)"):
         energy.per_example(nn.Linear(2, 1), (torch.randn(6, 2), torch.randn(6)))
 
 
@@ -569,16 +472,12 @@ def test_each_module_follows_its_own_loss():
     judged = by_hand.judge(made.detach())
     kept = copy.deepcopy(by_hand.state_dict())
     of_judge = torch.autograd.grad(judged.square().sum(1).mean(), list(by_hand.judge.parameters()))
-    of_maker = torch.autograd.grad(
-        -by_hand.judge(made).sin().mean(), list(by_hand.maker.parameters())
-    )
+    fooled = -by_hand.judge(made).sin().mean()
+    of_maker = torch.autograd.grad(fooled, list(by_hand.maker.parameters()))
     by_hand.load_state_dict(kept)  # the second look of the judge leaves no trace in its statistics
     with torch.no_grad():
-        for parameter, gradient in zip(
-            [*by_hand.maker.parameters(), *by_hand.judge.parameters()],
-            of_maker + of_judge,
-            strict=True,
-        ):
+        parameters = [*by_hand.maker.parameters(), *by_hand.judge.parameters()]
+        for parameter, gradient in zip(parameters, of_maker + of_judge, strict=True):
             parameter -= 0.1 * gradient
     for name, tensor in run.module_at().state_dict().items():
         assert torch.allclose(tensor, by_hand.state_dict()[name], atol=1e-6), name
@@ -595,64 +494,28 @@ def test_what_is_descended_must_be_one_number():
 
 
 X, Y = classes(8)
-NO_LABELS = "one tensor and no labels"
+CE = F.cross_entropy
 UNFIT = {
-    "float labels": (
-        F.cross_entropy,
-        (X, Y.float()),
-        r"float32, shape \(8,\), 0 to 2.*labels.long\(\)",
-    ),
-    "int32 labels": (F.cross_entropy, (X, Y.int()), r"int32, shape \(8,\).*labels.long\(\)"),
-    "a column of labels": (
-        F.cross_entropy,
-        (X, Y[:, None]),
-        r"shape \(8, 1\).*labels.squeeze\(1\)",
-    ),
-    "too few labels": (F.cross_entropy, (X, Y[:5]), r"shape \(8, 3\).*shape \(5,\)"),
-    "labels from 1": (
-        F.cross_entropy,
-        (X, Y + 1),
-        r"from 0 to 2, because the model has 3 outputs.*1 to 3",
-    ),
+    "float labels": (CE, (X, Y.float()), r"float32, shape \(8,\), 0 to 2.*labels.long\(\)"),
+    "int32 labels": (CE, (X, Y.int()), r"int32, shape \(8,\).*labels.long\(\)"),
+    "a column of labels": (CE, (X, Y[:, None]), r"shape \(8, 1\).*labels.squeeze\(1\)"),
+    "too few labels": (CE, (X, Y[:5]), r"shape \(8, 3\).*shape \(5,\)"),
+    "labels from 1": (CE, (X, Y + 1), r"from 0 to 2, .* has 3 outputs.*1 to 3"),
     "negative labels": (nn.CrossEntropyLoss(), (X, Y - 1), r"from 0 to 2.*-1 to 1"),
-    "whole numbers for a binary loss": (
-        nn.BCELoss(),
-        (X, F.one_hot(Y)),
-        r"labels.to\(torch.float32\)",
-    ),
-    "float64 data": (
-        F.cross_entropy,
-        (X.double(), Y),
-        r"model is of float32, but the inputs are of float64.*x.to\(torch.float32\)",
-    ),
-    "bytes": (
-        F.cross_entropy,
-        (X.to(torch.uint8), Y),
-        r"model is of float32, but the inputs are of uint8",
-    ),
-    "a dict of float64": (
-        F.cross_entropy,
-        {"target": Y, "input": X.double()},
-        "inputs are of float64",
-    ),
-    "whole numbers": (
-        F.cross_entropy,
-        (X.long(), Y),
-        r"inputs are of int64.*x.to\(torch.float32\)",
-    ),
-    "too many features": (
-        F.cross_entropy,
-        (torch.zeros(8, 99), Y),
-        r"takes \d+ features, but the inputs are of.*\(8, 99\)",
-    ),
-    "no labels": (F.cross_entropy, X, NO_LABELS),
-    "no labels in a list": (F.cross_entropy, [X], NO_LABELS),
+    "binary": (nn.BCELoss(), (X, F.one_hot(Y)), r"labels.to\(torch.float32\)"),
+    "float64": (CE, (X.double(), Y), r"float32, but .* of float64.*x.to\(torch.float32\)"),
+    "bytes": (CE, (X.to(torch.uint8), Y), r"of float32, but the inputs are of uint8"),
+    "a dict of float64": (CE, {"target": Y, "input": X.double()}, "inputs are of float64"),
+    "whole numbers": (CE, (X.long(), Y), r"inputs are of int64.*x.to\(torch.float32\)"),
+    "too many features": (CE, (torch.zeros(8, 99), Y), r"takes \d+ features, .*\(8, 99\)"),
+    "no labels": (CE, X, "one tensor and no labels"),
+    "no labels in a list": (CE, [X], "one tensor and no labels"),
 }
 
 
 @pytest.mark.parametrize("through", ["step", "advance"])
 @pytest.mark.parametrize("case", UNFIT)
-def test_what_does_not_fit_is_said_in_words_of_the_batch(case, through):
+def test_what_does_not_fit_is_explained_by_the_batch(case, through):
     loss, batch, words = UNFIT[case]
     run = make_run(linear, tr.PosteriorEnergy(loss, n_data=N_DATA))
     before = run.state_dict()
@@ -679,13 +542,9 @@ def test_other_errors_of_a_module_stay_what_they_are():
 
 def test_a_dataset_is_no_loader():
     dataset = TensorDataset(*classes(N_DATA))
-    with pytest.raises(
-        InvalidArgumentError, match=r"got a TensorDataset.*DataLoader.*dataset.tensors"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"got a TensorDataset.*dataset.tensors"):
         list(make_run().advance(1, dataset))
-    with pytest.raises(
-        InvalidArgumentError, match=r"got a TensorDataset.*shuffle=False.*dataset.tensors"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"got a TensorDataset.*shuffle=False"):
         tr.PosteriorAverage(dataset)
     list(make_run().advance(1, DataLoader(dataset, 4)))
 
@@ -693,7 +552,5 @@ def test_a_dataset_is_no_loader():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda")])
 def test_a_device_that_is_not_there(device):
-    with pytest.raises(
-        InvalidArgumentError, match=r"cuda.* was asked for, but torch finds no CUDA device"
-    ):
+    with pytest.raises(InvalidArgumentError, match="torch finds no CUDA device"):
         tr.ModuleEnsemble(linear, cross_entropy(), device=device)
