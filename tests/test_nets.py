@@ -192,7 +192,7 @@ def test_which_convolutions_have_kernels_of_their_own():
 
 @pytest.mark.parametrize("kind", SMALL)
 def test_channels_last_under_autocast(kind):
-    """Every layer keeps the memory order, and bfloat16 changes the loss and the gradient by little."""
+    """Every layer keeps the memory order; bfloat16 changes loss and gradient by little."""
     net = small(kind).to(memory_format=torch.channels_last)
     x, y = images(8), torch.arange(8) % 7
     orders = []

@@ -252,7 +252,7 @@ def test_a_group_that_fits_nothing_is_refused():
 
 
 def test_energies_alone_are_those_with_gradients():
-    """Repeated draws ask for energies without gradients; a function prior belongs to them as well."""
+    """Repeated draws ask for energies without gradients; these include a function prior."""
     x, y = batch_of(8)
     for prior, _ in PRIORS.values():
         ensemble = tr.ModuleEnsemble(

@@ -16,29 +16,23 @@ from torchrex.targets import laplace, logistic_regression, simulate_logistic
 
 def full_covariance_mixture():
     root = torch.tensor([[[1.0, 0.0], [0.8, 0.5]], [[0.5, 0.0], [-0.2, 0.4]]], dtype=torch.float64)
-    return tr.GaussianMixture(
-        [1.0, 3.0], [[0.0, 1.0], [3.0, -2.0]], covariances=root @ root.mT
-    ), root @ root.mT
+    covariances, means = root @ root.mT, [[0.0, 1.0], [3.0, -2.0]]
+    return tr.GaussianMixture([1.0, 3.0], means, covariances=covariances), covariances
 
 
 def test_mixture_density_is_scipys():
     mixture, covariances = full_covariance_mixture()
     x = torch.randn(50, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    expected = sum(
-        w * scipy.stats.multivariate_normal(m, c).pdf(x.numpy())
-        for w, m, c in zip(
-            (0.25, 0.75), ([0.0, 1.0], [3.0, -2.0]), covariances.numpy(), strict=True
-        )
-    )
+    parts = zip((0.25, 0.75), ([0.0, 1.0], [3.0, -2.0]), covariances.numpy(), strict=True)
+    expected = sum(w * scipy.stats.multivariate_normal(m, c).pdf(x.numpy()) for w, m, c in parts)
     assert torch.allclose(mixture.log_density(x).exp(), torch.as_tensor(expected), rtol=1e-12)
 
 
 def test_diagonal_and_full_covariances_agree():
     stds = torch.tensor([[0.5, 2.0], [1.0, 0.3]], dtype=torch.float64)
-    diagonal = tr.GaussianMixture([0.3, 0.7], [[0.0, 1.0], [1.0, 2.0]], stds)
-    full = tr.GaussianMixture(
-        [0.3, 0.7], [[0.0, 1.0], [1.0, 2.0]], covariances=torch.diag_embed(stds**2)
-    )
+    weights, means = [0.3, 0.7], [[0.0, 1.0], [1.0, 2.0]]
+    diagonal = tr.GaussianMixture(weights, means, stds)
+    full = tr.GaussianMixture(weights, means, covariances=torch.diag_embed(stds**2))
     x = torch.randn(3, 4, 2, dtype=torch.float64)
     assert torch.allclose(diagonal.log_density(x), full.log_density(x), rtol=1e-12)
 
@@ -54,9 +48,8 @@ def test_mixture_sampler_has_the_mixtures_moments():
 def test_mixture_cdf_and_quantile_are_inverse_and_exact():
     mixture = tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5])
     x = torch.linspace(-6, 5, 23, dtype=torch.float64)
-    exact = 0.4 * scipy.stats.norm(-3, 0.7).cdf(x.numpy()) + 0.6 * scipy.stats.norm(2, 0.5).cdf(
-        x.numpy()
-    )
+    left, right = scipy.stats.norm(-3, 0.7), scipy.stats.norm(2, 0.5)
+    exact = 0.4 * left.cdf(x.numpy()) + 0.6 * right.cdf(x.numpy())
     assert torch.allclose(mixture.cdf(x), torch.as_tensor(exact), atol=1e-14)
     p = torch.tensor([0.001, 0.2, 0.4, 0.5, 0.999], dtype=torch.float64)
     assert torch.allclose(mixture.cdf(mixture.quantile(p)), p, atol=1e-12)
@@ -67,9 +60,8 @@ def test_mixture_cdf_and_quantile_are_inverse_and_exact():
     [tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5]), full_covariance_mixture()[0]],
 )
 def test_gradient_is_that_of_the_energy(target):
-    x = torch.randn(
-        3, 5, target.dim, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
-    )
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(3, 5, target.dim, dtype=torch.float64, generator=generator)
     energy, gradient = target.energy_and_gradient(x, {})
     h = 1e-6
     for k in range(target.dim):
@@ -81,9 +73,8 @@ def test_gradient_is_that_of_the_energy(target):
 
 def test_given_gradient_is_used_and_single_point_density_is_mapped():
     x = torch.randn(2, 4, 3, dtype=torch.float64)
-    given = tr.LogDensity(
-        lambda p: -0.5 * p.square().sum(-1), 3, gradient=lambda p: -2.0 * p
-    )  # wrong on purpose
+    # A gradient that is wrong on purpose.
+    given = tr.LogDensity(lambda p: -0.5 * p.square().sum(-1), 3, gradient=lambda p: -2.0 * p)
     assert torch.allclose(given.energy_and_gradient(x, {})[1], 2.0 * x)
     single = tr.LogDensity(lambda p: -0.5 * p @ p, 3, batched=False)
     energy, gradient = single.energy_and_gradient(x, {})
@@ -103,27 +94,21 @@ def test_noise_models_have_their_law(model, variance, cdf):
     draws = model.draw(torch.Generator().manual_seed(3), (100_000,), torch.float64)
     assert model.variance == pytest.approx(variance)
     assert scipy.stats.kstest(draws.numpy(), cdf).pvalue > 5.7e-7
-    assert (
-        scipy.stats.kstest(1.06 * draws.numpy(), cdf).pvalue < 1e-7
-    )  # the mutant: a slightly wrong law
+    # The mutant: a slightly wrong law.
+    assert scipy.stats.kstest(1.06 * draws.numpy(), cdf).pvalue < 1e-7
 
 
 def test_noisy_adds_noise_to_energy_and_gradient():
     exact = tr.LogDensity(lambda x: -0.5 * x.square().sum(-1), 2)
     noisy = tr.Noisy(exact, tr.Gaussian(2.0), gradient=tr.Gaussian(0.5))
     x = torch.ones(2, 50_000, 2, dtype=torch.float64)
-    noise = {
-        k: v[0]
-        for k, v in noisy.draw_noise(
-            torch.Generator().manual_seed(4), 1, (2, 50_000), torch.float64
-        ).items()
-    }
-    energy, gradient = noisy.energy_and_gradient(x, noise)
+    generator = torch.Generator().manual_seed(4)
+    drawn = noisy.draw_noise(generator, 1, (2, 50_000), torch.float64)
+    energy, gradient = noisy.energy_and_gradient(x, {k: v[0] for k, v in drawn.items()})
     assert_mean_is((energy.total - 1.0).square(), 4.0)
     assert_mean_is((gradient - 1.0).square(), 0.25)
-    assert_mean_is(
-        ((energy.total[0] - 1.0) * (energy.total[1] - 1.0)), 0.0
-    )  # replicas are independent
+    # Replicas are independent.
+    assert_mean_is((energy.total[0] - 1.0) * (energy.total[1] - 1.0), 0.0)
 
 
 def test_tall_energy_is_unbiased_and_gradient_too():
@@ -131,16 +116,14 @@ def test_tall_energy_is_unbiased_and_gradient_too():
     target = logistic_regression(features, labels, batch_size=16)
     x = torch.randn(1, 1, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     noise = target.draw_noise(torch.Generator().manual_seed(6), 1, (1, 20_000), torch.float64)
-    energy, gradient = target.energy_and_gradient(
-        x.expand(1, 20_000, 3).contiguous(), {"index": noise["index"][0]}
-    )
+    positions = x.expand(1, 20_000, 3).contiguous()
+    energy, gradient = target.energy_and_gradient(positions, {"index": noise["index"][0]})
     assert_mean_is(energy.total, float(target.full_energy(x)))
     exact = torch.func.grad(lambda p: target.full_energy(p).sum())(x)
     for k in range(3):
         assert_mean_is(gradient[..., k], float(exact[..., k]))
-    assert_mean_is_not(
-        energy.total * 16 / 500, float(target.full_energy(x))
-    )  # the mutant: forgets the factor N / n
+    # The mutant forgets the factor N / n.
+    assert_mean_is_not(energy.total * 16 / 500, float(target.full_energy(x)))
 
 
 def test_replicas_share_a_minibatch_but_runs_do_not():
@@ -150,12 +133,8 @@ def test_replicas_share_a_minibatch_but_runs_do_not():
     assert index.shape == (2, 1, 5, 8)
     assert not torch.equal(index[:, :, 0], index[:, :, 1])
     alone = logistic_regression(features, labels, batch_size=8, shared=False)
-    assert alone.draw_noise(torch.Generator(), 2, (4, 5), torch.float32)["index"].shape == (
-        2,
-        4,
-        5,
-        8,
-    )
+    index = alone.draw_noise(torch.Generator(), 2, (4, 5), torch.float32)["index"]
+    assert index.shape == (2, 4, 5, 8)
 
 
 def test_laplace_finds_the_mode():
@@ -166,46 +145,38 @@ def test_laplace_finds_the_mode():
     assert (((mode - truth) / covariance.diagonal().sqrt()).abs() < 5).all()
 
 
+PLANE = [[0.0, 0.0]]
+
+
 @pytest.mark.parametrize(
     ("make", "word"),
     [
         (lambda: tr.GaussianMixture([0.5, -0.5], [0.0, 1.0], [1.0, 1.0]), "positive weight"),
         (lambda: tr.GaussianMixture([0.5, 0.5], [0.0, 1.0], [1.0, 0.0]), "stds must be positive"),
         (lambda: tr.GaussianMixture([0.5, 0.5], [0.0, 1.0]), "either stds or covariances"),
-        (
-            lambda: tr.GaussianMixture([1.0], [[0.0, 0.0]], covariances=-torch.eye(2)[None]),
-            "positive definite",
-        ),
-        (
-            lambda: tr.GaussianMixture([1.0], [[0.0, 0.0]], [1.0]).cdf(torch.zeros(1)),
-            "one dimension",
-        ),
+        (lambda: tr.GaussianMixture([1.0], PLANE, covariances=-torch.eye(2)[None]), "definite"),
+        (lambda: tr.GaussianMixture([1.0], PLANE, covariances=torch.eye(2)), "covariances must"),
+        (lambda: tr.GaussianMixture([1.0], PLANE, [1.0]).cdf(torch.zeros(1)), "one dimension"),
         (lambda: tr.LogDensity(lambda x: x, dim=0), "dim"),
         (lambda: tr.Gaussian(-1.0), "positive"),
         (lambda: tr.StudentT(degrees=math.nan), "positive"),
-        (
-            lambda: tr.Noisy(lambda x: -x.square().sum(-1), energy=tr.Gaussian(1.0)),
-            r"wrap it in LogDensity\(f, dim\)",
-        ),
-        (
-            lambda: tr.Noisy(3.0, energy=tr.Gaussian(1.0)),
-            r"must be a Target such as GaussianMixture\(...\), got 3.0$",
-        ),
+        (lambda: tr.Noisy(lambda x: -x, energy=tr.Gaussian(1.0)), r"LogDensity\(f, dim\)"),
+        (lambda: tr.Noisy(3.0, energy=tr.Gaussian(1.0)), r"must be a Target .* got 3.0$"),
         (
             lambda: logistic_regression(torch.zeros(5, 2), torch.zeros(5), batch_size=6),
             "batch_size",
         ),
-        (
-            lambda: tr.TallPosterior(
-                lambda x, d: d, lambda x: x, (torch.zeros(3), torch.zeros(4)), 1, batch_size=1
-            ),
-            "same first size",
-        ),
+        (lambda: tall((torch.zeros(3), torch.zeros(4))), "same first size"),
+        (lambda: tall(torch.zeros(3)), "tuple of tensors"),
     ],
 )
 def test_bad_targets(make, word):
     with pytest.raises(ValueError, match=word):
         make()
+
+
+def tall(data):
+    return tr.TallPosterior(lambda x, d: d, lambda x: x, data, 1, batch_size=1)
 
 
 def test_wrong_shapes_are_named():
@@ -228,25 +199,14 @@ def banana_of_one_point(x):
     ("density", "word"),
     [
         (banana_of_one_point, r"shape \(3,\).*batched=False"),
-        (
-            lambda x: -0.5 * x[5].square().sum(),
-            r"failed on points of shape \(3, 2\): IndexError.*batched=False",
-        ),
-        (
-            lambda x: -0.5 * x.detach().square().sum(-1),
-            "does not depend on its points through autograd",
-        ),
-        (
-            lambda x: -0.5 * x.square().sum(-1) + torch.randn(len(x)),
-            "different values at the same point",
-        ),
+        (lambda x: -0.5 * x[5].square().sum(), r"\(3, 2\): IndexError.*batched=False"),
+        (lambda x: -0.5 * x.detach().square().sum(-1), "does not depend on its points"),
+        (lambda x: -0.5 * x.square().sum(-1) + torch.randn(len(x)), "different values"),
         (lambda x: None, "got NoneType"),
     ],
 )
 def test_a_density_is_tried_before_the_run(density, word):
-    """Two rungs, one run and two dimensions: a function of one point would slip through the shape
-    check alone.
-    """
+    """Two rungs, one run, two dimensions: the shape check alone would accept one point."""
     with pytest.raises(TargetError, match=word):
         tr.sample(density, dim=2, temperatures=(1.0, 5.0), lr=0.01, n_steps=100)
 
@@ -254,18 +214,10 @@ def test_a_density_is_tried_before_the_run(density, word):
 @pytest.mark.parametrize(
     ("likelihood", "prior", "word"),
     [
-        (
-            lambda b, x: -((x * b).sum(-1)),
-            lambda b: -b.square().sum(),
-            r"log_prior must return one value per position.*got shape \(\)",
-        ),
-        (lambda b, x: -((x * b).sum(-1)), lambda b: -b.square(), "log_prior"),
-        (lambda b, x: -((x * b).sum(-1)), lambda b: None, "got NoneType"),
-        (
-            lambda b, x: (b @ x).sum(-1),
-            lambda b: -b.square().sum(-1),
-            r"log_likelihood got positions of shape \(2, 1, 1, 3\)",
-        ),
+        (lambda b, x: -(x * b).sum(-1), lambda b: -b.square().sum(), r"log_prior .*shape \(\)"),
+        (lambda b, x: -(x * b).sum(-1), lambda b: -b.square(), "log_prior"),
+        (lambda b, x: -(x * b).sum(-1), lambda b: None, "got NoneType"),
+        (lambda b, x: (b @ x).sum(-1), lambda b: -b.square().sum(-1), r"shape \(2, 1, 1, 3\)"),
     ],
 )
 def test_a_tall_posterior_is_tried_before_the_run(likelihood, prior, word):
@@ -276,35 +228,27 @@ def test_a_tall_posterior_is_tried_before_the_run(likelihood, prior, word):
 
 @pytest.mark.parametrize("kind", ["of a coordinate", "of a point"])
 def test_a_prior_given_as_a_distribution_is_evaluated_and_drawn_from(kind):
-    """The same law as with a function; each run starts at a point of its own, the same ones for the
-    same seed.
-    """
+    """The same law as with a function; each run starts at its own point, decided by the seed."""
     data = torch.randn(50, 2, generator=torch.Generator().manual_seed(0))
     normal = torch.distributions.Normal(1.0, 3.0)
-    prior = (
-        normal
-        if kind == "of a coordinate"
-        else torch.distributions.Independent(normal.expand((2,)), 1)
-    )
+    of_point = torch.distributions.Independent(normal.expand((2,)), 1)
+
+    def likelihood(x, y):
+        return -0.5 * (y - x).square().sum(-1)
 
     def target(log_prior):
-        return tr.TallPosterior(
-            lambda x, y: -0.5 * (y - x).square().sum(-1), log_prior, (data,), 2, batch_size=10
-        )
+        return tr.TallPosterior(likelihood, log_prior, (data,), 2, batch_size=10)
 
+    law = target(normal if kind == "of a coordinate" else of_point)
+    function = target(lambda x: normal.log_prob(x).sum(-1))
     common = {"temperatures": (1.0, 1.1), "lr": 1e-3, "n_steps": 40, "n_runs": 500, "seed": 3}
     x = torch.randn(7, 2)
-    assert torch.allclose(
-        target(prior).full_energy(x), target(lambda x: normal.log_prob(x).sum(-1)).full_energy(x)
-    )
-    one, again = (
-        tr.sample(target(prior), **common, compiled=compiled) for compiled in (True, False)
-    )
+    assert torch.allclose(law.full_energy(x), function.full_energy(x))
+    one, again = (tr.sample(law, **common, compiled=compiled) for compiled in (True, False))
     assert torch.allclose(one.values, again.values, rtol=1e-3, atol=1e-3)
     first = one.values[:, 0]
     assert len(first[:, 0].unique()) == 500
     assert 2.0 < float(first.std()) < 4.0  # one small step after the prior
-    given = tr.sample(target(lambda x: normal.log_prob(x).sum(-1)), **common)
-    assert bool(
-        (given.values[:, 0].abs() < 1.0).all()
-    )  # a function cannot be drawn from: all start at 0
+    given = tr.sample(function, **common, compiled=False)
+    # A function cannot be drawn from: all start at 0.
+    assert bool((given.values[:, 0].abs() < 1.0).all())
