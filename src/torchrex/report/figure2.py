@@ -29,6 +29,7 @@ from torchrex.experiments.networks import Line
 from torchrex.report.tables import (
     STYLES,
     FinishedRun,
+    devices,
     finished_runs,
     in_percent,
     longest_first,
@@ -108,7 +109,7 @@ def _factor(f0: float, runs: Sequence[FinishedRun]) -> dict[str, Any]:
         "accuracy": in_percent(runs, METRIC),
         "both_rungs": in_percent(runs, f"pooled_{METRIC}"),
         "swaps": [run.swaps for run in runs],
-        "devices": sorted({run.result["device"] for run in runs}),
+        "devices": devices(runs),
     }
 
 

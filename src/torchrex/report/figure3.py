@@ -26,6 +26,7 @@ from torchrex.report.tables import (
     STYLES,
     FinishedRun,
     Settings,
+    devices,
     finished_runs,
     in_percent,
     markdown_page,
@@ -126,7 +127,7 @@ def _point(runs: Sequence[FinishedRun]) -> dict[str, Any]:
         "ours": in_percent(runs, "accuracy"),
         "both_rungs": in_percent(runs, "pooled_accuracy"),
         "swaps": [run.swaps for run in runs] if recipe.n_rungs > 1 else None,
-        "devices": sorted({run.result["device"] for run in runs}),
+        "devices": devices(runs),
     }
 
 

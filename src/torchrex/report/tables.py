@@ -107,6 +107,10 @@ def finished_runs(
     return runs, unfinished
 
 
+def devices(runs: Iterable[FinishedRun]) -> list[str]:
+    return sorted({str(run.result.get("device")) for run in runs})
+
+
 def longest_first(settings: Settings) -> tuple[int, str]:
     return -settings.length, str(settings)
 
@@ -210,7 +214,7 @@ class Cell:
             **{metric: self.summary(line, column) for metric, column in columns.items()},
             "swaps": [run.swaps for run in runs] if recipe.n_rungs > 1 else None,
             "wall_minutes": [run.result.get("wall_seconds", math.nan) / 60 for run in runs],
-            "devices": sorted({str(run.result.get("device")) for run in runs}),
+            "devices": devices(runs),
             "versions": [dict(each) for each in dict.fromkeys(map(_versions, runs))],
             "dates": sorted({str(run.result.get("date")) for run in runs}),
         }
