@@ -1,6 +1,6 @@
-"""The live display: what a run does, on a terminal, while it does it; silence everywhere else.
+"""The live display: the state of runs on a terminal while they go; silence everywhere else.
 
-It is drawn between two stretches of steps, by the thread that runs them, and gives itself a fixed
+It is drawn by rich between two stretches of steps, by the thread that runs them, and takes a fixed
 small share of the time: the slower a picture is to draw, the longer the next one waits. A thread
 that draws ten times a second would cost more than 1 % of a small network.
 """
@@ -8,129 +8,162 @@ that draws ten times a second would cost more than 1 % of a small network.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from types import TracebackType
+from collections.abc import Callable, Iterator
 from typing import Self
 
-from rich.console import Console, ConsoleDimensions, RenderableType
-from rich.control import Control
+from rich import box
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.segment import ControlType
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column, Table
+from rich.text import Text
 
 from torchrex.exchange import StepInfo
-from torchrex.recording.live_picture import Line, draw
-from torchrex.recording.live_resize import extra_rows, reflows
-from torchrex.recording.observer import Average, Observer, Watched, Windows, metrics_of
+from torchrex.recording.observer import Average, Observer, Watched, join, metrics_of
+
+Callback = Callable[[int, int], None]  # (steps done, steps in all)
 
 SHARE = 1 / 250  # of the time, for drawing
 AT_LEAST = 0.2  # seconds between two pictures
 MEMORY = 200  # steps over which a shown energy is smoothed
+NARROW = 72  # columns that a table takes at least; a narrower terminal shows the bar alone
+WIDE = 100  # columns from which on there is space for corrections and learning rates
+
+
+class Line:
+    """What the display knows of one run."""
+
+    def __init__(self, watched: Watched) -> None:
+        n = watched.ladder.n_pairs
+        self.watched = watched
+        self.is_going = True
+        self.pending: list[StepInfo] = []  # steps since the last picture
+        self.energy: list[float] | None = None  # smoothed, by rung
+        self.replica_at = list(range(n + 1))
+        before = watched.swaps_before or ((0, 0),) * n
+        self.accepted = [made for made, _ in before]
+        self.proposed = [tested for _, tested in before]
+        self.counted_since = watched.run.n_steps if watched.swaps_before is None else 0
+        self.noise_variance = self.correction = [float("nan")] * n
+        self.average: Average | None = None
+        self.n_draws = 0  # of the average, when its accuracy was computed
+        self.accuracy: float | None = None
+
+    def update(self) -> None:
+        """Take in the pending steps and draws."""
+        if self.pending:
+            window = join(self.pending, self.watched.run.n_steps)
+            self.pending = []
+            fresh, n = window.energy.mean(0).tolist(), len(window.energy)
+            weight = 1.0 - (1.0 - 1.0 / MEMORY) ** n
+            pairs = zip(self.energy or fresh, fresh, strict=True)
+            self.energy = [old + weight * (new - old) for old, new in pairs]
+            self.replica_at = window.replica_at[-1].tolist()
+            made, tested = window.accepted.sum(0).tolist(), window.proposed.sum(0).tolist()
+            self.accepted = [a + b for a, b in zip(self.accepted, made, strict=True)]
+            self.proposed = [a + b for a, b in zip(self.proposed, tested, strict=True)]
+            self.noise_variance = window.noise_variance[-1].tolist()
+            self.correction = window.correction[-1].tolist()
+        if self.average is not None and self.average.n_draws != self.n_draws:
+            self.n_draws = self.average.n_draws
+            self.accuracy = metrics_of(self.average, self.average.rungs[0]).get("accuracy")
 
 
 class LiveDisplay(Observer):
-    """Rungs, energies, swaps, sigma2 and the time left; one line for each of several runs; one bar
-    where there is no room.
+    """Rungs, energies, swaps, sigma2 and the time left; one line for each of several runs.
 
     As an observer it is there while runs go; as a context manager from the beginning to the end of
-    the block, with a bar while nothing goes yet. `progress(done, total)` moves the bar of work that
-    has no observers.
+    the block. `progress(done, total)` moves the bar of work that has no observers.
     """
 
     def __init__(
         self, title: str = "training", n_steps: int = 0, *, console: Console | None = None
     ) -> None:
-        self.title, self.n_steps, self.n_done = title, n_steps, 0
+        self.title = title
         self.console = Console(stderr=True) if console is None else console
         self.shows = self.console.is_terminal and not self.console.is_dumb_terminal
+        self._bar = Progress(console=self.console, speed_estimate_period=600, auto_refresh=False)
+        self._task = self._bar.add_task(title, total=n_steps)
         self._live: Live | None = None
-        self._held = False  # by a `with` block
+        self._is_held = False  # by a `with` block
         self._lines: dict[Watched, Line] = {}
-        self._windows: dict[Watched, Windows] = {}
-        self._drawn, self._cost = 0.0, 0.0
-        self._shown: tuple[RenderableType, ConsoleDimensions] = (
-            "",
-            self.console.size,
-        )  # the picture, and for what terminal
-        self._first: tuple[float, int] | None = (
-            None  # when the first steps were done, and how many: compilation is no pace
-        )
-
-    # For work without observers
+        self._next = 0.0  # when the next picture is due
+        self._cost = 0.002  # seconds of a picture
 
     def __enter__(self) -> Self:
-        self._held = True
+        self._is_held = True
         self._open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._held = False
+    def __exit__(self, *error: object) -> None:
+        self._is_held = False
         self._close()
 
     def progress(self, done: int, total: int) -> None:
         """Steps done so far."""
-        if self.shows:
-            self._move(done, total)
-            self._draw_if_due()
-
-    # For runs
+        if not self.shows:
+            return
+        if done < self._bar.tasks[0].completed:
+            self._bar.reset(self._task)  # other work begins, with a pace of its own
+        self._bar.update(self._task, completed=done, total=total)
+        if time.monotonic() >= self._next:
+            self._draw()
 
     def on_start(self, watched: Watched) -> None:
-        if not self.shows:
-            return
-        self._lines[watched] = Line(watched)
-        self._windows[watched] = Windows(float("inf"))
-        self.n_done, self.n_steps = watched.run.n_steps, watched.n_steps
-        self._open()
+        if self.shows:
+            self._lines[watched] = Line(watched)
+            step = watched.run.n_steps
+            self._bar.reset(self._task, start=True, total=watched.n_steps, completed=step)
+            self._open()
 
     def on_steps(self, watched: Watched, infos: StepInfo) -> None:
-        if not self.shows:
-            return
-        for _ in self._windows[watched].add(
-            infos, watched.run.n_steps
-        ):  # kept until a picture is due
-            raise AssertionError("an endless window is never full")
-        if watched is next(
-            reversed(self._windows)
-        ):  # runs side by side are told one after the other: draw them at one step
-            self._move(watched.run.n_steps, watched.n_steps)
-            self._draw_if_due()
+        if self.shows:
+            self._lines[watched].pending.append(infos)
+            going = [line for line in self._lines.values() if line.is_going]
+            if going[-1].watched is watched:  # runs report in turn: draw them at the same step
+                self.progress(watched.run.n_steps, watched.n_steps)
 
     def on_draw(self, watched: Watched, average: Average) -> None:
         if self.shows and watched.number_of(average) == 0:
             self._lines[watched].average = average
 
     def on_end(self, watched: Watched, status: str) -> None:
-        if not self.shows:
+        if watched not in self._lines:
             return
-        self._windows.pop(watched, None)
-        if status == "failed" and self._windows:  # the others go on
-            self._lines[watched].status = status
-        else:
-            self._lines.pop(watched, None)
-        if not self._windows:
+        self._lines[watched].is_going = False
+        if status != "failed":
+            del self._lines[watched]
+        if not any(line.is_going for line in self._lines.values()):
             self._lines.clear()
-            if not self._held:
+            if not self._is_held:
                 self._close()
 
-    # Drawing
-
-    def _move(self, done: int, total: int) -> None:
-        self.n_done, self.n_steps = done, total
-        if self._first is None or done < self._first[1]:
-            self._first = (time.monotonic(), done)
-
-    def seconds_left(self) -> float | None:
-        """At the pace since the first steps; None before there is one."""
-        if self._first is None or self.n_done <= self._first[1]:
-            return None
-        since, step = self._first
-        return (time.monotonic() - since) / (self.n_done - step) * (self.n_steps - self.n_done)
+    def picture(self) -> RenderableType:
+        """A bar above a table of rungs or of runs; the bar alone in a narrow terminal."""
+        width, lines = self.console.width, list(self._lines.values())
+        self._bar.columns = BAR if width >= NARROW else SHORT_BAR
+        bar = self._bar.get_renderable()
+        if not lines or width < NARROW:
+            return bar
+        table = rungs_table if len(lines) == 1 else runs_table
+        notes = []
+        if len(lines) == 1 and lines[0].average is not None:
+            rung = lines[0].average.rungs[0]
+            shown = _percent(lines[0].accuracy)
+            accuracy = f", accuracy of rung {rung} {shown}" if shown else ""
+            notes.append(f"average of {lines[0].n_draws:,} draws{accuracy}")
+        if lines[0].counted_since and lines[0].accepted:
+            notes.append(f"swaps are counted since step {lines[0].counted_since:,}")
+        note = Text("; ".join(notes), no_wrap=True, overflow="ellipsis")
+        return Group(bar, table(lines, width >= WIDE), *([note] if notes else []))
 
     def _open(self) -> None:
         if self.shows and self._live is None:
@@ -138,66 +171,110 @@ class LiveDisplay(Observer):
             self._live.start()
             self._draw()
 
-    def _close(self) -> None:
-        """Leave the screen as it was."""
-        live, self._live, self._first = self._live, None, None
-        if live is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._show(live, "")  # the picture may be taller than the terminal has become
-                live.stop()
-
-    def _draw_if_due(self) -> None:
-        if self._live is None:
-            return
-        waited = time.monotonic() - self._drawn
-        if waited >= max(AT_LEAST, self._cost / SHARE) or (
-            waited >= AT_LEAST and self.console.size != self._shown[1]
-        ):
-            self._draw()
-
     def _draw(self) -> None:
         if self._live is None:
             return
-        began = time.perf_counter()
-        for watched, windows in self._windows.items():
-            for window in windows.rest():
-                self._lines[watched].take(window, MEMORY)
+        began = time.thread_time()
         for line in self._lines.values():
-            if line.average is not None and line.average.n_draws != line.n_draws:
-                line.n_draws = line.average.n_draws
-                line.accuracy = metrics_of(line.average, line.average.rungs[0]).get("accuracy")
-        picture = draw(
-            self.title,
-            self.n_done,
-            self.n_steps,
-            self.seconds_left(),
-            list(self._lines.values()),
-            *self.console.size,
-        )
-        self._show(self._live, picture)
-        took = time.perf_counter() - began
-        # The first picture loads what it needs and says nothing about the next; one slow moment is
-        # forgotten soon.
-        self._cost = min(took, 2 * self._cost) if self._cost else min(took, 0.002)
-        self._drawn = time.monotonic()
+            line.update()
+        self._live.update(self.picture(), refresh=True)
+        # The first picture loads modules: one slow picture does not delay the next for long.
+        self._cost = min(time.thread_time() - began, 2 * self._cost)
+        self._next = time.monotonic() + max(AT_LEAST, self._cost / SHARE)
 
-    def _show(self, live: Live, picture: RenderableType) -> None:
-        """Put a picture in place of the one before."""
-        before, size = self._shown[1], self.console.size
-        if size.width < before.width and reflows(os.environ):
-            # rich goes up as many lines as it wrote; those that the terminal broke since then have
-            # become more.
-            extra = extra_rows(
-                self.console, self._shown[0], drawn_for=before.width, width=size.width
-            )
-            up = [
-                (ControlType.ERASE_IN_LINE, 2),
-                *[(ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2)] * extra,
-            ]
-            self.console.control(Control(ControlType.CARRIAGE_RETURN, *up))
-        self._shown = (picture, size)
-        live.update(picture, refresh=True)
+    def _close(self) -> None:
+        """Leave the screen as it was."""
+        live, self._live = self._live, None
+        if live is not None:
+            with contextlib.suppress(BrokenPipeError):
+                live.stop()
 
     def __repr__(self) -> str:
-        where = f", step {self.n_done:,} of {self.n_steps:,}" if self.n_steps else ""
+        task = self._bar.tasks[0]
+        where = f", step {task.completed:,.0f} of {task.total:,.0f}" if task.total else ""
         return f"LiveDisplay({self.title!r}{where}{'' if self.shows else ', silent'})"
+
+
+@contextlib.contextmanager
+def progress_bar(
+    title: str, n_steps: int, console: Console | None = None
+) -> Iterator[Callback | None]:
+    """A callback (done, total) that draws one line, or None where stderr is not a terminal."""
+    with LiveDisplay(title, n_steps, console=console) as display:
+        yield display.progress if display.shows else None
+
+
+_END = (TaskProgressColumn(), TimeRemainingColumn(), TextColumn("left"))
+SHORT_BAR: tuple[str | ProgressColumn, ...] = (BarColumn(bar_width=20), *_END)
+BAR: tuple[str | ProgressColumn, ...] = (
+    TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, max_width=36)),
+    BarColumn(bar_width=20),
+    TextColumn("{task.completed:,.0f} of {task.total:,.0f} steps"),
+    *_END,
+)
+
+
+def rungs_table(lines: list[Line], is_wide: bool) -> Table:
+    """One row per rung of a single run; numbers of a pair are on the row of its colder rung."""
+    (line,) = lines
+    ladder = line.watched.ladder
+    names = ["rung", "temperature", *(["lr"] if is_wide else []), "energy", "replica"]
+    if ladder.n_pairs:
+        names += ["swaps up", "accepted", "sigma2", *(["correction"] if is_wide else [])]
+    table = _table(names)
+    temperatures, lrs = line.watched.rungs_at(line.watched.run.n_steps - 1)
+    for rung, temperature in enumerate(temperatures):
+        cells = [str(rung), f"{temperature:.4g}", *([f"{lrs[rung]:.3g}"] if is_wide else [])]
+        cells += [_short(line.energy[rung]) if line.energy else "", str(line.replica_at[rung])]
+        if rung < ladder.n_pairs:
+            made, tested = line.accepted[rung], line.proposed[rung]
+            cells += [f"{made:,}", _rate(made, tested), _short(line.noise_variance[rung])]
+            cells += [_short(line.correction[rung])] if is_wide else []
+        table.add_row(*cells)
+    return table
+
+
+def runs_table(lines: list[Line], is_wide: bool) -> Table:
+    """One row per run: its rung 0, and all its pairs together."""
+    names = ["seed", "energy", *(["temperature"] if is_wide else [])]
+    table = _table([*names, "swaps", "accepted", "sigma2", "accuracy"], first="run")
+    for line in lines:
+        head = (Text(line.watched.name), str(line.watched.seed))
+        if not line.is_going:
+            table.add_row(*head, Text("failed", style="red"))
+            continue
+        temperatures, _ = line.watched.rungs_at(line.watched.run.n_steps - 1)
+        swaps = ["", "", ""]
+        if line.accepted:
+            made, tested = sum(line.accepted), sum(line.proposed)
+            swaps = [f"{made:,}", _rate(made, tested), _short(line.noise_variance[0])]
+        table.add_row(
+            *head,
+            _short(line.energy[0]) if line.energy else "",
+            *([f"{temperatures[0]:.4g}"] if is_wide else []),
+            *swaps,
+            _percent(line.accuracy),
+        )
+    return table
+
+
+def _table(columns: list[str], first: str = "") -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
+    if first:
+        table.add_column(first, no_wrap=True, overflow="ellipsis", ratio=1)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.2f} %"
+
+
+def _rate(made: int, tested: int) -> str:
+    return f"{100 * made / tested:.3g} %" if tested else ""
+
+
+def _short(value: float) -> str:
+    """Five digits, with commas where it is large."""
+    return "" if value != value else f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:#.5g}"

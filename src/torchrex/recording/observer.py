@@ -1,13 +1,11 @@
-"""Observers: who looks at a run while it goes, and what they are told.
+"""Observers: who looks at a run while it goes, and what they get.
 
-Everything they see was brought to the host between two stretches of steps, once for all of them and
-the trace: nothing here waits for a device inside a step, and nothing an observer does can change a
-number of the run.
+Everything they see was copied to the host between two stretches of steps, once for all of them and
+the trace. Nothing here waits for a device inside a step, and no observer can change a number.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -22,15 +20,13 @@ from torchrex.recording.trace import Trace
 
 @dataclass(frozen=True, eq=False)
 class Watched:
-    """A run as observers know it. Where it stands now is `run.n_steps`."""
+    """A run as observers know it; `run.n_steps` is its present step."""
 
     name: str
     run: ReplicaExchange
     n_steps: int  # where it will end
     averages: tuple[Any, ...] = ()
-    swaps_before: tuple[tuple[int, int], ...] | None = (
-        None  # made and tested of each pair before it goes on; None: not known
-    )
+    swaps_before: tuple[tuple[int, int], ...] | None = None  # made and tested by pair, if known
 
     def number_of(self, average: Any) -> int:
         """Which of the run's averages this one is."""
@@ -44,14 +40,21 @@ class Watched:
     def seed(self) -> int:
         return self.run.streams.seed
 
+    def rungs_at(self, step: int) -> tuple[list[float], list[float]]:
+        """Temperatures and learning rates of a step, counted from 0."""
+        table = self.ladder.table(max(0, step), 1, device=torch.device("cpu"), dtype=torch.float64)
+        return table[0][0].tolist(), table[1][0].tolist()
+
 
 def counted_so_far(trace: Trace | None, n_steps: int) -> tuple[tuple[int, int], ...] | None:
-    """For `swaps_before`: what a trace counted in so many steps; None if there is none, or it did
-    not see all of them.
-    """
+    """For `swaps_before`: the counts of a trace, or None if it did not see all `n_steps`."""
     if trace is None or trace.n_steps != n_steps or n_steps == 0:
         return None
     return tuple((int(pair["accepted"]), int(pair["proposed"])) for pair in trace.swaps())
+
+
+def on_host(infos: StepInfo) -> StepInfo:
+    return StepInfo(*(values.cpu() for values in infos))
 
 
 class Average(Protocol):
@@ -64,6 +67,14 @@ class Average(Protocol):
     def metrics(self, rung: int | None = 0) -> dict[str, float]: ...
 
 
+def metrics_of(average: Average, rung: int | None = 0) -> dict[str, float]:
+    """Accuracy and the other metrics, or nothing where the data have no labels."""
+    try:
+        return average.metrics(rung)
+    except InvalidArgumentError:
+        return {}
+
+
 class Observer:
     """Base of all observers: override what you want to know. One object may watch several runs.
 
@@ -72,14 +83,10 @@ class Observer:
     """
 
     def on_start(self, watched: Watched) -> None:
-        """The run is about to go on from `watched.run.n_steps`: 0, or the step of the checkpoint it
-        resumes from.
-        """
+        """The run goes on from `watched.run.n_steps`: 0, or the step of its checkpoint."""
 
     def on_steps(self, watched: Watched, infos: StepInfo) -> None:
-        """Some steps, the last of them number `watched.run.n_steps`, stacked along the first axis,
-        on the host.
-        """
+        """Steps up to `watched.run.n_steps`, stacked along the first axis, on the host."""
 
     def on_draw(self, watched: Watched, average: Any) -> None:
         """An average took a draw."""
@@ -92,26 +99,6 @@ class Observer:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
-
-
-def on_host(infos: StepInfo) -> StepInfo:
-    return StepInfo(*(values.cpu() for values in infos))
-
-
-def values_at(ladder: Ladder, step: int) -> tuple[list[float], list[float]]:
-    """Temperatures and learning rates of a step, counted from 0."""
-    temperature, lr, _ = ladder.table(step, 1, device=torch.device("cpu"), dtype=torch.float64)
-    return temperature[0].tolist(), lr[0].tolist()
-
-
-def metrics_of(average: Average, rung: int | None = 0) -> dict[str, float]:
-    """Accuracy and the other numbers of an average, or nothing where its data have no labels or it
-    leaves that rung out.
-    """
-    try:
-        return average.metrics(rung)
-    except InvalidArgumentError:
-        return {}
 
 
 class Window(NamedTuple):
@@ -127,39 +114,36 @@ class Window(NamedTuple):
     proposed: Tensor  # (steps, pairs)
 
 
-class Windows:
-    """Cuts what a run says into windows that end at multiples of `every`, however long its
-    stretches were.
-    """
+def join(parts: list[StepInfo], last: int) -> Window:
+    """Consecutive steps up to number `last` as one window."""
+    columns = {
+        name: torch.cat([getattr(part, name)[..., 0] for part in parts])
+        for name in Window._fields[2:]
+    }
+    return Window(last - len(columns["energy"]) + 1, last, **columns)
 
-    def __init__(self, every: int | float) -> None:
-        self.every = every  # infinity: wherever `rest` is asked for
+
+class Windows:
+    """Cuts the steps of a run into windows that end at multiples of `every`."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
         self._parts: list[StepInfo] = []
-        self._held, self._last = 0, 0
+        self._last = 0
 
     def add(self, infos: StepInfo, last: int) -> Iterator[Window]:
         """Take in steps up to number `last`; gives the windows that are full now."""
-        n = len(infos.energy)
-        taken, first = 0, last - n  # `first` steps were done before
-        while taken < n:
-            room = self.every - first % self.every if math.isfinite(self.every) else n
-            end = min(n, taken + int(room))
-            self._parts.append(
-                infos if end - taken == n else StepInfo(*(values[taken:end] for values in infos))
-            )
-            self._held += end - taken
-            first, self._last, taken = first + end - taken, first + end - taken, end
-            if self._last % self.every == 0:
+        before = done = last - len(infos.energy)
+        while done < last:
+            end = min(last, (done // self.every + 1) * self.every)
+            rows = slice(done - before, end - before)
+            self._parts.append(StepInfo(*(values[rows] for values in infos)))
+            self._last = done = end
+            if done % self.every == 0:
                 yield from self.rest()
 
     def rest(self) -> Iterator[Window]:
         """The window that is not full yet, if it holds anything."""
-        if not self._held:
-            return
-        fields = Window._fields[2:]
-        window = {
-            name: torch.cat([getattr(part, name)[..., 0] for part in self._parts])
-            for name in fields
-        }
-        first, self._parts, self._held = self._last - self._held + 1, [], 0
-        yield Window(first, self._last, **window)
+        if self._parts:
+            parts, self._parts = self._parts, []
+            yield join(parts, self._last)
