@@ -160,9 +160,7 @@ def test_one_coordinate_is_a_scalar(mixture, names, row):
 
 @pytest.mark.parametrize("name", ["chain", "draw", "step", "a/b"])
 def test_names_that_no_variable_can_have(mixture, name):
-    with pytest.raises(
-        InvalidArgumentError, match="chain, draw, step"
-    ) as caught:
+    with pytest.raises(InvalidArgumentError, match="chain, draw, step") as caught:
         mixture.to_datatree([name])
     assert "\n" not in str(caught.value)
 
