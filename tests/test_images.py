@@ -123,7 +123,7 @@ def test_stopped_and_resumed_equals_never_stopped(cli, tmp_path, recipe, more, s
     words = ["run", recipe, "--device", "cpu"]
     code, out, err = cli(*words, "--out", tmp_path / "whole", settings=settings)
     assert code == 0, err
-    assert "accuracy of the average" in out
+    assert "accuracy of one network" in out
     whole = tmp_path / "whole" / recipe / "seed=0"
     assert sorted(p.name for p in whole.iterdir()) == [
         "checkpoints",

@@ -71,13 +71,13 @@ def make_digits(configs: Mapping[str, Any], folders: Folders, seeds: Sequence[in
     rows = digits.rows(folders)
     shown = "digits/resghmc" if "digits/resghmc" in configs else next(iter(configs))
     title = f"{shown}, seed {seeds[0]}: energies, rungs and swaps"
-    steps, trace = configs[shown].steps_per_epoch, folders[shown][0].trace
+    config, folder = configs[shown], folders[shown][0]
     return Made(
         digits.as_table(rows),
         ["In brackets the standard error over seeds; 500 held-out images."],
         digits.as_markdown(rows),
         _with_origin(rows, folders, seeds),
-        lambda picture: digits.draw(trace(), picture, steps_per_epoch=steps, title=title),
+        lambda picture: digits.draw(config, folder, picture, title=title),
     )
 
 

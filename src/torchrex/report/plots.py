@@ -1,7 +1,7 @@
-"""Plots of one run: data and a matplotlib axis in, the axis back. Made to be read in grey: a line
-style goes with every colour.
+"""Plots of one run: data and a matplotlib axis in, the axis back. A line style goes with every
+colour, so that they can be read in grey.
 
-Nothing here makes a figure or needs matplotlib itself: `figure, axis = plt.subplots();
+Nothing here makes a figure or imports matplotlib: `figure, axis = plt.subplots();
 plot_energies(run.history, axis)`.
 """
 
@@ -24,14 +24,8 @@ from torchrex.report.series import (
 )
 
 STYLES = ("-", "--", "-.", ":")
-COLOURS = (
-    "#0b3c5d",
-    "#c8553d",
-    "#5a9367",
-    "#8e6bbf",
-    "#c59b1f",
-    "#4f9fc0",
-)  # from dark to light in grey, two by two
+# From dark to light in grey, two by two.
+COLOURS = ("#0b3c5d", "#c8553d", "#5a9367", "#8e6bbf", "#c59b1f", "#4f9fc0")
 
 
 def look(k: int) -> dict[str, Any]:
@@ -51,16 +45,10 @@ def plot_energies(history: History, axis: Any, *, chain: int = 0) -> Any:
     energy = _chain(history, chain, history.energy)
     window = smoothing_window(len(energy))
     for rung in reversed(range(history.n_rungs)):
-        style = look(rung)
+        style, label = look(rung), rung_name(rung, history.n_rungs)
         axis.plot(history.steps, energy[:, rung], color=style["color"], linewidth=0.4, alpha=0.35)
-        label = rung_name(rung, history.n_rungs)
-        axis.plot(
-            history.steps,
-            running_mean(energy[:, rung], window),
-            **style,
-            linewidth=1.6,
-            label=label,
-        )
+        smooth = running_mean(energy[:, rung], window)
+        axis.plot(history.steps, smooth, **style, linewidth=1.6, label=label)
     if bool((energy > 0).all()) and float(energy.max() / energy.min()) > 20:
         axis.set_yscale("log")
     _mark_swaps(history, chain, axis)
@@ -68,30 +56,20 @@ def plot_energies(history: History, axis: Any, *, chain: int = 0) -> Any:
 
 
 def plot_replica_paths(history: History, axis: Any, *, chain: int = 0) -> Any:
-    """On which rung each replica stood. Thinned draws show where it stood at the kept steps, not
-    every move between them.
-    """
+    """The rung of each replica. Thinned draws show it at the kept steps only."""
     rung_of = _chain(history, chain, history.replica_at).long().argsort(dim=1)
     for replica in range(history.n_rungs):
-        # A little apart, so that lines on the same rung can be told apart.
+        # A little apart, so that lines on the same rung can be distinguished.
         shift = 0.12 * (replica - (history.n_rungs - 1) / 2) / max(1, history.n_rungs - 1)
-        axis.step(
-            history.steps,
-            rung_of[:, replica] + shift,
-            where="post",
-            **look(replica),
-            linewidth=1.1,
-            label=f"replica {replica}",
-        )
+        style = {**look(replica), "linewidth": 1.1, "label": f"replica {replica}"}
+        axis.step(history.steps, rung_of[:, replica] + shift, where="post", **style)
     axis.set_yticks(range(history.n_rungs))
     axis.set_ylim(-0.4, history.n_rungs - 0.6)
     return _finish(axis, "rung (0 is coldest)")
 
 
 def plot_acceptance(history: History, axis: Any) -> Any:
-    """Acceptance of every pair over time: swaps made where they are listed, and what the recorded
-    energies promise.
-    """
+    """Acceptance of every pair over time: swaps made, and what the recorded energies promise."""
     _require_pairs(history)
     step, expected, observed = acceptance_over_time(history)
     if expected is None and observed is None:
@@ -99,49 +77,25 @@ def plot_acceptance(history: History, axis: Any) -> Any:
             "this history knows neither its swaps nor F; give correction_factor to History.from_draws"
         )
     for pair in range(history.n_pairs):
-        style = look(pair)
+        style, name = look(pair), f"rungs {pair}, {pair + 1}"
         if expected is not None:
-            axis.plot(
-                step,
-                100 * expected[:, pair],
-                **style,
-                linewidth=1.6,
-                label=f"rungs {pair}, {pair + 1}: from the energies",
-            )
+            label = f"{name}: from the energies"
+            axis.plot(step, 100 * expected[:, pair], **style, linewidth=1.6, label=label)
         if observed is not None:
-            marks = {
-                "marker": "ox^s"[pair % 4],
-                "linestyle": "",
-                "markersize": 4,
-                "color": style["color"],
-                "fillstyle": "none",
-            }
-            axis.plot(
-                step,
-                100 * observed[:, pair],
-                **marks,
-                label=f"rungs {pair}, {pair + 1}: swaps made",
-            )
+            marks = {"color": style["color"], "linestyle": "", "markersize": 4}
+            marks |= {"marker": "ox^s"[pair % 4], "fillstyle": "none"}
+            axis.plot(step, 100 * observed[:, pair], **marks, label=f"{name}: swaps made")
     axis.set_ylim(bottom=0)
     return _finish(axis, "acceptance (% of swap tests)")
 
 
 def plot_noise_variance(history: History, axis: Any) -> Any:
-    """sigma2, the variance of one energy estimate, of every pair: mean over chains, band of two
-    standard errors.
-    """
+    """sigma2 of one energy estimate, of every pair: mean over chains, band of two standard errors."""
     _require_pairs(history)
     mean, error = noise_over_time(history)
     for pair in range(history.n_pairs):
-        style = look(pair)
-        axis.plot(
-            history.steps, mean[:, pair], **style, linewidth=1.6, label=f"rungs {pair}, {pair + 1}"
-        )
-        if history.n_chains > 1:
-            low, high = mean[:, pair] - 2 * error[:, pair], mean[:, pair] + 2 * error[:, pair]
-            axis.fill_between(
-                history.steps, low, high, color=style["color"], alpha=0.2, linewidth=0
-            )
+        label = f"rungs {pair}, {pair + 1}"
+        _line_with_band(axis, history.steps, mean[:, pair], error[:, pair], look(pair), label)
     return _finish(axis, "sigma2 of one energy (nats²)")
 
 
@@ -156,22 +110,10 @@ def plot_correction(history: History, axis: Any, *, pair: int = 0, chain: int = 
         _chain(history, chain, each)[:, pair]
         for each in (history.energy_difference, history.correction)
     )
-    axis.plot(
-        history.steps,
-        difference,
-        ".",
-        color="0.6",
-        markersize=2,
-        label=f"energy of rung {pair} minus rung {pair + 1}",
-    )
-    axis.plot(
-        history.steps,
-        correction,
-        "-",
-        color="black",
-        linewidth=1.6,
-        label="correction: above it a swap is certain",
-    )
+    label = f"energy of rung {pair} minus rung {pair + 1}"
+    axis.plot(history.steps, difference, ".", color="0.6", markersize=2, label=label)
+    label = "correction: above it a swap is certain"
+    axis.plot(history.steps, correction, "-", color="black", linewidth=1.6, label=label)
     _mark_swaps(history, chain, axis, pair)
     return _finish(axis, "energy (nats)")
 
@@ -191,13 +133,8 @@ def plot_density(
         axis.fill_between(x, truth(x), color="0.88", label="truth", zorder=0)
     for k, one in enumerate(density[:5] if len(density) > 1 else ()):
         axis.stairs(one, edges, color="0.55", linewidth=0.5, label=None if k else "single chains")
-    axis.stairs(
-        density.mean(0),
-        edges,
-        color=COLOURS[0],
-        linewidth=1.6,
-        label=f"draws of {len(density)} chains",
-    )
+    label = f"draws of {len(density)} chains"
+    axis.stairs(density.mean(0), edges, color=COLOURS[0], linewidth=1.6, label=label)
     axis.set_ylim(bottom=0)
     return _finish(axis, "density (per unit of x)", "x")
 
@@ -210,50 +147,51 @@ def plot_reliability(
     """
     confidence, accuracy, error, _ = calibration(probabilities, labels, bins)
     axis.plot([0, 100], [0, 100], ":", color="0.5", linewidth=1, label="perfectly calibrated")
-    axis.errorbar(
-        100 * confidence,
-        100 * accuracy,
-        yerr=200 * error,
-        color=COLOURS[0],
-        marker="o",
-        markersize=4,
-        capsize=2,
-        label=label,
-    )
+    marks = {"color": COLOURS[0], "marker": "o", "markersize": 4, "capsize": 2}
+    axis.errorbar(100 * confidence, 100 * accuracy, yerr=200 * error, label=label, **marks)
     axis.set(xlim=(0, 100), ylim=(0, 100))
     return _finish(axis, "right (% of predictions)", "probability of the predicted class (%)")
 
 
 def plot_accuracy(curves: Mapping[str, Tensor], axis: Any) -> Any:
-    """Test accuracy (fractions) after 1, 2, ... draws: one line a name, such as `average of
-    probabilities` and `last draw`.
-    """
+    """Test accuracy (fractions) after 1, 2, ... draws, one line for each name."""
     lows = []
     for k, (name, accuracy) in enumerate(curves.items()):
         values = 100 * torch.as_tensor(accuracy, dtype=torch.float64)
         axis.plot(torch.arange(1, len(values) + 1), values, **look(k), linewidth=1.5, label=name)
-        lows += (
-            [float(values[len(values) // 20 :].min())] if "last" not in name and len(values) else []
-        )
+        if "last" not in name and len(values):
+            lows.append(float(values[len(values) // 20 :].min()))
     if lows:  # the first few draws lie so far below that all else would be one line
         top = float(axis.dataLim.y1)
         axis.set_ylim(bottom=min(lows) - 0.05 * max(top - min(lows), 1.0))
     return _finish(axis, "test accuracy (%)", "draws in the average")
 
 
-def plot_distance(steps: Tensor, w2: Tensor, axis: Any, *, label: str = "W2", k: int = 0) -> Any:
+def plot_distance(
+    steps: Tensor,
+    w2: Tensor,
+    axis: Any,
+    *,
+    label: str = "W2",
+    k: int = 0,
+    style: Mapping[str, str] | None = None,
+) -> Any:
     """W2 (steps, chains) between the draws so far and the truth: mean over chains, band of two
-    standard errors.
+    standard errors, in look number `k` or in a `style` (color, linestyle).
     """
     mean, error = over_chains(w2.reshape(len(steps), -1))
-    style = look(k)
-    axis.plot(steps, mean, **style, linewidth=1.6, label=label)
-    if bool(error.isfinite().all()):
-        axis.fill_between(
-            steps, mean - 2 * error, mean + 2 * error, color=style["color"], alpha=0.2, linewidth=0
-        )
+    _line_with_band(axis, steps, mean, error, style or look(k), label)
     axis.set(xscale="log", yscale="log")
     return _finish(axis, "W2 to the truth (units of x)")
+
+
+def _line_with_band(
+    axis: Any, x: Tensor, mean: Tensor, error: Tensor, style: Mapping[str, str], label: str
+) -> None:
+    axis.plot(x, mean, **style, linewidth=1.6, label=label)
+    if bool(error.isfinite().all()):
+        band = {"color": style["color"], "alpha": 0.2, "linewidth": 0}
+        axis.fill_between(x, mean - 2 * error, mean + 2 * error, **band)
 
 
 def _chain(history: History, chain: int, values: Tensor) -> Tensor:
@@ -276,16 +214,9 @@ def _mark_swaps(history: History, chain: int, axis: Any, pair: int | None = None
     if pair is not None:
         mine &= history.swaps.pair == pair
     when = history.swaps.step[mine]
-    axis.plot(
-        when,
-        torch.full(when.shape, 0.02),
-        "|",
-        color="black",
-        markersize=7,
-        markeredgewidth=0.7,
-        transform=axis.get_xaxis_transform(),
-        label=f"{len(when):,} swaps",
-    )
+    marks = {"color": "black", "markersize": 7, "markeredgewidth": 0.7}
+    marks |= {"transform": axis.get_xaxis_transform(), "label": f"{len(when):,} swaps"}
+    axis.plot(when, torch.full(when.shape, 0.02), "|", **marks)
 
 
 def _finish(axis: Any, y: str, x: str = "steps") -> Any:

@@ -29,48 +29,46 @@ def running_mean(values: Tensor, window: int) -> Tensor:
     return shifted / counts.view(-1, *[1] * (values.ndim - 1))
 
 
+def smoothing_window(n_rows: int) -> int:
+    """How many recorded rows a smooth line averages: a hundredth of them."""
+    return max(1, math.ceil(n_rows / 100))
+
+
 class AcceptanceOverTime(NamedTuple):
-    """Acceptance of every pair in windows of steps; None where the run does not tell."""
+    """Acceptance of every pair in windows of steps; None where the run does not know it."""
 
     step: Tensor  # (w,): the middle of each window
     expected: Tensor | None  # (w, pairs): mean of min(1, S) over the recorded rows and chains
     observed: (
         Tensor | None
-    )  # (w, pairs): swaps made over swaps tested; tests are taken to be spread evenly over the steps
+    )  # (w, pairs): swaps over tests, taken to be spread evenly over the steps
 
 
 def acceptance_over_time(history: History, windows: int = 40) -> AcceptanceOverTime:
     """Windows of equal length, at least ten recorded rows each on average.
 
-    Draws do not list their swaps, so that only what the energies promise is known of them over
-    time.
+    Draws do not list their swaps: only what the energies promise is known of them over time.
     """
     n_windows = max(1, min(windows, len(history.steps) // 10))
     edges = torch.linspace(0, history.n_steps, n_windows + 1, dtype=torch.float64)
-    middle = 0.5 * (edges[1:] + edges[:-1])
-    window = _window_of(history.steps, edges)
-    expected = None
+
+    def summed(values: Tensor, steps: Tensor) -> Tensor:
+        window = torch.bucketize(steps.double(), edges, right=True) - 1
+        zeros = torch.zeros(n_windows, *values.shape[1:], dtype=torch.float64)
+        return zeros.index_add_(0, window.clamp(0, n_windows - 1), values.double())
+
+    expected = observed = None
     if history.correction is not None:
-        log_ratio = history.inverse_gap[:, :, None] * (
-            history.energy_difference - history.correction.double()
-        )
+        needed = history.energy_difference - history.correction.double()
+        log_ratio = history.inverse_gap[:, :, None] * needed
         rows = acceptance_probability(log_ratio, 1.0).nan_to_num(0.0).mean(2)
-        count = torch.zeros(n_windows, dtype=torch.float64).index_add_(
-            0, window, torch.ones_like(window, dtype=torch.float64)
-        )
-        total = torch.zeros(n_windows, history.n_pairs, dtype=torch.float64).index_add_(
-            0, window, rows
-        )
-        expected = total / count[:, None]  # NaN for a window without rows
-    observed = None
+        count = summed(torch.ones(len(history.steps), 1), history.steps)
+        expected = summed(rows, history.steps) / count  # NaN for a window without rows
     if history.swaps is not None:
-        made = torch.zeros(n_windows * history.n_pairs, dtype=torch.float64)
-        where = _window_of(history.swaps.step, edges) * history.n_pairs + history.swaps.pair.long()
-        made = made.index_add_(0, where, torch.ones_like(where, dtype=torch.float64)).view(
-            n_windows, -1
-        )
-        observed = made / (history.proposed.double().sum(1) / n_windows)
-    return AcceptanceOverTime(middle, expected, observed)
+        of_pair = torch.nn.functional.one_hot(history.swaps.pair.long(), history.n_pairs)
+        tests = history.proposed.double().sum(1) / n_windows
+        observed = summed(of_pair, history.swaps.step) / tests
+    return AcceptanceOverTime(0.5 * (edges[1:] + edges[:-1]), expected, observed)
 
 
 def noise_over_time(history: History) -> tuple[Tensor, Tensor]:
@@ -91,14 +89,12 @@ class Calibration(NamedTuple):
 def calibration(probabilities: Tensor, labels: Tensor, bins: int = 15) -> Calibration:
     """Predictions (n, classes) in bins of equal width by the probability of the predicted class."""
     if probabilities.ndim != 2 or labels.shape != probabilities.shape[:1]:
-        raise InvalidArgumentError(
-            f"need probabilities (n, classes) and labels (n,), got {tuple(probabilities.shape)} and {tuple(labels.shape)}"
-        )
+        given = f"{tuple(probabilities.shape)} and {tuple(labels.shape)}"
+        raise InvalidArgumentError(f"need probabilities (n, classes) and labels (n,), got {given}")
     confidence, predicted = probabilities.double().max(1)
     right = (predicted == labels).double()
-    which = (confidence * bins).ceil().long().clamp(
-        1, bins
-    ) - 1  # (a, b], as the calibration error counts
+    # (a, b], as the calibration error counts
+    which = (confidence * bins).ceil().long().clamp(1, bins) - 1
     count = torch.bincount(which, minlength=bins)
     there = count > 0
     n = count[there].double()
@@ -108,11 +104,11 @@ def calibration(probabilities: Tensor, labels: Tensor, bins: int = 15) -> Calibr
 
 
 def error_of_mean(values: Sequence[float], errors: Sequence[float | None]) -> float | None:
-    """Standard error of a mean over runs; `errors` are those that the runs tell of themselves.
+    """Standard error of a mean over runs; `errors` are those that the runs know of themselves.
 
     A run of many chains knows its own far better than two or three seeds show by their spread, so
-    where every run tells one they are combined: sqrt(sum e^2) / n. Else it is the spread over runs,
-    and of a single run nothing is known.
+    where every run has one they are combined: sqrt(sum e^2) / n. Else it is the spread over runs;
+    of a single run nothing is known.
     """
     known = [error for error in errors if error is not None]
     if values and len(known) == len(values):
@@ -123,8 +119,8 @@ def error_of_mean(values: Sequence[float], errors: Sequence[float | None]) -> fl
 def p_of_pairs(mean: float, error: float, n: int) -> float | None:
     """Two-sided p of a mean difference of n pairs: t with n - 1 degrees of freedom.
 
-    Equal differences leave no spread to test against: either the sides are the same, or rounding
-    hides it (None).
+    Equal differences leave no spread to test against: the sides are the same, or rounding hides the
+    spread (None).
     """
     if error > 1e-9 * abs(mean):  # less is rounding
         return float(2 * stats.t.sf(abs(mean) / error, n - 1))
@@ -133,29 +129,9 @@ def p_of_pairs(mean: float, error: float, n: int) -> float | None:
 
 def least_of_averages(curves: Mapping[str, Any]) -> float | None:
     """From where the accuracies of averages are worth drawing: their least after the first
-    twentieth of the draws.
-
-    An average of one or two draws, and a single draw, lie so far below that all else would be one
-    line.
+    twentieth of the draws. Averages of few draws and single draws are far below.
     """
-    names = [
-        name
-        for name in curves
-        if name.endswith("_accuracy") and "last" not in name and isinstance(curves[name], list)
-    ]
-    late = [
-        value
-        for name in names
-        for value in curves[name][len(curves[name]) // 20 :]
-        if isinstance(value, int | float)
-    ]
-    return min(late) if late else None
-
-
-def smoothing_window(n_rows: int) -> int:
-    """How many recorded rows a smooth line averages: a hundredth of them."""
-    return max(1, math.ceil(n_rows / 100))
-
-
-def _window_of(steps: Tensor, edges: Tensor) -> Tensor:
-    return (torch.bucketize(steps.double(), edges, right=True) - 1).clamp(0, len(edges) - 2)
+    names = [name for name in curves if name.endswith("_accuracy") and "last" not in name]
+    lists = [curves[name] for name in names if isinstance(curves[name], list)]
+    late = [value for each in lists for value in each[len(each) // 20 :]]
+    return min((value for value in late if isinstance(value, int | float)), default=None)
