@@ -31,7 +31,7 @@ from torchrex.errors import (
 )
 from torchrex.experiments import get_recipe, run_recipe
 from torchrex.experiments.config import override
-from torchrex.network.signals import stopping_signals
+from torchrex.network.training import stopping_signals
 
 SETTINGS = ["epochs=24", "burn_in_epochs=4", "checkpoint_every=37"]
 TORCHREX = [sys.executable, "-m", "torchrex"]
@@ -266,7 +266,7 @@ def test_train_resumes_averages_traces_and_stored_draws(tmp_path):
 def test_where_it_looks_does_not_matter(tmp_path, monkeypatch):
     runs = []
     for seconds in (0.0, 1e9):
-        monkeypatch.setattr("torchrex.network.together.SECONDS_BETWEEN_LOOKS", seconds)
+        monkeypatch.setattr("torchrex.network.training.SECONDS_BETWEEN_LOOKS", seconds)
         runs.append(go(None, 300)[0])
     assert torch.equal(runs[0].ensemble.position, runs[1].ensemble.position)
 
@@ -522,7 +522,7 @@ def test_a_run_that_begins_anew_does_not_hide_behind_later_checkpoints(tmp_path)
     with pytest.raises(CheckpointError, match="checkpoints up to step 60"):
         go(tmp_path, 30, resume=False)
     with pytest.raises(
-        torchrex.errors.InvalidArgumentError, match="step 60 already, beyond n_steps=30"
+        torchrex.errors.InvalidArgumentError, match="step 60, beyond n_steps=30"
     ):
         go(tmp_path, 30)
 

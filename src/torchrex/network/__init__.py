@@ -1,10 +1,9 @@
 """Runs on modules: replicas, their step, its capture as a CUDA graph, and training them."""
 
 from torchrex.network.ensemble import ModuleEnsemble
-from torchrex.network.members import Outcome, TrainingRun
 from torchrex.network.run import ModuleExchange
 from torchrex.network.side_by_side import SideBySide
-from torchrex.network.together import train, train_together
+from torchrex.network.training import Outcome, TrainingRun, train, train_together
 
 __all__ = [
     "ModuleEnsemble",
