@@ -355,7 +355,7 @@ def test_members_are_made_from_what_is_natural(tmp_path):
     data, extra = loaders("cpu")
     train_together([member], data, 10, extra=extra, checkpoint_every=5)
     assert (average.n_draws, member.checkpoints.steps()) == (2, [5, 10])
-    with pytest.raises(InvalidArgumentError, match="takes .*TrainingRun"):
+    with pytest.raises(InvalidArgumentError, match="TrainingRun"):
         train_together([run], data, 10)
-    with pytest.raises(InvalidArgumentError, match="a member is"):
+    with pytest.raises(InvalidArgumentError, match="TrainingRun"):
         TrainingRun([run])
