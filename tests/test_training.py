@@ -521,9 +521,7 @@ def test_a_run_that_begins_anew_does_not_hide_behind_later_checkpoints(tmp_path)
     go(tmp_path, 60)
     with pytest.raises(CheckpointError, match="checkpoints up to step 60"):
         go(tmp_path, 30, resume=False)
-    with pytest.raises(
-        torchrex.errors.InvalidArgumentError, match="step 60, beyond n_steps=30"
-    ):
+    with pytest.raises(torchrex.errors.InvalidArgumentError, match="step 60, beyond n_steps=30"):
         go(tmp_path, 30)
 
 
