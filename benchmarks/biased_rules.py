@@ -29,7 +29,7 @@ def mean_of(per_run: torch.Tensor) -> dict[str, float]:
 
 
 def rest(steps: int) -> dict[str, Any]:
-    """Variance of rung 0 of the Gaussian, and the left weight of the mixture, whose truth is 0.4."""
+    """Variance of rung 0 of the Gaussian; left weight of the mixture, whose truth is 0.4."""
     n_runs, scale = 4_000, torch.tensor([1.0, 3.0]).sqrt().view(2, 1, 1)
     start = scale * torch.randn(2, n_runs, 1, generator=torch.Generator().manual_seed(0))
     ensemble = torchrex.TensorEnsemble.start(gaussian(), n_rungs=2, n_runs=n_runs, initial=start)

@@ -100,7 +100,7 @@ class Contestant:
             name, n = "acceptance_rate", self.n_steps * self.runs
             value, low, high = self.accepted / n, ACCEPTANCE, ACCEPTANCE
             slack = 0.004 + 5 * math.sqrt(ACCEPTANCE * (1 - ACCEPTANCE) * 10 / n)
-        else:  # E[move^2] = 2 lr tau + lr^2 E[gradient^2], and the last mean is 1 / std^2 in each mode
+        else:  # E[move^2] = 2 lr tau + lr^2 E[gradient^2]; the last mean is 1 / std^2 per mode
             moves = np.diff(np.asarray(self.positions), axis=0)
             name, value, n = "mean_squared_move", float(np.square(moves).mean()), moves.size
             low, high = (2 * LR * COLD + (LR / std) ** 2 for std in STDS)

@@ -1,11 +1,12 @@
-"""Do the estimators of the noise variance agree on a real checkpoint, within their standard errors?
+r"""Do estimators of the noise variance agree on a real checkpoint, within standard errors?
 
 Two replicas of a network trained on CIFAR-10, at their last checkpoint and on the same augmented
 minibatches, as in a step: the variance of repeated energies (the paper's way, with many more draws
 than its ten) beside the free ones from per-example losses, unpaired and paired. BatchNorm sees its
 own minibatch in training mode, so the examples of a batch are not quite independent.
 
-    python benchmarks/estimators.py --checkpoint RUN/checkpoints/step=... --out results/estimators.json
+    python benchmarks/estimators.py --checkpoint RUN/checkpoints/step=... \
+        --out results/estimators.json
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ def main() -> None:
     per_example, n_data = losses(given.checkpoint, given.batches)
     estimators = compare(per_example, n_data)
     numbers = {
-        "what": "noise variance of summed energies at the last checkpoint of icml2020/cifar10-resnet20, seed 0, 500 epochs",
+        "what": "noise variance of summed energies at the last checkpoint of "
+        "icml2020/cifar10-resnet20, seed 0, 500 epochs",
         "step": int(given.checkpoint.name.removeprefix("step=")),
         "batches": given.batches,
         "batch_size": per_example.shape[2],

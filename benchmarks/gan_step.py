@@ -82,7 +82,8 @@ def main() -> None:
             "minutes_for_15000_steps": minutes,
         }
         print(
-            f"{name}: captured {found['ms_per_step'][2]:.2f} ms, eager {eager['ms_per_step'][1]:.2f} ms, {ratio:.1f} x",
+            f"{name}: captured {found['ms_per_step'][2]:.2f} ms, eager "
+            f"{eager['ms_per_step'][1]:.2f} ms, {ratio:.1f} x",
             flush=True,
         )
         print(found.get("microseconds"), found.get("kernels_per_step"), flush=True)

@@ -211,7 +211,8 @@ def growth_table(record: dict[str, Any]) -> str:
     """The time of a step, and round trips in an hour, on assumed networks."""
     work = record["seconds_of_a_replica"]
     lines = [
-        "| rungs | bytes to each rank | step, fast, ms | gather, % | step, Ethernet, ms | gather, % | round trips an hour, fast "
+        "| rungs | bytes to each rank | step, fast, ms | gather, % | step, Ethernet, ms | gather, "
+        "% | round trips an hour, fast "
         "| Ethernet | 64 ranks, Ethernet: step, ms | trips an hour |",
         "|---" * 10 + "|",
     ]

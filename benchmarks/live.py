@@ -6,11 +6,12 @@ benchmarks/README.md.
 
 Two answers, both in processor time, so that waiting for other processes is not counted:
 
-    share   the time spent inside the observer's calls, by this thread, over that of the run around them: exact, but blind to what
-            watching does to the rest (caches, the thread that reads the terminal)
-    ratio   a watched run over the bare one of the same turn: blind to nothing, but a machine that others use changes its pace by
-            more than 1 % from run to run. Hence the median over turns, which a few disturbed ones do not move, with its standard
-            error from 10,000 resamples of the turns
+    share   time of this thread inside the observer's calls, over that of the run around them:
+            exact, but without what watching does to the rest (caches, the thread that reads the
+            terminal)
+    ratio   a watched run over the bare one of the same turn: nothing is left out, but a machine
+            that others use changes its pace by more than 1 % from run to run. Hence the median over
+            turns, with its standard error from 10,000 resamples of the turns
 
 Every turn runs each contestant once, in an order that rotates; the first turn warms up and is not
 counted. "Nothing asked" is an observer that does nothing: its ratio is what the method takes for a

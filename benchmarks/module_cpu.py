@@ -136,7 +136,8 @@ def main() -> None:
                 }
             )
             print(
-                f"{net} {name} rungs={rungs}: {median(values):.0f} us a step, {median(values) / base:.2f} x",
+                f"{net} {name} rungs={rungs}: {median(values):.0f} us a step, "
+                f"{median(values) / base:.2f} x",
                 flush=True,
             )
     record = surroundings(__file__, "torch", "torchrex", "posteriors")

@@ -269,7 +269,8 @@ def main() -> None:
             }
         )
         print(
-            f"{name}, R={replicas}: {ms[0]:.3f} to {ms[-1]:.3f} ms, {rate:,.0f} images x replicas / s",
+            f"{name}, R={replicas}: {ms[0]:.3f} to {ms[-1]:.3f} ms, {rate:,.0f} images x replicas "
+            f"/ s",
             flush=True,
         )
 

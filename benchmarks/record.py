@@ -60,7 +60,8 @@ def density_loop_table(record: dict[str, Any]) -> str:
         if r["name"] == "torchrex, compiled"
     }
     lines = [
-        "| rungs | runs | sampler | microseconds a step (min to max) | times torchrex compiled | compilation, s |",
+        "| rungs | runs | sampler | microseconds a step (min to max) | times torchrex compiled | "
+        "compilation, s |",
         "|---|---|---|---|---|---|",
     ]
     for r in sorted(results, key=lambda r: (-r["rungs"], r["runs"])):
@@ -69,7 +70,8 @@ def density_loop_table(record: dict[str, Any]) -> str:
         spread = f"**{number(us['median'])}** ({number(us['min'])} to {number(us['max'])})"
         compilation = f"{r['compile_seconds']:.1f}"
         lines.append(
-            f"| {r['rungs']} | {r['runs']:,} | {r['name']} | {spread} | {number(ratio)} | {compilation} |"
+            f"| {r['rungs']} | {r['runs']:,} | {r['name']} | {spread} | {number(ratio)} | "
+            f"{compilation} |"
         )
     return "\n".join(lines)
 
@@ -155,14 +157,16 @@ def networks_table(record: dict[str, Any]) -> str:
 def module_cpu_table(record: dict[str, Any]) -> str:
     """Small networks on one core, beside posteriors."""
     lines = [
-        "| network | sampler | rungs | microseconds a step (min to max) | times torchrex, one rung |",
+        "| network | sampler | rungs | microseconds a step (min to max) | times torchrex, one "
+        "rung |",
         "|---|---|---|---|---|",
     ]
     for r in record["results"]:
         us = r["us_per_step"]
         spread = f"**{number(us['median'])}** ({number(us['min'])} to {number(us['max'])})"
         lines.append(
-            f"| {r['net']} | {r['name']} | {r['rungs']} | {spread} | {r['times_torchrex_one_rung']:.2f} |"
+            f"| {r['net']} | {r['name']} | {r['rungs']} | {spread} | "
+            f"{r['times_torchrex_one_rung']:.2f} |"
         )
     return "\n".join(lines)
 
@@ -305,7 +309,8 @@ def images_table(record: dict[str, Any]) -> str:
         lines.append("| " + " | ".join(words) + " |")
     lines += [
         "",
-        "± is two standard deviations over n seeds. Differences in points, paired by seed, ± standard error:",
+        "± is two standard deviations over n seeds. Differences in points, paired by seed, ± "
+        "standard error:",
         "",
     ]
     cells: dict[str, list[str]] = {}
@@ -316,7 +321,10 @@ def images_table(record: dict[str, Any]) -> str:
             and effect["metric"] == headline(record, effect)
         ):
             others = settings_of(effect)
-            where = f"{effect['family']}, {effect['data']}, {effect['net']}, {effect['epochs']} epochs{others and f', {others}'}"
+            where = (
+                f"{effect['family']}, {effect['data']}, {effect['net']}, {effect['epochs']} "
+                f"epochs{others and f', {others}'}"
+            )
             cells.setdefault(where, []).append(
                 f"{effect['of']} minus {effect['minus']} {difference(effect)}"
             )
@@ -388,17 +396,24 @@ def table3_table(record: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        "± is two standard deviations over n seeds. Differences in points, paired by seed, ± standard error:",
+        "± is two standard deviations over n seeds. Differences in points, paired by seed, ± "
+        "standard error:",
         "",
     ]
     cells: dict[str, list[str]] = {}
     for effect in record["contributions"]:
         if effect["n"] and effect["metric"].endswith("accuracy"):
             others = settings_of(effect)
-            where = f"{effect['family']}, {effect['data']}, {effect['n_labelled']} labels, {effect['steps']:,} steps"
+            where = (
+                f"{effect['family']}, {effect['data']}, {effect['n_labelled']} labels, "
+                f"{effect['steps']:,} steps"
+            )
             where += others and f", {others}"
             claim = "" if effect["paper"] is None else f", the paper {effect['paper']:+.2f}"
-            words = f"{effect['contribution']} ({effect['of']} minus {effect['minus']}) {difference(effect)}{claim}"
+            words = (
+                f"{effect['contribution']} ({effect['of']} minus {effect['minus']}) "
+                f"{difference(effect)}{claim}"
+            )
             cells.setdefault(where, []).append(words)
     lines += [f"- {where}: {'; '.join(words)}" for where, words in cells.items()]
     lines += ["", "Every column: [results/gan/table3.md](../results/gan/table3.md)."]

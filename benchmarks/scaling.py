@@ -1,5 +1,4 @@
-"""What does it cost to spread replicas over processes? Bytes, the gather alone, whole steps, and a
-model of them.
+"""What does it cost to spread replicas over processes? Bytes, the gather, steps, and a model.
 
     python benchmarks/scaling.py --out benchmarks/results/scaling.json
 
@@ -10,14 +9,13 @@ take turns block by block:
     at once      the gather is waited for where it begins
     silent       nothing travels; every rank pretends that the others have its own losses
 
-All ranks read one clock, so what a rank spends in a gather can be told apart: until the last rank
-has posted its numbers it waits for a slower rank (ranks that share cores are never equally fast),
-and only what comes after that is transport. Tables and the picture of docs/scaling.md are made from
-the stored numbers (`--pages` makes them anew without measuring).
+All ranks read one clock, so the time of a rank in a gather can be split: until the last rank has
+posted its numbers it waits for a slower rank (ranks that share cores are never equally fast); what
+comes after that is transport. The tables and the picture of docs/scaling.md are made from the
+stored numbers (`--pages` makes them again without measuring).
 
-What a rank does stands in scaling_work.py and how it is watched in scaling_probes.py;
-scaling_measure.py starts ranks and puts their numbers together, scaling_model.py has the model,
-scaling_pages.py the tables and the picture.
+scaling_ranks.py is what a rank does and how it is timed, scaling_measure.py starts ranks and
+collects their numbers, scaling_model.py has the model, scaling_pages.py the tables and the picture.
 """
 
 from __future__ import annotations
@@ -46,9 +44,8 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if not arguments.pages:
-        os.environ.setdefault(
-            "OMP_WAIT_POLICY", "passive"
-        )  # two threads that spin on cores which others use would measure that
+        # Threads that spin on cores which other processes use would be measured too.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         record = surroundings(__file__, "torch", "torchrex")
         write(arguments.out, {**record, **measure(arguments.turns, arguments.rounds)})
     record = json.loads(arguments.out.read_text())

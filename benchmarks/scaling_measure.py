@@ -1,6 +1,4 @@
-"""How scaling.py goes through all layouts: starts ranks, splits their time into waiting and
-transport, puts a record together.
-"""
+"""Measures layouts of scaling.py: starts ranks, splits their time into waiting and transport."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor
 
 from scaling_model import bytes_each, fit_ring, fit_work
-from scaling_work import NETS, besides, gathers, steps
+from scaling_ranks import NETS, besides, gathers, steps
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
@@ -38,12 +36,7 @@ LAYOUTS: list[Layout] = [
 
 
 def in_ranks(n: int, function: Callable[..., Any], *arguments: Any, threads: int = 1) -> list[Any]:
-    """What `function(*arguments)` returns on each of n processes that know each other as those of
-    torchrun do.
-
-    They are started as those of the tests are. One that fails prints its traceback, and nothing is
-    measured any more.
-    """
+    """What `function(*arguments)` returns on each of n processes, started as in the tests."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = Ranks(n, with_threads, folder, threads, function, arguments, timeout=300)
         try:
@@ -53,7 +46,8 @@ def in_ranks(n: int, function: Callable[..., Any], *arguments: Any, threads: int
     for rank, words in enumerate(said):
         if words is None or (isinstance(words, dict) and "error" in words):
             raise SystemExit(
-                f"rank {rank} of {n} did not finish {function.__name__}{arguments}: {words or 'it was killed'}"
+                f"rank {rank} of {n} did not finish {function.__name__}{arguments}: "
+                f"{words or 'it was killed'}"
             )
     return said
 
@@ -79,10 +73,9 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def split(stamps: Tensor) -> tuple[Tensor, Tensor]:
-    """Seconds that each rank waits for a slower one, and seconds of transport, (ranks,
-    collectives), of stamps (..., 4).
+    """Seconds of waiting for a slower rank, and of transport, (ranks, collectives).
 
-    What the processor does to post the numbers counts as transport.
+    `stamps` is (..., 4). Processor work to post the numbers counts as transport.
     """
     began, posted, called, done = stamps.unbind(-1)
     last = posted.max(0).values
@@ -91,8 +84,8 @@ def split(stamps: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def summarise(said: list[dict[str, Any]], n: int) -> dict[str, Any]:
-    """Of one layout: milliseconds a step of each block, until all have it; of that processor time,
-    mean over ranks; and microseconds a step in collectives, mean over ranks.
+    """One layout: milliseconds a step until all ranks have it; means over ranks of the processor
+    time of that and of the microseconds in collectives.
     """
     found: dict[str, Any] = {}
     for blocks in zip(*(each["blocks"] for each in said), strict=True):
@@ -128,9 +121,8 @@ def add_gathers(found: dict[tuple[int, int, int], list[float]]) -> None:
     for ranks in (2, 4, 8):
         for n in (16, 256, 4_096, 32_768):
             said = in_ranks(ranks, gathers, ranks, n, 150)
-            times = torch.tensor(
-                said, dtype=torch.float64
-            )  # from the moment the last one began until the last one has it
+            # From the moment the last rank began until the last rank has it.
+            times = torch.tensor(said, dtype=torch.float64)
             took = times[..., 1].max(0).values - times[..., 0].max(0).values
             found.setdefault((ranks, n, bytes_each(ranks, ranks, n)), []).extend(
                 (1e6 * took).tolist()
@@ -138,9 +130,7 @@ def add_gathers(found: dict[tuple[int, int, int], list[float]]) -> None:
 
 
 def add_steps(found: dict[Layout, dict[str, Any]], turns: int) -> None:
-    """What `summarise` says of every layout, to what it said of it before; what rank 0 sends is the
-    same in every round.
-    """
+    """Add the results of `summarise` for every layout; rank 0 sends the same in every round."""
     for layout in LAYOUTS:
         net, replicas, ranks, threads = layout
         said = in_ranks(ranks, steps, net, replicas, turns, threads=threads)
@@ -158,9 +148,7 @@ def add_steps(found: dict[Layout, dict[str, Any]], turns: int) -> None:
 
 
 def add_besides(found: dict[int, dict[str, Any]]) -> None:
-    """Milliseconds until the last rank has sent a prediction and saved a checkpoint, to those found
-    by ranks.
-    """
+    """Milliseconds until the last rank has sent a prediction and saved a checkpoint, by ranks."""
     for ranks in (1, 2, 4):
         with tempfile.TemporaryDirectory() as folder:
             said = in_ranks(ranks, besides, folder, 15)

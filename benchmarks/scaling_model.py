@@ -1,7 +1,6 @@
-"""The model of scaling.py: the bytes and the seconds of a gather and of a step, and its constants
-from what was measured.
+"""The model of scaling.py: bytes and seconds of a gather and of a step, and its constants.
 
-Nothing here measures or starts anything; ladder_growth.py extrapolates with it.
+Nothing here measures; ladder_growth.py extrapolates with it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What scaling.py tells of a record: the tables and the picture of docs/scaling.md."""
+"""The tables and the picture of docs/scaling.md, from a record of scaling.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from record import HERE, number
 from scaling_model import ring_seconds, step_seconds
-from scaling_probes import WAYS
+from scaling_ranks import WAYS
 
 PAGE = HERE.parent / "docs" / "scaling.md"
 
@@ -15,7 +15,8 @@ PAGE = HERE.parent / "docs" / "scaling.md"
 def gather_table(record: dict[str, Any]) -> str:
     """The gather alone beside the model, which is fitted to the quietest tenth."""
     lines = [
-        "| ranks | bytes from each | bytes to each | us, quietest tenth | model | us, median (to 90 %) |",
+        "| ranks | bytes from each | bytes to each | us, quietest tenth | model | us, median (to "
+        "90 %) |",
         "|---" * 6 + "|",
     ]
     model = record["model"]
@@ -24,7 +25,10 @@ def gather_table(record: dict[str, Any]) -> str:
             g["us"],
             1e6 * ring_seconds(g["ranks"], g["bytes"], cores=model["cores"], **model["ring"]),
         )
-        told = f"**{number(us['p10'])}** | {number(predicted)} | {number(us['median'])} ({number(us['p90'])})"
+        told = (
+            f"**{number(us['p10'])}** | {number(predicted)} | {number(us['median'])} "
+            f"({number(us['p90'])})"
+        )
         lines.append(f"| {g['ranks']} | {g['bytes']:,} | {g['ranks'] * g['bytes']:,} | {told} |")
     return "\n".join(lines)
 
@@ -41,7 +45,8 @@ def predicted_ms(record: dict[str, Any], r: dict[str, Any]) -> float:
 def step_table(record: dict[str, Any]) -> str:
     """Whole steps: every layout, what travels, and the time of it."""
     lines = [
-        "| network, replicas | ranks | bytes from each | ms a step, quietest tenth | model | median (to 90 %) | transport, us "
+        "| network, replicas | ranks | bytes from each | ms a step, quietest tenth | model | "
+        "median (to 90 %) | transport, us "
         "| % of the step (of means) | waiting for a slower rank, % (of means) |",
         "|---" * 9 + "|",
     ]
@@ -72,7 +77,8 @@ def step_table(record: dict[str, Any]) -> str:
         ranks += f" of {r['threads']} threads" if r["threads"] > 1 else ""
         model = number(predicted_ms(record, r)) if r["threads"] == 1 else ""
         lines.append(
-            f"| {r['net']}, {r['replicas']} | {ranks} | {size} | {number(ms['p10'])} | {model} | {told} | {' | '.join(parts)} |"
+            f"| {r['net']}, {r['replicas']} | {ranks} | {size} | {number(ms['p10'])} | {model} | "
+            f"{told} | {' | '.join(parts)} |"
         )
     return "\n".join(lines)
 
@@ -80,7 +86,8 @@ def step_table(record: dict[str, Any]) -> str:
 def overlap_table(record: dict[str, Any]) -> str:
     """Time in the gather with and without overlap, and processor time."""
     lines = [
-        "| network, replicas, ranks | in the gather, overlapped, us (of it transport) | waited for at once, us (of it transport) "
+        "| network, replicas, ranks | in the gather, overlapped, us (of it transport) | waited "
+        "for at once, us (of it transport) "
         "| processor time of a rank, us | step, overlapped / at once / silent, ms |",
         "|---|---|---|---|---|",
     ]
@@ -100,7 +107,8 @@ def overlap_table(record: dict[str, Any]) -> str:
         )
         ms = " / ".join(number(ways[way]["ms"]["median"]) for way in WAYS)
         lines.append(
-            f"| {r['net']}, {r['replicas']}, {r['ranks']} | {told[0]} | {told[1]} | {number(cpu)} | {ms} |"
+            f"| {r['net']}, {r['replicas']}, {r['ranks']} | {told[0]} | {told[1]} | {number(cpu)} "
+            f"| {ms} |"
         )
     return "\n".join(lines)
 
@@ -108,11 +116,15 @@ def overlap_table(record: dict[str, Any]) -> str:
 def besides_table(record: dict[str, Any]) -> str:
     """Predictions and checkpoints."""
     lines = [
-        "| ranks | sending 256 x 10 logits, ms | a checkpoint, ms (10 % to 90 %) | its collectives |",
+        "| ranks | sending 256 x 10 logits, ms | a checkpoint, ms (10 % to 90 %) | its "
+        "collectives |",
         "|---|---|---|---|",
     ]
     for r in record["besides"]:
-        saving = f"{number(r['saving']['median'])} ({number(r['saving']['p10'])} to {number(r['saving']['p90'])})"
+        saving = (
+            f"{number(r['saving']['median'])} ({number(r['saving']['p10'])} to "
+            f"{number(r['saving']['p90'])})"
+        )
         sending = number(r["sending"]["median"]) if r["ranks"] > 1 else "0"
         calls = sum(of["calls"] for of in r["checkpoint"].values())
         lines.append(f"| {r['ranks']} | {sending} | {saving} | {calls} |")
@@ -133,12 +145,18 @@ def headline(record: dict[str, Any]) -> str:
     work = [4 * four["work"]["median"], found[1, 1]["alone"]["work"]["median"]]
     us, ms = number(four["transport"]["median"]), number(four["ms"]["median"])
     return (
-        f"**ResNet-20, 4 ranks x 1 replica on two cores: transport is {us} us of a step of {ms} ms, {share['median']:.2f} % "
-        f"({share['mean']:.2f} % of means).** Processor time of a step, all ranks together: {number(work[0])} ms, against "
-        f"{number(work[1])} ms of one rank with all 4 replicas. By the clock that one takes {alone[0]} ms with one thread and "
-        f"{alone[1]} ms with two; but others used the machine meanwhile (load {min(load):.1f} to {max(load):.1f} on "
-        f"{record['model']['cores']} cores), and one process gets less of a busy machine than four. Constants of the gather: "
-        f"base {1e6 * ring['base']:.0f} us, latency {1e6 * ring['latency']:.0f} us, bandwidth {ring['bandwidth'] / 1e9:.2g} GB/s."
+        f"**ResNet-20, 4 ranks x 1 replica on two cores: transport is {us} us of a step of {ms} "
+        f"ms, {share['median']:.2f} % "
+        f"({share['mean']:.2f} % of means).** Processor time of a step, all ranks together: "
+        f"{number(work[0])} ms, against "
+        f"{number(work[1])} ms of one rank with all 4 replicas. By the clock that one takes "
+        f"{alone[0]} ms with one thread and "
+        f"{alone[1]} ms with two; but others used the machine meanwhile (load {min(load):.1f} to "
+        f"{max(load):.1f} on "
+        f"{record['model']['cores']} cores), and one process gets less of a busy machine than "
+        f"four. Constants of the gather: "
+        f"base {1e6 * ring['base']:.0f} us, latency {1e6 * ring['latency']:.0f} us, bandwidth "
+        f"{ring['bandwidth'] / 1e9:.2g} GB/s."
     )
 
 
@@ -167,9 +185,7 @@ def picture(record: dict[str, Any], path: Path) -> None:
         )
         sizes, us = [g["bytes"] for g in found], [g["us"] for g in found]
         error = [[u["median"] - u["p10"] for u in us], [u["p90"] - u["median"] for u in us]]
-        apart = [
-            size * 1.08 ** (ranks // 2 - 2) for size in sizes
-        ]  # so that their bars can be told apart
+        apart = [size * 1.08 ** (ranks // 2 - 2) for size in sizes]  # so that bars do not overlap
         axis.errorbar(
             apart,
             [u["median"] for u in us],

@@ -112,7 +112,8 @@ def main() -> None:
             )
             results.append({"name": name, **one})
             print(
-                f"{name}, lr {lr}: {one['variance_ratio']:.4f} ± {one['se']:.4f}, {one['acceptance_rate']:.2f} accepted",
+                f"{name}, lr {lr}: {one['variance_ratio']:.4f} ± {one['se']:.4f}, "
+                f"{one['acceptance_rate']:.2f} accepted",
                 flush=True,
             )
     limits = {name: limit([r for r in results if r["name"] == name]) for name in WAYS}

@@ -194,7 +194,8 @@ def main() -> None:
             }
         )
         print(
-            f"{name:16s} s={s:g} {rungs} rungs, dim {dim}, {used}: {ratio:.4f} +- {se:.4f}, accepted {rate:.3f}",
+            f"{name:16s} s={s:g} {rungs} rungs, dim {dim}, {used}: {ratio:.4f} +- {se:.4f}, "
+            f"accepted {rate:.3f}",
             flush=True,
         )
     skewed = []

@@ -33,7 +33,7 @@ from torchrex.exchange import count_trips, rung_of  # noqa: E402
 def traffic(replicas, n, noise):
     """The collectives of the third step, as (name, bytes)."""
     sys.path.append(str(ROOT / "benchmarks"))
-    from scaling_probes import Counted
+    from scaling_ranks import Counted
 
     # Dropout on so large a share of the data would be evaluated, and sent, a second time.
     options = {"mesh": replica_mesh(replicas), "random_losses": True}
