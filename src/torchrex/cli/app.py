@@ -1,22 +1,24 @@
 """Which commands there are, and how they end: an error of ours is one line and exit code 2.
 
-A command is loaded when it is called, so that help and typing errors are answered at once.
+The modules of the commands load torch and rich only when a command runs, so that help and typing
+errors are answered at once.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import re
 import sys
 from collections.abc import Iterable
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 import torchrex
-from torchrex.cli.main import Interrupted, interruptible, is_main_process, loading
+from torchrex.cli import look, run
+from torchrex.cli.data import data_app
+from torchrex.cli.main import Interrupted, interruptible, is_main_process
 from torchrex.errors import RankError, TorchrexError
 
 PLAIN: dict[str, Any] = {
@@ -26,67 +28,15 @@ PLAIN: dict[str, Any] = {
 }
 
 
-class Entry(NamedTuple):
-    """Where a command is, and the first paragraph of its help."""
-
-    module: str
-    name: str
-    help: str
-
-
-COMMANDS = {
-    "list": Entry(
-        "run",
-        "list_recipes",
-        "Show all recipes, those with a word in their name, or the settings of one.",
-    ),
-    "run": Entry("run", "run", "Run one recipe into OUT/RECIPE/seed=S/."),
-    "reproduce": Entry(
-        "run",
-        "reproduce",
-        "Run what is missing of a figure or table, draw it, and print the numbers, beside the "
-        "paper's where it has some.",
-    ),
-    "report": Entry(
-        "look",
-        "report",
-        "Write one page about all runs in DIR: tables beside the paper's numbers, charts, advice, "
-        "and how to repeat each run.",
-    ),
-    "doctor": Entry(
-        "look",
-        "doctor",
-        "Say in plain words what is wrong with a run and what to change, with the numbers behind "
-        "it.",
-    ),
-    "compare": Entry(
-        "look",
-        "compare",
-        "Compare runs with the first, paired by seed: differences, standard errors, verdicts that "
-        "do not overclaim.",
-    ),
-    "data": Entry("data", "data_app", "Image sets: get them, and see which are there."),
-}
-
-
 class Commands(TyperGroup):
-    """The commands by name, each loaded when it is asked for."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._loaded: set[str] = set()
-        for name in COMMANDS:  # their names are known, for "did you mean"
-            self.add_command(TyperCommand(name))
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in COMMANDS and cmd_name not in self._loaded:
-            self.add_command(load(cmd_name), cmd_name)
-            self._loaded.add(cmd_name)
-        return super().get_command(ctx, cmd_name)
+    """Lists the commands with the full first paragraph of their help."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
+        texts = {name: command.help or "" for name, command in self.commands.items()}
         with formatter.section("Commands"):
-            formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items()])
+            formatter.write_dl(
+                [(name, " ".join(text.split("\n\n")[0].split())) for name, text in texts.items()]
+            )
 
     # typer itself exits silently at Ctrl-C.
 
@@ -119,18 +69,6 @@ def _plain(words: Iterable[str]) -> str:
     return repr(" ".join(words))[1:-1]
 
 
-def load(name: str) -> Any:
-    """The command of that name as typer runs it."""
-    entry = COMMANDS[name]
-    with loading():
-        found = getattr(importlib.import_module(f"torchrex.cli.{entry.module}"), entry.name)
-    if isinstance(found, typer.Typer):
-        return typer.main.get_command(found)
-    alone = typer.Typer(**PLAIN)
-    alone.command(name, cls=Command)(found)
-    return typer.main.get_command(alone)
-
-
 app = typer.Typer(
     help="Adaptive replica exchange stochastic gradient MCMC: run recipes, reproduce the paper.",
     no_args_is_help=True,
@@ -146,6 +84,18 @@ def root(
     if version:
         typer.echo(f"torchrex {torchrex.__version__}")
         raise typer.Exit
+
+
+for name, command in (
+    ("list", run.list_recipes),
+    ("run", run.run),
+    ("reproduce", run.reproduce),
+    ("report", look.report),
+    ("doctor", look.doctor),
+    ("compare", look.compare),
+):
+    app.command(name, cls=Command)(command)
+app.add_typer(data_app, name="data")
 
 
 class Warnings(logging.Handler):

@@ -192,7 +192,7 @@ def run_missing(
 
     def adapted(options: RunOptions, group: Group) -> RunOptions:
         """A single run that has not begun starts anew, whatever a failed attempt left."""
-        begun = any(run.folder is not None and run.folder.active.begun for run in group.runs)
+        begun = any(run.folder.active.begun for run in group.runs)
         resume = not options.overwrite and (begun or len(group.runs) > 1)
         return replace(options, resume=resume, overwrite=not resume)
 
@@ -204,14 +204,11 @@ def run_missing(
             say(f"{run.name}: {took(folder, before) if folder.finished else failed}")
     if not todo:
         say(f"all {len(configs) * len(seeds)} runs are there already; nothing was run again")
-    return {
-        name: [run.folder for run in each if run.folder is not None] for name, each in runs.items()
-    }
+    return {name: [run.folder for run in each] for name, each in runs.items()}
 
 
 def _is_missing(run: Run, options: RunOptions) -> bool:
     run.config.device(options.device)  # an error in one line, before anything runs
-    assert run.folder is not None
     folder = run.folder.active
     if options.overwrite:
         return True

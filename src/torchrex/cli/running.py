@@ -96,7 +96,7 @@ class Session:
         budget, n_steps = options.budget, group.runs[0].config.n_steps
         if budget is not None:
             budget = max(LEAST_BUDGET, budget - (time.monotonic() - self.began))
-        folders = [run.folder for run in group.runs if run.folder is not None]
+        folders = [run.folder for run in group.runs]
         with (
             LiveDisplay(group.name, n_steps, console=stderr) as display,
             explained_if_early(folders, self.how),
@@ -114,8 +114,7 @@ class Session:
         """With --overwrite the old runs are still there, and --resume takes them for finished."""
         overwrite = self.options.overwrite
         left = {
-            f"{run.config.recipe} seed {run.seed}": run.folder is not None
-            and run.folder.status == "finished"
+            f"{run.config.recipe} seed {run.seed}": run.folder.status == "finished"
             for group in groups
             for run in group.runs
         }
@@ -225,7 +224,7 @@ def numbers_of(result: Mapping[str, Any], config: ExperimentConfig) -> dict[str,
 
 def states(runs: Iterable[Run]) -> dict[Path, str]:
     """Which runs are "finished" before a command, and which have "begun" and are resumed."""
-    folders = [run.folder.active for run in runs if run.folder is not None]
+    folders = [run.folder.active for run in runs]
     found = {each.path: "finished" if each.finished else "begun" for each in folders}
     return {
         each.path: found[each.path]

@@ -270,73 +270,69 @@ def override(config: C, assignments: typing.Sequence[str]) -> C:
         if not equals or not key:
             raise ConfigError(f"an override has the form key=value, got {assignment!r}")
         config = _assign(config, key.strip().split("."), text.strip(), key.strip())
-    check = getattr(config, "check", None)
-    if check is not None:  # when all are applied, whatever their order
-        check()
+    if isinstance(config, ExperimentConfig):
+        config.check()  # when all are applied, whatever their order
     return config
 
 
 def _assign(config: C, path: list[str], text: str, key: str) -> C:
-    hints = typing.get_type_hints(type(config))
-    names = [f.name for f in dataclasses.fields(config) if f.metadata.get("settable", True)]  # type: ignore[arg-type]
+    fields = {f.name: f for f in dataclasses.fields(config)}  # type: ignore[arg-type]
+    names = [name for name, f in fields.items() if f.metadata.get("settable", True)]
     name, *rest = path
-    if name not in names and any(f.name == name for f in dataclasses.fields(config)):  # type: ignore[arg-type]
+    if name in fields and name not in names:
         raise ConfigError(
-            f"setting {key!r} belongs to the recipe and is fixed; choose another recipe from `torchrex list`"
+            f"setting {key!r} belongs to the recipe and is fixed; choose another recipe from "
+            "`torchrex list`"
         )
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
         raise ConfigError(f"unknown setting {key!r} in --set; {hint}")
     value = getattr(config, name)
-    if rest:
-        if not dataclasses.is_dataclass(value):
-            raise ConfigError(f"setting {name!r} has no parts, so {key!r} cannot be set")
-        return dataclasses.replace(config, **{name: _assign(value, rest, text, key)})  # type: ignore[type-var]
-    if dataclasses.is_dataclass(value):
+    nested = dataclasses.is_dataclass(value)
+    if rest and not nested:
+        raise ConfigError(f"setting {name!r} has no parts, so {key!r} cannot be set")
+    if nested and not rest:
         parts = ", ".join(f"{name}.{f.name}" for f in dataclasses.fields(value))
         raise ConfigError(f"setting {key!r} has parts; set one of {parts}")
-    return dataclasses.replace(config, **{name: parse(text, hints[name], key)})  # type: ignore[type-var]
+    kind = typing.get_type_hints(type(config))[name]
+    new = _assign(value, rest, text, key) if rest else parse(text, kind, key)
+    return dataclasses.replace(config, **{name: new})  # type: ignore[type-var]
 
 
 def parse(text: str, kind: Any, key: str) -> Any:
     """Read `text` as a value of the annotated type, or say what was expected."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
+
+    def expected(what: str) -> ConfigError:
+        return ConfigError(f"setting {key!r} must be {what}, got {text!r}")
+
     if origin is types.UnionType:
         if text.lower() in ("none", "null") and type(None) in args:
             return None
         return parse(text, next(arg for arg in args if arg is not type(None)), key)
     if origin is typing.Literal:
         if text not in args:
-            raise ConfigError(
-                f"setting {key!r} must be one of {', '.join(map(str, args))}, got {text!r}"
-            )
+            raise expected(f"one of {', '.join(map(str, args))}")
         return text
     if origin is tuple:
-        inner = text.strip("()[] ")
-        return tuple(parse(part.strip(), args[0], key) for part in inner.split(",") if part.strip())
+        parts = (part.strip() for part in text.strip("()[] ").split(","))
+        return tuple(parse(part, args[0], key) for part in parts if part)
     if kind is bool:
         if text.lower() not in ("true", "false"):
-            raise ConfigError(f"setting {key!r} must be true or false, got {text!r}")
+            raise expected("true or false")
         return text.lower() == "true"
+    if kind not in (int, float):
+        return kind(text)
     try:
-        value = kind(text.replace("_", "")) if kind in (int, float) else kind(text)
-    except ValueError:
-        if kind is int and _is_whole(text):
-            return int(float(text))
-        word = {int: "a whole number", float: "a number"}.get(kind, kind.__name__)
-        raise ConfigError(f"setting {key!r} must be {word}, got {text!r}") from None
-    if kind is float and math.isnan(value):
-        raise ConfigError(f"setting {key!r} must be a number, got {text!r}")
-    return value
-
-
-def _is_whole(text: str) -> bool:
-    """1e5 is a whole number too."""
-    try:
-        return float(text).is_integer()
+        if kind is int and re.fullmatch(r"[+-]?[\d_]+", text):
+            return int(text.replace("_", ""))
+        value = float(text.replace("_", ""))
+        if math.isnan(value) or (kind is int and not value.is_integer()):
+            raise ValueError
+        return kind(value)  # 1e5 is an integer too
     except (ValueError, OverflowError):
-        return False
+        raise expected("a whole number" if kind is int else "a number") from None
 
 
 def descriptions(config: Any) -> dict[str, str]:

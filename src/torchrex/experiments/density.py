@@ -64,7 +64,6 @@ class DensityConfig(ExperimentConfig):
         self, runs: Sequence[Run], options: RunOptions
     ) -> tuple[Outcome, Sequence[RunResult]]:
         ((run,), group) = runs, join()
-        assert run.folder is not None
         earlier = 0.0
         with group.all_or_none("look at the checkpoints", RunFolderError):
             if options.resume and group.is_main:

@@ -205,13 +205,16 @@ class RunFolder:
         replace_file(self.path / name, text.encode())
 
 
+NO_FOLDER = RunFolder(Path(os.devnull))
+
+
 @dataclass(frozen=True)
 class Run:
     """One seed of one config. Without a folder nothing is written."""
 
     config: Any
     seed: int
-    folder: RunFolder | None = None
+    folder: RunFolder = NO_FOLDER
     observers: tuple[Observer, ...] = ()
 
     @property
@@ -220,7 +223,7 @@ class Run:
 
     @property
     def checkpoints(self) -> Path | None:
-        return None if self.folder is None else self.folder.checkpoints
+        return None if self.folder == NO_FOLDER else self.folder.checkpoints
 
 
 @dataclass(frozen=True)
@@ -241,7 +244,6 @@ class RunWriter:
     """Writes one run; of several processes the first does."""
 
     def __init__(self, run: Run, options: RunOptions) -> None:
-        assert run.folder is not None
         self.run, self.folder, self.options = run, run.folder, options
 
     def begin(self) -> None:

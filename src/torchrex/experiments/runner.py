@@ -70,7 +70,6 @@ def run_group(runs: Sequence[Run], options: RunOptions) -> list[RunFolder]:
 
 
 def _folder_to_write(run: Run, options: RunOptions) -> RunFolder:
-    assert run.folder is not None
     if not options.overwrite:
         return run.folder.active
     return run.folder.replacement if run.folder.status == "finished" else run.folder
@@ -78,7 +77,6 @@ def _folder_to_write(run: Run, options: RunOptions) -> RunFolder:
 
 def _where_it_is(run: Run, written: Path | None) -> RunFolder:
     """A finished run has taken its place; the others are still where they were written."""
-    assert run.folder is not None
     return RunFolder(written) if written is not None and written.is_dir() else run.folder
 
 
@@ -87,7 +85,6 @@ def _carry_out(runs: list[Run], options: RunOptions, device: str) -> None:
     options = replace(options, device=device)
     with group.all_or_none("making of the run folders", RunFolderError):
         for k, run in enumerate(runs) if group.is_main else ():
-            assert run.folder is not None
             logs = () if isinstance(run.config, DensityConfig) else options.log
             watching = (*options.observers, *open_logs(logs, run.folder.path))
             run.folder.make()
@@ -148,13 +145,11 @@ def _name(failure: NonFiniteEnergyError, run: Run | None) -> None:
 
 
 def _cannot_write(run: Run, failure: OSError) -> RunFolderError:
-    assert run.folder is not None
     return RunFolderError(f"cannot write {run.folder.path} ({failure}); choose another --out")
 
 
 def is_done(run: Run, options: RunOptions) -> bool:
     """Is there nothing to do? Refuses a run that was not asked for, or that has other settings."""
-    assert run.folder is not None
     run.folder.tidy()
     if options.overwrite:
         return False
@@ -229,7 +224,6 @@ def group_runs(runs: Sequence[Run], *, overwrite: bool) -> list[Group]:
     groups: list[Group] = []
     failed: list[Group] = []
     for run in runs:
-        assert run.folder is not None
         folder = run.folder.active
         unfinished = not overwrite and folder.checkpoints.is_dir() and not folder.finished
         steps = folder.steps if unfinished else frozenset()
