@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import typer
-from torchrex.cli.compare import compare as command
 from typer.testing import CliRunner
 
+from torchrex.cli.look import compare as command
 from torchrex.errors import ConfigError, InvalidArgumentError, RunFolderError
 from torchrex.experiments import get_recipe
 from torchrex.experiments.config import to_json

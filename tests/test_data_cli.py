@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import typer
-from torchrex.cli.interrupts import Interrupted
 from typer.testing import CliRunner
 
 from test_data import assert_holds, put, tiny  # noqa: F401 - tiny is a fixture
 from test_data_download import cifar, server  # noqa: F401 - fixtures
 from torchrex.cli import data as cli_data
+from torchrex.cli.main import Interrupted
 from torchrex.errors import DataError
 from torchrex.vision import data as vision_data
 from torchrex.vision.data import load_images

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from torchrex.cli.doctor import doctor
 from typer.testing import CliRunner
 
+from torchrex.cli.look import doctor
 from torchrex.diagnostics import Estimate, round_trips
 from torchrex.errors import MissingDependencyError, RunFolderError
 from torchrex.experiments import get_recipe, run_recipe

@@ -17,11 +17,11 @@ import pytest
 import torch
 import typer
 from safetensors.torch import save_file
-from torchrex.cli.report import in_words as command_in_words
-from torchrex.cli.report import report, size_in_words
 from typer.testing import CliRunner
 
 from chromium import chromium, find_chromium
+from torchrex.cli.look import in_words as command_in_words
+from torchrex.cli.look import report, size_in_words
 from torchrex.errors import RunFolderError
 from torchrex.experiments.config import override, to_json
 from torchrex.experiments.recipes import get_recipe

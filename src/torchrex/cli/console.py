@@ -1,4 +1,4 @@
-"""Where commands print: results on stdout, the rest on stderr, of several processes only the first."""
+"""Where commands print: results on stdout, the rest on stderr; only the main process prints."""
 
 from __future__ import annotations
 

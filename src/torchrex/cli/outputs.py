@@ -37,7 +37,7 @@ Folders = Mapping[str, list[RunFolder]]
 
 
 class Made(NamedTuple):
-    """What is made of runs: a table for the terminal, lines below it, a page, numbers, a picture."""
+    """What is made of runs: a table for the terminal, lines below it, a page, numbers, picture."""
 
     table: Table
     lines: Sequence[str]

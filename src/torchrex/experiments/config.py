@@ -1,4 +1,4 @@
-"""What is to be run: the base class of all configs, the options of a command, and `a.b=c` overrides.
+"""What is run: the base class of all configs, the options of a command, and `a.b=c` overrides.
 
 A config is a frozen dataclass of plain values; it is saved as JSON beside the result.
 """
@@ -195,7 +195,7 @@ class ExperimentConfig:
 
     @property
     def paper_numbers(self) -> Mapping[str, tuple[float, float | None]]:
-        """Metric -> the paper's value, as in `result.json`, and its standard deviation over seeds."""
+        """Metric -> the paper's value, as in `result.json`, and its sd over seeds."""
         return {}
 
     @property
@@ -336,7 +336,7 @@ def parse(text: str, kind: Any, key: str) -> Any:
 
 
 def descriptions(config: Any) -> dict[str, str]:
-    """What the comments at the fields of a config say; `fixed` for those that --set cannot change."""
+    """The comments at the fields of a config; `fixed` for those that --set cannot change."""
     said = {}
     for chunk in re.split(r"^    (?=\w+: )", inspect.getsource(type(config)), flags=re.MULTILINE)[
         1:
@@ -349,7 +349,7 @@ def descriptions(config: Any) -> dict[str, str]:
 
 
 def to_json(value: Any) -> Any:
-    """Plain JSON: tuples become lists, infinities the strings "inf" and "-inf", NaN becomes null."""
+    """Plain JSON: tuples become lists, infinities "inf" and "-inf", NaN becomes null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):

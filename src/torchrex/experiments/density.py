@@ -23,7 +23,7 @@ FEWEST_DRAWS = 2  # of an unfinished run that are worth measuring
 
 
 class DensityConfig(ExperimentConfig):
-    """A config that samples a density. All draws are kept, so a finished run needs no checkpoints."""
+    """Samples a density. All draws are kept, so a finished run needs no checkpoints."""
 
     keeps_checkpoints = False
     thin: int

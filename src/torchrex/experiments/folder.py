@@ -68,8 +68,8 @@ class RunFolder:
         named = isinstance(recipe, str) and RECIPE.fullmatch(recipe)
         if not named or isinstance(seed, bool) or not isinstance(seed, int):
             raise RunFolderError(
-                f"recipe {one_line(repr(recipe), 80)} with seed {one_line(repr(seed), 80)} names no "
-                "run folder: a recipe is letters, digits, . _ + - and slashes, a seed an integer"
+                f"recipe {one_line(repr(recipe), 80)} with seed {one_line(repr(seed), 80)} names "
+                "no run folder: a recipe is letters, digits, . _ + - and slashes, a seed an integer"
             )
         return RunFolder(out / recipe / f"seed={seed}")
 
@@ -154,7 +154,7 @@ class RunFolder:
         return self.replacement if self.replacement.path.is_dir() else self
 
     def tidy(self) -> None:
-        """Complete what a killed process left: a replacement that is finished, or has no step yet."""
+        """Complete what a killed process left: a replacement that is finished or has no step."""
         new = self.replacement
         if new.status == "finished":
             new.take_place()
@@ -315,7 +315,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """What `save_tensors` wrote, with its checksums compared; one of UNREADABLE says what is wrong."""
+    """What `save_tensors` wrote, checked by its checksums; raises one of UNREADABLE."""
     require_file(path)
     with safe_open(str(path), framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping

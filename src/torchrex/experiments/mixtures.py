@@ -147,7 +147,7 @@ CASE3_ACCEPTANCE = {1.0: 0.0, 2.0: 0.004, 4.0: 0.071, math.inf: 0.46}
 
 
 def figure1_recipes() -> dict[str, MixtureConfig]:
-    """Every curve of figure 1: SGLD, naive and corrected reSGLD on each case, all F on the third."""
+    """Every curve of figure 1: SGLD, naive and corrected reSGLD; all F on the third case."""
     recipes = {}
     for case, config in CASES.items():
         factors = {"resgld": 1.0}

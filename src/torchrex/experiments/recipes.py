@@ -38,7 +38,8 @@ def get_recipe(name: str) -> ExperimentConfig:
         meant = [*meant[: MOST_NAMED - 1], f"{len(meant) - MOST_NAMED + 1} others"]
     hint = f"did you mean {' or '.join(filter(None, (', '.join(meant[:-1]), *meant[-1:])))}? "
     raise RecipeError(
-        f"there is no recipe {name!r}; {hint if meant else ''}`torchrex list{word}` shows all of them"
+        f"there is no recipe {name!r}; {hint if meant else ''}"
+        f"`torchrex list{word}` shows all of them"
     )
 
 

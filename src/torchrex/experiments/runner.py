@@ -32,7 +32,7 @@ def run_recipe(config: ExperimentConfig, seed: int, out: Path, **options: Any) -
 def run_together(
     pairs: Sequence[tuple[ExperimentConfig, int]], out: Path, **options: Any
 ) -> list[RunFolder]:
-    """Run configs of one `batch_key`, each with its seed, together; no result depends on the others."""
+    """Run configs of one `batch_key` together; no result depends on the others."""
     for name in ("observers", "log"):
         options[name] = tuple(options.get(name, ()))
     return run_group([run_in(out, *pair) for pair in pairs], RunOptions(**options))
@@ -149,7 +149,7 @@ def _cannot_write(run: Run, failure: OSError) -> RunFolderError:
 
 
 def is_done(run: Run, options: RunOptions) -> bool:
-    """Is there nothing to do? Refuses a run that was not asked for, or that has other settings."""
+    """Is there nothing to do? Refuses what was not asked for, or has other settings."""
     run.folder.tidy()
     if options.overwrite:
         return False
@@ -159,8 +159,8 @@ def is_done(run: Run, options: RunOptions) -> bool:
     if options.resume:
         if folder.config is not None and (other := differences(folder, run.config)):
             raise RunFolderError(
-                f"{folder.path} holds a run with other settings ({', '.join(other[:3])}); resume it "
-                "with the same --set, or choose another --out, or add --overwrite to replace it"
+                f"{folder.path} holds a run with other settings ({', '.join(other[:3])}); resume "
+                "it with the same --set, or choose another --out, or add --overwrite to replace it"
             )
         if status not in (None, "finished") and not saved and not run.config.keeps_checkpoints:
             raise RunFolderError(

@@ -80,7 +80,7 @@ class LogisticConfig(DensityConfig):
         }
 
     def measure(self, draws: Draws) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Errors of the posterior means, in posterior sds, and ratios of the sds to the reference."""
+        """Errors of the posterior means in posterior sds, and ratios of sds to the reference."""
         from torchrex.diagnostics import mean_and_error  # scipy loads slowly
 
         mode, covariance = laplace(self.target())

@@ -1,4 +1,4 @@
-"""Figure 1 of the paper from run folders: four panels and a table, ours next to the paper's numbers."""
+"""Figure 1 of the paper from run folders: four panels, and a table next to the paper's numbers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def as_table(table_rows: list[dict[str, Any]]) -> Table:
     """Acceptance in percent next to the paper's, then how close the draws are to the truth."""
     table = Table(
         title="Figure 1: mean over independent runs (standard error of the last digit)",
-        caption="acc.: accepted swaps; the true left weight is 0.400; W1, W2: distance to the truth",
+        caption="acc.: accepted swaps; true left weight: 0.400; W1, W2: distance to the truth",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )

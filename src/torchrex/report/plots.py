@@ -69,12 +69,12 @@ def plot_replica_paths(history: History, axis: Any, *, chain: int = 0) -> Any:
 
 
 def plot_acceptance(history: History, axis: Any) -> Any:
-    """Acceptance of every pair over time: swaps made, and what the recorded energies promise."""
+    """Acceptance of every pair over time: swaps made, and what the energies promise."""
     _require_pairs(history)
     step, expected, observed = acceptance_over_time(history)
     if expected is None and observed is None:
         raise InvalidArgumentError(
-            "this history knows neither its swaps nor F; give correction_factor to History.from_draws"
+            "this history has neither swaps nor F; give correction_factor to History.from_draws"
         )
     for pair in range(history.n_pairs):
         style, name = look(pair), f"rungs {pair}, {pair + 1}"
@@ -90,7 +90,7 @@ def plot_acceptance(history: History, axis: Any) -> Any:
 
 
 def plot_noise_variance(history: History, axis: Any) -> Any:
-    """sigma2 of one energy estimate, of every pair: mean over chains, band of two standard errors."""
+    """sigma2 of one energy, of every pair: mean over chains, band of two standard errors."""
     _require_pairs(history)
     mean, error = noise_over_time(history)
     for pair in range(history.n_pairs):

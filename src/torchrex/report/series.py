@@ -72,7 +72,7 @@ def acceptance_over_time(history: History, windows: int = 40) -> AcceptanceOverT
 
 
 def noise_over_time(history: History) -> tuple[Tensor, Tensor]:
-    """sigma2 of every pair, (k, pairs): mean over chains and its standard error, NaN for one chain."""
+    """sigma2 of every pair, (k, pairs): mean over chains, standard error (NaN for one chain)."""
     mean, error = over_chains(history.noise_variance)
     return mean, error
 
