@@ -1,6 +1,4 @@
-"""The export to ArviZ, with the real package and real files; convergence numbers; pictures and
-notebooks.
-"""
+"""The export to ArviZ, with the real package and real files; convergence; plots and notebooks."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import matplotlib
 import numpy as np
@@ -48,16 +47,8 @@ def mixture():
 
 @pytest.fixture(scope="module")
 def three_rungs():
-    return tr.sample(
-        gaussian,
-        dim=3,
-        temperatures=(1.0, 2.0, 4.0),
-        lr=0.1,
-        n_steps=60,
-        n_runs=5,
-        thin=4,
-        burn_in=20,
-    )
+    size = {"dim": 3, "n_steps": 60, "n_runs": 5, "thin": 4, "burn_in": 20}
+    return tr.sample(gaussian, temperatures=(1.0, 2.0, 4.0), lr=0.1, **size)
 
 
 @pytest.fixture(scope="module")
@@ -81,56 +72,37 @@ def test_groups_axes_and_values(three_rungs):
     assert x.dims == ("chain", "draw", "coordinate")
     assert np.array_equal(x.sel(coordinate="b"), draws.values[:, :, 1])
     stats, ladder = tree["sample_stats"], tree["replica_exchange"]
-    # Axes of the tensors are (draws, rungs, chains): every one of the five chains and three rungs
-    # must land in its place.
-    for chain in range(5):
-        assert np.array_equal(stats["minibatch_energy"].sel(chain=chain), draws.energy[:, 0, chain])
-        for rung in range(3):
-            assert np.array_equal(
-                ladder["energy"].sel(chain=chain, rung=rung), draws.energy[:, rung, chain]
-            )
-            assert np.array_equal(
-                ladder["replica_at"].sel(chain=chain, rung=rung), draws.replica_at[:, rung, chain]
-            )
-        for pair in range(2):
-            assert np.array_equal(
-                ladder["noise_variance"].sel(chain=chain, pair=pair),
-                draws.noise_variance[:, pair, chain],
-            )
-            assert np.array_equal(
-                stats["noise_variance"].sel(chain=chain, pair=pair),
-                draws.noise_variance[:, pair, chain],
-            )
-            assert int(ladder["accepted"].sel(chain=chain, pair=pair)) == int(
-                draws.accepted[pair, chain]
-            )
-            assert int(ladder["proposed"].sel(chain=chain, pair=pair)) == int(
-                draws.proposed[pair, chain]
-            )
+    # Axes of the tensors are (draws, rungs or pairs, chains).
+    by_rung, by_pair = ("chain", "draw", "rung"), ("chain", "draw", "pair")
+    for group, name, dims, expected in (
+        (stats, "minibatch_energy", ("chain", "draw"), draws.energy[:, 0].T),
+        (stats, "noise_variance", by_pair, draws.noise_variance.permute(2, 0, 1)),
+        (ladder, "noise_variance", by_pair, draws.noise_variance.permute(2, 0, 1)),
+        (ladder, "energy", by_rung, draws.energy.permute(2, 0, 1)),
+        (ladder, "replica_at", by_rung, draws.replica_at.permute(2, 0, 1)),
+        (ladder, "accepted", ("chain", "pair"), draws.accepted.T),
+        (ladder, "proposed", ("chain", "pair"), draws.proposed.T),
+    ):
+        assert group[name].dims == dims
+        assert np.array_equal(group[name], expected)
     for group in tree.children.values():
         assert group["step"].values.tolist() == draws.steps.tolist() == list(range(24, 61, 4))
-    assert not {"lp", "energy"} & set(
-        stats.data_vars
-    )  # a minibatch estimate does not go by the name of an exact one
+    assert not {"lp", "energy"} & set(stats.data_vars)  # names of exact energies
     assert all({"chain", "draw"} <= set(variable.dims) for variable in stats.data_vars.values())
 
 
 def test_swapped_marks_the_draws_at_which_rung_0_has_another_replica(three_rungs):
     replica = three_rungs.replica_at[:, 0].T
-    expected = [
-        [0] + [int(a != b) for a, b in zip(row[1:], row, strict=False)] for row in replica.tolist()
-    ]
-    assert three_rungs.to_datatree()["sample_stats"]["swapped"].values.tolist() == expected
-    assert 0 < np.sum(expected) < replica.numel()
+    expected = np.diff(replica, axis=1, prepend=replica[:, :1]) != 0
+    assert three_rungs.to_datatree()["sample_stats"]["swapped"].values.tolist() == expected.tolist()
+    assert 0 < expected.sum() < replica.numel()
 
 
 def test_attributes(three_rungs):
     tree = three_rungs.to_datatree()
     for attrs in (tree.attrs, tree["posterior"].attrs):
-        assert (attrs["inference_library"], attrs["inference_library_version"]) == (
-            "torchrex",
-            tr.__version__,
-        )
+        assert attrs["inference_library"] == "torchrex"
+        assert attrs["inference_library_version"] == tr.__version__
         assert (attrs["n_steps"], attrs["status"]) == (60, "finished")
         assert json.loads(attrs["settings"]) == three_rungs.settings
         assert "step 0" not in attrs["settings"]
@@ -138,17 +110,15 @@ def test_attributes(three_rungs):
 
 
 def test_one_rung_has_no_pairs():
-    tree = tr.sample(
-        gaussian, dim=1, temperatures=(1.0,), lr=0.1, n_steps=20, n_runs=2
-    ).to_datatree()
+    draws = tr.sample(gaussian, dim=1, temperatures=(1.0,), lr=0.1, n_steps=20, n_runs=2)
+    tree = draws.to_datatree()
     assert set(tree["sample_stats"].data_vars) == {"minibatch_energy"}
     assert set(tree["replica_exchange"].data_vars) == {"energy", "replica_at"}
     assert "coordinate" not in tree["posterior"].coords
+    assert "swaps" not in draws._repr_html_()
 
 
-@pytest.mark.parametrize(
-    ("names", "row"), [(None, "x"), (["x"], "x"), (["mass"], "mass"), ("mass", "mass")]
-)
+@pytest.mark.parametrize(("names", "row"), [(None, "x"), (["mass"], "mass"), ("mass", "mass")])
 def test_one_coordinate_is_a_scalar(mixture, names, row):
     tree = mixture.to_datatree(names)
     assert list(tree["posterior"].data_vars) == [row]
@@ -158,30 +128,19 @@ def test_one_coordinate_is_a_scalar(mixture, names, row):
     assert mixture.plot(names)[0, 0].get_xlabel() == mixture.plot(names)[0, 1].get_ylabel() == row
 
 
-@pytest.mark.parametrize("name", ["chain", "draw", "step", "a/b"])
-def test_names_that_no_variable_can_have(mixture, name):
-    with pytest.raises(InvalidArgumentError, match="chain, draw, step") as caught:
-        mixture.to_datatree([name])
-    assert "\n" not in str(caught.value)
+def test_names_must_fit(three_rungs, mixture):
+    for name in ("chain", "draw", "step", "a/b"):
+        with pytest.raises(InvalidArgumentError, match="chain, draw, step"):
+            mixture.to_datatree([name])
+    for names in (["a"], ["a", "b", "b"], ["a", "b", 3], "abc"):
+        for use in (three_rungs.to_datatree, three_rungs.plot, partial(convergence, three_rungs)):
+            with pytest.raises(InvalidArgumentError, match="3 different strings"):
+                use(names)
 
 
 def test_half_precision_is_widened(three_rungs):
     half = replace(three_rungs, values=three_rungs.values.bfloat16())
     assert np.array_equal(half.to_datatree()["posterior"]["x"], half.values.float())
-
-
-@pytest.mark.parametrize(
-    "names", [["a"], ["a", "b", "b"], ["a", "b", 3], "abc", ["a", "b", "c", "d"]]
-)
-def test_names_must_fit(three_rungs, names):
-    for use in (
-        three_rungs.to_datatree,
-        three_rungs.to_arviz,
-        three_rungs.plot,
-        lambda names: convergence(three_rungs, names),
-    ):
-        with pytest.raises(InvalidArgumentError, match="names must be 3 different strings"):
-            use(names)
 
 
 # ---- files
@@ -209,7 +168,6 @@ def test_arviz_reads_the_netcdf_file(three_rungs, tmp_path):
     three_rungs.to_datatree().to_netcdf(tmp_path / "draws.nc")
     back = az.from_netcdf(str(tmp_path / "draws.nc"))
     assert np.array_equal(back["posterior"]["x"], three_rungs.values)
-    assert np.array_equal(back["replica_exchange"]["accepted"], three_rungs.accepted.T)
 
 
 # ---- ArviZ itself
@@ -217,11 +175,8 @@ def test_arviz_reads_the_netcdf_file(three_rungs, tmp_path):
 
 def plot_trace(data, **options):
     """By its name in the installed ArviZ."""
-    return (
-        az.plot_trace_dist(data, **options)
-        if hasattr(az, "plot_trace_dist")
-        else az.plot_trace(data, **options)
-    )
+    plot = az.plot_trace_dist if hasattr(az, "plot_trace_dist") else az.plot_trace
+    return plot(data, **options)
 
 
 def test_arviz_on_a_mixture(mixture):
@@ -287,9 +242,8 @@ def test_seeds_become_chains(digits_traces):
     assert json.loads(tree.attrs["settings"]) == {"recipe": "digits/resghmc"}
     later = trace_to_datatree(digits_traces, burn_in=30)
     assert later["sample_stats"]["step"].values.tolist() == list(range(31, 81))
-    assert np.array_equal(
-        later["sample_stats"]["minibatch_energy"][1], digits_traces[1]["energy"][30:, 0]
-    )
+    energy = digits_traces[1]["energy"][30:, 0]
+    assert np.array_equal(later["sample_stats"]["minibatch_energy"][1], energy)
 
 
 def thinned_trace(**changes):
@@ -312,9 +266,8 @@ def test_swaps_are_counted_between_kept_steps():
     assert tree["replica_exchange"]["swaps"].values.tolist() == [[[1, 0], [3, 0], [0, 2]]]
     assert tree["sample_stats"]["swapped"].values.tolist() == [[0, 0, 1]]
     assert tree["sample_stats"]["step"].values.tolist() == [1, 4, 7]
-    assert trace_to_datatree(thinned_trace(), burn_in=1)["replica_exchange"][
-        "swaps"
-    ].values.tolist() == [[[3, 0], [0, 2]]]
+    later = trace_to_datatree(thinned_trace(), burn_in=1)["replica_exchange"]
+    assert later["swaps"].values.tolist() == [[[3, 0], [0, 2]]]
 
 
 @pytest.mark.parametrize(
@@ -326,11 +279,11 @@ def test_swaps_are_counted_between_kept_steps():
         (
             [thinned_trace(), thinned_trace(steps=torch.tensor([0, 3, 7]))],
             {},
-            "3 kept steps, 1 to 7, on 3 rungs and trace 1 3 kept",
+            "3 kept steps, 1 to 7",
         ),
         ([thinned_trace(), thinned_trace(energy=torch.ones(3, 2))], {}, "on 2 rungs"),
-        (thinned_trace(), {"burn_in": 7}, "burn_in=7 leaves no step"),
-        (thinned_trace(), {"burn_in": -1}, "whole number >= 0, got -1"),
+        (thinned_trace(), {"burn_in": 7}, "burn_in=7"),
+        (thinned_trace(), {"burn_in": -1}, "whole number"),
     ],
 )
 def test_traces_that_cannot_be_exported(traces, options, words):
@@ -345,16 +298,9 @@ N_CHAINS, N_DRAWS, N_REPEATS = 4, 2000, 60
 
 
 def autoregression(rho, *, seed, n_repeats=N_REPEATS):
-    """Stationary x' = rho x + sqrt(1 - rho^2) z with variance 1: (chains, draws, repeats); each
-    repeat is independent.
-    """
-    z = torch.randn(
-        N_DRAWS,
-        N_CHAINS,
-        n_repeats,
-        generator=torch.Generator().manual_seed(seed),
-        dtype=torch.float64,
-    )
+    """Stationary x' = rho x + sqrt(1 - rho^2) z of variance 1: (chains, draws, independent repeats)."""
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(N_DRAWS, N_CHAINS, n_repeats, generator=generator, dtype=torch.float64)
     x = [z[0]]
     for row in z[1:]:
         x.append(rho * x[-1] + math.sqrt(1 - rho**2) * row)
@@ -363,8 +309,7 @@ def autoregression(rho, *, seed, n_repeats=N_REPEATS):
 
 @pytest.mark.parametrize("rho", [0.0, 0.5, 0.9])
 def test_ess_and_mcse_of_an_autoregression(rho):
-    """ESS = n (1 - rho) / (1 + rho). Its estimate from 8,000 draws truncates the autocorrelation: 4
-    % are allowed for that.
+    """ESS = n (1 - rho) / (1 + rho); 4 % are allowed for the truncated autocorrelation.
 
     Over 60 independent repeats the mean of ESS is known to a standard error of about 1 %.
     """
@@ -373,17 +318,14 @@ def test_ess_and_mcse_of_an_autoregression(rho):
     for numbers, answer in ((found.ess_bulk, exact), (found.mcse_mean, exact**-0.5)):
         error = float(numbers.std()) / math.sqrt(N_REPEATS)
         assert abs(float(numbers.mean()) / answer - 1) < 0.04 + 5 * error / answer
-    # The standard error is one: means over all draws, in units of it, have variance 1 (chi2 with 60
-    # degrees: +- 5 * 0.18).
+    # Means over all draws, in units of their standard error, have variance 1.
     z = chains.mean((0, 1)) / found.mcse_mean
     assert abs(float(z.square().mean()) - 1) < 5 * math.sqrt(2 / N_REPEATS)
     assert float(found.rhat.mean()) == pytest.approx(1.0, abs=0.01)
     if rho == 0.0:
         assert float(found.ess_tail.mean()) == pytest.approx(exact, rel=0.05)
-    else:
-        assert (
-            exact < float(found.ess_tail.mean()) < 8000
-        )  # indicators of the tail forget sooner than the chain
+    else:  # indicators of the tail forget sooner than the chain
+        assert exact < float(found.ess_tail.mean()) < 8000
 
 
 def test_chains_in_different_modes_have_a_large_rhat():
@@ -401,18 +343,12 @@ def test_chains_in_different_modes_have_a_large_rhat():
 
 
 def test_convergence_agrees_with_the_table_of_arviz(mixture):
-    found, table = (
-        convergence(mixture, ["position"]),
-        az.summary(mixture.to_arviz(["position"]), round_to="none"),
-    )
+    found = convergence(mixture, ["position"])
+    table = az.summary(mixture.to_arviz(["position"]), round_to="none")
     assert found.names == ("position",)
-    for name, column in (
-        ("rhat", "r_hat"),
-        ("ess_bulk", "ess_bulk"),
-        ("ess_tail", "ess_tail"),
-        ("mcse_mean", "mcse_mean"),
-    ):
-        assert float(getattr(found, name)) == pytest.approx(table.loc["position", column], rel=1e-3)
+    for name in ("rhat", "ess_bulk", "ess_tail", "mcse_mean"):
+        expected = table.loc["position", "r_hat" if name == "rhat" else name]
+        assert float(getattr(found, name)) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.02)])
@@ -436,9 +372,9 @@ def test_one_chain_and_a_coordinate_that_never_moves():
 
 
 def test_too_little_for_convergence():
-    with pytest.raises(InvalidArgumentError, match="at least 4 draws, got 2 chains of 3"):
+    with pytest.raises(InvalidArgumentError, match="2 chains of 3"):
         convergence(torch.zeros(2, 3, 1))
-    with pytest.raises(InvalidArgumentError, match=r"\(chains, draws, dim\), got shape \(2, 30\)"):
+    with pytest.raises(InvalidArgumentError, match=r"\(2, 30\)"):
         convergence(torch.zeros(2, 30))
 
 
@@ -455,8 +391,6 @@ def test_html_for_notebooks(three_rungs):
     for pair in range(2):
         assert f">{int(three_rungs.accepted[pair].sum()):,}</td>" in page
         assert f">{100 * float(three_rungs.acceptance_rate[pair]):.3g} %</td>" in page
-    for tag in ("table", "tr", "td", "th", "div", "details"):
-        assert page.count(f"<{tag}>") + page.count(f"<{tag} ") == page.count(f"</{tag}>") > 0
     wide = replace(three_rungs, values=torch.randn(5, 10, 14))._repr_html_()
     assert "4 more" in wide
 
@@ -465,14 +399,8 @@ def test_html_without_draws_or_swaps(three_rungs):
     page = three_rungs.after(60)._repr_html_()
     assert "0 draws" in page
     assert "coordinate" not in page
-    alone = tr.sample(gaussian, dim=1, temperatures=(1.0,), lr=0.1, n_steps=5)
-    assert "swaps" not in alone._repr_html_()
-    never = replace(
-        three_rungs,
-        accepted=torch.zeros(2, 5, dtype=torch.long),
-        proposed=torch.zeros(2, 5, dtype=torch.long),
-    )
-    assert "nan" not in never._repr_html_()
+    none = torch.zeros(2, 5, dtype=torch.long)
+    assert "nan" not in replace(three_rungs, accepted=none, proposed=none)._repr_html_()
 
 
 def test_plot(three_rungs, mixture):
@@ -485,11 +413,8 @@ def test_plot(three_rungs, mixture):
             assert np.array_equal(line.get_xdata(), three_rungs.steps)
             assert np.allclose(line.get_ydata(), three_rungs.values[chain, :, k])
     for density in axes[:, 0]:
-        area = sum(
-            patch.get_width() * patch.get_height()
-            for patch in density.patches
-            if hasattr(patch, "get_width")
-        )
+        bars = [patch for patch in density.patches if hasattr(patch, "get_width")]
+        area = sum(bar.get_width() * bar.get_height() for bar in bars)
         assert area == pytest.approx(1.0)
     _, own = plt.subplots(1, 2)
     assert mixture.plot(axes=own, most_chains=2)[0, 1] is own[1]
@@ -525,30 +450,26 @@ def test_plot_refuses(three_rungs):
 )
 def test_missing_package_names_the_extra(three_rungs, monkeypatch, absent, use, extra):
     monkeypatch.setitem(sys.modules, absent, None)
-    with pytest.raises(
-        MissingDependencyError, match=rf"pip install 'torchrex\[{extra}\]'"
-    ) as caught:
+    with pytest.raises(MissingDependencyError, match=rf"torchrex\[{extra}\]") as caught:
         use(three_rungs)
     assert absent.split(".")[0] in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_nothing_optional_is_imported_before_it_is_needed():
-    code = "import sys, torchrex, torchrex.diagnostics.convergence; print({'arviz', 'xarray', 'matplotlib'} & set(sys.modules))"
+    optional = "{'arviz', 'xarray', 'matplotlib'}"
+    code = f"import sys, torchrex.diagnostics; print({optional} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not az.__version__.startswith("0."), reason="ArviZ 1 makes no announcement")
 def test_the_daily_announcement_of_arviz_does_not_reach_our_users(tmp_path):
     def imports(code, cache):
         command = [sys.executable, "-W", "error::FutureWarning", "-c", code]
-        return subprocess.run(
-            command,
-            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / cache)},
-            capture_output=True,
-            text=True,
-        )
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / cache)}
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
 
     assert "undergoing" in imports("import arviz", "a").stderr  # it is there
     ours = imports("from torchrex.posterior import import_arviz; import_arviz()", "b")

@@ -8,13 +8,10 @@ import os
 import pickle
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from assertions import assert_mean_is, assert_mean_is_not
@@ -23,16 +20,17 @@ from torchrex.posterior import DrawStore, PosteriorAverage
 from torchrex.posterior.store_format import load_into, slot_of
 from torchrex.rng import derive_seed
 
-MODEL_SOURCE = """
-import torch
-from torch import nn
 
-def make_model():
-    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4, 3))
-"""
-namespace: dict = {}
-exec(MODEL_SOURCE, namespace)
-make_model = namespace["make_model"]
+@pytest.fixture(autouse=True)
+def no_sync(monkeypatch):
+    """Syncing takes nearly all the time of these tests."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4, 3)
+    )
 
 
 class Counter(nn.Module):
@@ -82,43 +80,36 @@ CAPACITY, SEEN, SEEDS = 5, 20, 4000
 
 
 def survivors(rule) -> Tensor:
-    """(seeds, seen): which of SEEN draws are in a reservoir at the end, in one independent store a
-    seed.
-    """
+    """(seeds, seen): which of SEEN draws are in a reservoir at the end; one store per seed."""
     kept = torch.zeros(SEEDS, SEEN)
     for seed in range(SEEDS):
         slots: dict[int, int] = {}
         for number in range(SEEN):
-            slot = rule(number, seed)
-            if slot is not None:
+            if (slot := rule(number, seed)) is not None:
                 slots[slot] = number
         kept[seed, list(slots.values())] = 1.0
     return kept
 
 
 def test_every_draw_is_in_the_reservoir_with_the_same_probability():
-    kept = survivors(
-        lambda number, seed: slot_of(number, keep="reservoir", capacity=CAPACITY, seed=seed)
-    )
+    rule = {"keep": "reservoir", "capacity": CAPACITY}
+    kept = survivors(lambda number, seed: slot_of(number, seed=seed, **rule))
     assert kept.sum(1).eq(CAPACITY).all()
     for number in range(SEEN):
         assert_mean_is(kept[:, number], CAPACITY / SEEN)
     # Pairs too: P(both) = c (c - 1) / (n (n - 1)) for a simple random sample.
+    both = CAPACITY * (CAPACITY - 1) / (SEEN * (SEEN - 1))
     for one, other in ((0, 1), (0, SEEN - 1), (3, 4), (7, 12), (SEEN - 2, SEEN - 1)):
-        assert_mean_is(
-            kept[:, one] * kept[:, other], CAPACITY * (CAPACITY - 1) / (SEEN * (SEEN - 1))
-        )
+        assert_mean_is(kept[:, one] * kept[:, other], both)
 
 
 def test_a_reservoir_that_takes_every_draw_is_caught():
-    """The mutant replaces a uniform slot at every draw: new draws are kept too often, old ones too
-    rarely.
-    """
-    kept = survivors(
-        lambda number, seed: (
-            number if number < CAPACITY else derive_seed(seed, f"{number}") % CAPACITY
-        )
-    )
+    """The mutant replaces a uniform slot at every draw: it keeps new draws too often."""
+
+    def mutant(number, seed):
+        return number if number < CAPACITY else derive_seed(seed, f"{number}") % CAPACITY
+
+    kept = survivors(mutant)
     assert_mean_is_not(kept[:, 0], CAPACITY / SEEN)
     assert_mean_is_not(kept[:, SEEN - 1], CAPACITY / SEEN)
 
@@ -133,14 +124,13 @@ def test_a_reservoir_that_counts_one_too_few_is_caught():
     assert_mean_is_not(survivors(mutant)[:, CAPACITY:].mean(1), CAPACITY / SEEN)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_store_follows_the_rule(tmp_path, seed):
+def test_the_store_follows_the_rule(tmp_path):
     slots = {}
     for number in range(30):
-        slot = slot_of(number, keep="reservoir", capacity=3, seed=seed)
+        slot = slot_of(number, keep="reservoir", capacity=3, seed=1)
         if slot is not None:
             slots[slot] = number
-    store = filled(tmp_path, 30, keep="reservoir", seed=seed)
+    store = filled(tmp_path, 30, keep="reservoir", seed=1)
     assert [step - 1 for step, _ in store.draws] == sorted(slots.values())
     assert len(files(tmp_path)) == 3
 
@@ -161,9 +151,8 @@ class Awkward(nn.Module):
         self.register_buffer("empty", torch.zeros(0, 2))
         self.register_buffer("rounded", torch.randn(3).bfloat16())
         flat = torch.arange(6.0)
-        self.register_buffer(
-            "left", flat[:3]
-        )  # two views of one memory that are not the same tensor
+        # Two views of one memory that are not the same tensor.
+        self.register_buffer("left", flat[:3])
         self.register_buffer("right", flat[3:])
         self.register_buffer("transposed", torch.arange(6.0).reshape(2, 3).T)
 
@@ -180,10 +169,8 @@ def test_awkward_tensors_survive(tmp_path):
         assert torch.equal(state[name], value), name
         assert state[name].dtype == value.dtype, name
     assert state["head.weight"] is state["embed.weight"]
-    assert (
-        store._index.draws[0].size
-        < 1.2 * sum(t.nbytes for n, t in expected.items() if n != "head.weight") + 2000
-    )
+    bytes_once = sum(tensor.nbytes for name, tensor in expected.items() if name != "head.weight")
+    assert store._index.draws[0].size < 1.2 * bytes_once + 2000
     fresh = Awkward()
     load_into(fresh, state, "draw")
     assert fresh.head.weight is fresh.embed.weight
@@ -191,26 +178,20 @@ def test_awkward_tensors_survive(tmp_path):
     assert all(torch.equal(fresh.state_dict()[name], value) for name, value in expected.items())
 
 
-def test_the_module_is_not_touched_and_not_aliased(tmp_path):
-    module = Counter(1.0)
-    store = DrawStore(tmp_path, capacity=2)
-    store.add(module, step=1)
-    ((_, _, state),) = store
-    module.weight.data += 1
-    assert float(state["weight"]) == 1.0
-    assert module.weight.requires_grad
-    assert module.training
-
-
-def test_names_of_a_compiled_module_are_those_of_the_module(tmp_path):
-    inner = make_model()
-    wrapped = nn.Module()
+def test_the_module_is_not_touched_and_names_are_those_before_compilation(tmp_path):
+    inner, wrapped = make_model(), nn.Module()
     wrapped._orig_mod = inner  # what torch.compile makes of the names
     store = DrawStore(tmp_path, capacity=2)
     store.add(wrapped, step=1)
+    before = {name: value.clone() for name, value in inner.state_dict().items()}
+    for parameter in inner.parameters():
+        parameter.data += 1
     ((_, _, state),) = store
-    assert state.keys() == inner.state_dict().keys()
+    assert state.keys() == before.keys()
+    assert all(torch.equal(state[name], before[name]) for name in state)
+    assert inner.training
     load_into(wrapped, state, "draw")
+    assert torch.equal(inner[0].weight, before["0.weight"])
 
 
 def test_a_state_that_is_no_tensor_is_refused(tmp_path):
@@ -232,7 +213,7 @@ def test_a_state_that_is_no_tensor_is_refused(tmp_path):
 @pytest.mark.parametrize("keep", ["newest", "reservoir"])
 def test_resume_is_exact(tmp_path, keep):
     whole = contents(filled(tmp_path / "whole", 12, keep=keep))
-    for halfway in (0, 1, 3, 4, 8, 11):
+    for halfway in (0, 1, 4, 11):
         for lost in (1, 5):
             folder = tmp_path / f"{halfway}-{lost}"
             store = filled(folder, halfway, keep=keep)
@@ -254,9 +235,7 @@ def test_resume_is_exact(tmp_path, keep):
 
 
 def test_files_stay_for_the_checkpoints_that_are_kept(tmp_path):
-    """Checkpoints every 5 steps, the newest two kept: both can be resumed, an older one says why
-    not, and disk use is bounded.
-    """
+    """Checkpoints every 5 steps, the newest two kept: both can be resumed, disk use is bounded."""
     store, states, seen = DrawStore(tmp_path, capacity=3), {}, {}
     for step in range(1, 41):
         store.add(Counter(step), step=step)
@@ -266,7 +245,7 @@ def test_files_stay_for_the_checkpoints_that_are_kept(tmp_path):
         assert len(files(tmp_path)) <= 3 * 3
     for step in range(41, 44):
         store.add(Counter(step), step=step)
-    with pytest.raises(CheckpointError, match=r"cannot go back to step 30 .* newer checkpoint"):
+    with pytest.raises(CheckpointError, match="step 30"):
         store.load_state_dict(states[30])
     for step in (40, 35):  # the newest first, then further back
         store.load_state_dict(states[step])
@@ -298,7 +277,7 @@ def test_nothing_is_counted_twice(tmp_path):
         assert store.add(Counter(5), step=5, rung=rung)
         assert DrawStore.load(tmp_path).add(Counter(5), step=5, rung=rung)
     assert DrawStore.load(tmp_path).n_seen == 2
-    with pytest.raises(InvalidArgumentError, match=r"step 4 .* has seen step 5; .*rewind\(3\)"):
+    with pytest.raises(InvalidArgumentError, match=r"step 4 .* step 5"):
         store.add(Counter(4), step=4)
     reservoir = filled(tmp_path / "reservoir", 30, keep="reservoir", capacity=1)
     assert reservoir.add(Counter(30), step=30) == (reservoir.draws == [(30, 0)])
@@ -321,7 +300,7 @@ def test_a_state_of_another_run_is_refused(tmp_path):
         with pytest.raises(CheckpointError, match=words):
             other.load_state_dict(given)
     assert other.draws == before
-    with pytest.raises(CheckpointError, match="same settings or another folder"):
+    with pytest.raises(CheckpointError, match="settings"):
         DrawStore(tmp_path / "one", capacity=3, keep="reservoir")
 
 
@@ -336,14 +315,12 @@ def test_a_draw_is_on_disk_for_good_before_the_index_names_it(tmp_path, monkeypa
         os, "replace", lambda part, path: done.append(path.name) or replace(part, path)
     )
     store.add(Counter(1), step=1)
+    file_name_folder = ("sync", "{}", "sync")
     assert done == [
-        "sync",
-        "draw-000000000.safetensors",
-        "sync",
-        "sync",
-        "index.json",
-        "sync",
-    ]  # file, name, folder
+        step.format(name)
+        for name in ("draw-000000000.safetensors", "index.json")
+        for step in file_name_folder
+    ]
 
 
 class Crash(BaseException):
@@ -382,15 +359,13 @@ def test_a_crash_at_any_file_operation_leaves_a_readable_store(tmp_path, monkeyp
         assert again.n_seen in (6, 7, 8)
         for step in range(again.n_seen + 1, 10):
             again.add(Counter(step), step=step)
-        assert files(folder) == {
-            draw.file for draw in again._index.draws
-        }  # what the crash left is gone
+        assert files(folder) == {draw.file for draw in again._index.draws}  # no leftovers
         again.rewind(6)
         assert contents(again) == before
     assert 5 < crashed < 17  # the last of them went through
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.slow
 def test_kill_during_add(tmp_path):
     """Ten children add as fast as they can and are killed; the next continues where the last was."""
     chance, seen = random.Random(0), 0
@@ -408,9 +383,7 @@ def test_kill_during_add(tmp_path):
                 os._exit(1)
         waited = time.monotonic()
         while time.monotonic() < waited + 10:
-            if (tmp_path / "index.json").exists() and assert_readable_while_written(
-                tmp_path
-            ) > seen:
+            if (tmp_path / "index.json").exists() and seen_by_index(tmp_path) > seen:
                 break
         time.sleep(chance.uniform(0, 0.02))
         os.kill(child, signal.SIGKILL)
@@ -425,8 +398,8 @@ def test_kill_during_add(tmp_path):
     assert store.draws == never_killed.draws
 
 
-def assert_readable_while_written(folder) -> int:
-    """An index is whole at any moment."""
+def seen_by_index(folder) -> int:
+    """An index is complete at any moment."""
     return json.loads((folder / "index.json").read_text())["now"]["seen"]
 
 
@@ -438,9 +411,7 @@ def test_a_full_disk_is_one_clear_line_and_the_store_stays(tmp_path, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(
-            CheckpointError, match=r"cannot write .*No space left.*draws before it are safe"
-        ):
+        with pytest.raises(CheckpointError, match="No space left"):
             store.add(Counter(5), step=5)
     assert store.n_seen == assert_readable(tmp_path).n_seen == 4
     assert store.add(Counter(5), step=5)
@@ -466,22 +437,15 @@ def edit_draw(folder, **changes) -> None:
         (lambda f: (f / "index.json").unlink(), "has no index.json"),
         (lambda f: (f / "index.json").write_text("{"), "not an index"),
         (lambda f: (f / "index.json").write_bytes(b"\xff\x00"), "not an index"),
-        (lambda f: (f / "index.json").write_text("[]"), "not an index"),
         (lambda f: (f / "index.json").write_text("[" * 100_000), "not an index"),
         (lambda f: edit_index(f, schema="other"), "schema"),
         (lambda f: edit_index(f, version=2), "version"),
         (lambda f: edit_index(f, keep="oldest"), "keep"),
         (lambda f: edit_index(f, capacity=0), "capacity"),
-        (
-            lambda f: edit_index(f, capacity=10**15, now={"seen": 10**15, "step": 1, "rungs": []}),
-            "do not fill",
-        ),
         (lambda f: edit_index(f, draws=[]), "do not fill"),
         (lambda f: edit_index(f, marks=[]), "marks"),
         (lambda f: edit_index(f, now=3), "not an index"),
         (lambda f: edit_draw(f, file="../secret.safetensors"), "file name"),
-        (lambda f: edit_draw(f, file="/etc/passwd"), "file name"),
-        (lambda f: edit_draw(f, file="draw-000000004.pt"), "file name"),
         (lambda f: edit_draw(f, number="../x"), "whole number"),
         (lambda f: edit_draw(f, sha256=3), "not an index"),
         (lambda f: edit_draw(f, sha256="0" * 63), "sha256"),
@@ -531,52 +495,28 @@ def test_a_pickle_in_place_of_a_draw_is_refused(tmp_path, monkeypatch, content):
 
 
 def test_only_its_own_files_are_removed(tmp_path):
-    for name in (
-        "notes.txt",
-        "draw-1.safetensors",
-        "model.safetensors",
-        "draw-000000000.safetensors.bak",
-    ):
-        (tmp_path / name).write_text("mine")
-    (tmp_path / "draw-000000099.safetensors.part").write_text("left behind")
+    others = {"notes.txt", "draw-1.safetensors", "draw-000000000.safetensors.bak"}
+    for name in (*others, "draw-000000099.safetensors.part"):
+        (tmp_path / name).write_text("text")
     filled(tmp_path, 5)
-    kept = {
-        "notes.txt",
-        "draw-1.safetensors",
-        "model.safetensors",
-        "draw-000000000.safetensors.bak",
-    }
-    assert files(tmp_path) == kept | {f"draw-00000000{number}.safetensors" for number in (2, 3, 4)}
+    ours = {f"draw-00000000{number}.safetensors" for number in (2, 3, 4)}
+    assert files(tmp_path) == others | ours
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"capacity": 0},
-        {"capacity": 2.5},
-        {"capacity": True},
-        {"keep": "best"},
-        {"seed": -1},
-        {"seed": None},
-    ],
-)
-def test_bad_settings(tmp_path, settings):
-    with pytest.raises(InvalidArgumentError, match=next(iter(settings))):
-        DrawStore(tmp_path, **{"capacity": 3, **settings})
-
-
-def test_bad_steps_and_folders(tmp_path):
+def test_bad_settings_steps_and_folders(tmp_path):
+    for settings in ({"capacity": 0}, {"capacity": True}, {"keep": "best"}, {"seed": None}):
+        with pytest.raises(InvalidArgumentError, match=next(iter(settings))):
+            DrawStore(tmp_path, **{"capacity": 3, **settings})
     store = DrawStore(tmp_path / "store", capacity=2)
     for wrong in ({"step": -1}, {"step": 1.5}, {"step": 1, "rung": -1}, {"step": True}):
         with pytest.raises(InvalidArgumentError, match="whole number"):
             store.add(Counter(), **wrong)
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot make the folder"):
+    with pytest.raises(CheckpointError, match="folder"):
         DrawStore(tmp_path / "file", capacity=2)
-    with pytest.raises(CheckpointError, match="no store of draws"):
-        DrawStore.load(tmp_path / "file")
-    with pytest.raises(CheckpointError, match="no store of draws"):
-        DrawStore.load(tmp_path / "absent")
+    for name in ("file", "absent"):
+        with pytest.raises(CheckpointError, match="no store of draws"):
+            DrawStore.load(tmp_path / name)
     assert not (tmp_path / "absent").exists()
 
 
@@ -610,10 +550,8 @@ class OneRun:
 
 def batches() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(3)
-    x, y = (
-        torch.randn(30, 2, 3, 3, generator=generator),
-        torch.randint(3, (30,), generator=generator),
-    )
+    x = torch.randn(30, 2, 3, 3, generator=generator)
+    y = torch.randint(3, (30,), generator=generator)
     return [(x[:16], y[:16]), (x[16:], y[16:])]
 
 
@@ -621,54 +559,28 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 def stored(tmp_path_factory):
     """An average and a store that has kept every draw of it."""
     folder = tmp_path_factory.mktemp("draws")
-    run, average = (
-        OneRun(),
-        PosteriorAverage(batches(), rungs=(0, 1), store=DrawStore(folder, capacity=100)),
-    )
+    store, run = DrawStore(folder, capacity=100), OneRun()
+    average = PosteriorAverage(batches(), rungs=(0, 1), store=store)
     for _ in range(6):
         run.step()
         average.update(run)
     return folder, average
 
 
-def test_prediction_in_another_process_equals_the_average(stored, tmp_path):
+def test_predictions_of_stored_draws_equal_the_average(stored):
     folder, average = stored
-    save_file(
-        {
-            f"{k}.{n}": t
-            for k, batch in enumerate(batches())
-            for n, t in zip("xy", batch, strict=True)
-        },
-        tmp_path / "data",
+    made = []
+    prediction = DrawStore.load(folder).predict(
+        lambda: made.append(make_model()) or made[-1], batches()
     )
-    program = MODEL_SOURCE + (
-        "import json, sys\n"
-        "from safetensors.torch import load_file, save_file\n"
-        "from torchrex.posterior import DrawStore\n"
-        "store, t = DrawStore.load(sys.argv[1]), load_file(sys.argv[2])\n"
-        "p = store.predict(make_model, [(t['0.x'], t['0.y']), (t['1.x'], t['1.y'])])\n"
-        "save_file({'p': p.probabilities, 'h': p.entropy, 'mi': p.mutual_information, 'y': p.labels}, sys.argv[3])\n"
-        "print(json.dumps([p.n_draws, p.metrics()]))\n"
-    )
-    command = [
-        sys.executable,
-        "-c",
-        program,
-        str(folder),
-        str(tmp_path / "data"),
-        str(tmp_path / "out"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, done.stderr
-    from safetensors.torch import load_file
-
-    out, (n_draws, metrics) = load_file(tmp_path / "out"), json.loads(done.stdout)
-    assert n_draws == average.n_draws == 6
-    assert torch.equal(out["p"], average.probabilities())
-    assert torch.equal(out["h"], average.predictive_entropy())
-    assert torch.equal(out["mi"], average.mutual_information())
-    assert torch.equal(out["y"], average.labels)
-    assert metrics == average.metrics()
+    assert prediction.n_draws == average.n_draws == 6
+    assert torch.equal(prediction.probabilities, average.probabilities())
+    assert torch.equal(prediction.entropy, average.predictive_entropy())
+    assert torch.equal(prediction.mutual_information, average.mutual_information())
+    assert torch.equal(prediction.labels, average.labels)
+    assert prediction.metrics() == average.metrics()
+    assert len(made) == 1  # one module for all draws
+    assert not made[0].training
 
 
 def test_prediction_pools_rungs_and_leaves_the_given_module_alone(stored):
@@ -683,13 +595,6 @@ def test_prediction_pools_rungs_and_leaves_the_given_module_alone(stored):
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
 
 
-def test_one_module_serves_all_draws(stored):
-    made = []
-    DrawStore.load(stored[0]).predict(lambda: made.append(make_model()) or made[-1], batches())
-    assert len(made) == 1
-    assert not made[0].training
-
-
 def test_prediction_of_inputs_alone_and_of_other_batches(stored):
     folder, average = stored
     store = DrawStore.load(folder)
@@ -698,30 +603,22 @@ def test_prediction_of_inputs_alone_and_of_other_batches(stored):
     assert alone.labels is None
     with pytest.raises(InvalidArgumentError, match="need targets"):
         alone.metrics()
-    named = [{"input": x, "label": y} for x, y in batches()]
-    assert torch.equal(
-        store.predict(make_model, named, target_key="label").probabilities, average.probabilities()
-    )
     odd = [{"pixels": x, "label": y} for x, y in batches()]
-    by_hand = store.predict(
-        make_model, odd, target_key="label", forward=lambda module, batch: module(batch["pixels"])
-    )
-    assert torch.equal(by_hand.probabilities, average.probabilities())
+    for data, forward in (
+        ([{"input": x, "label": y} for x, y in batches()], None),
+        (odd, lambda module, batch: module(batch["pixels"])),
+    ):
+        named = store.predict(make_model, data, target_key="label", forward=forward)
+        assert torch.equal(named.probabilities, average.probabilities())
 
 
 def test_wrong_models_and_data_are_named(stored, tmp_path):
     store = DrawStore.load(stored[0])
     wider = make_model()
     wider[4] = nn.Linear(4, 7)
-    with pytest.raises(
-        InvalidArgumentError,
-        match=r"4.weight \(3, 4\) for \(7, 4\), 4.bias \(3,\) for \(7,\) of another shape",
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"4.weight \(3, 4\) for \(7, 4\)"):
         store.predict(wider, batches())
-    with pytest.raises(
-        InvalidArgumentError,
-        match=r"weight missing from the draw; 0.weight, 0.bias, .* and 5 more unknown",
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"weight missing .* 5 more unknown"):
         store.predict(Counter, batches())
     shuffled = iter([batches(), batches()[::-1]])
 
