@@ -1,6 +1,4 @@
-"""Every public object prints usefully in one line; those with numbers are tables in a notebook, and
-nothing in them is markup.
-"""
+"""Every public object prints in one line; notebooks show tables without markup from the data."""
 
 from __future__ import annotations
 
@@ -21,74 +19,27 @@ def objects(tmp_path):
     ensemble = tr.TensorEnsemble.start(mixture, n_rungs=2)
     repeated = tr.RepeatedDraws(10)
     features = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
-    found = [
-        *(
-            run,
-            average,
-            trace,
-            outcome,
-            ensemble,
-            repeated,
-            mixture,
-            run.ensemble,
-            tr.TrainingRun(run),
-            tr.SideBySide([run]),
-        ),
-        *(
-            tr.SGHMC(0.1),
-            tr.SGLD(),
-            tr.AdamStart(tr.SGHMC(0.5), 9, n_data=40),
-            tr.AllInTurn(),
-            tr.EvenOdd(),
-            tr.NoSwaps(),
-            tr.RandomPair(),
-            tr.KnownVariance(),
-        ),
-        *(
-            tr.RunningMean(repeated),
-            tr.Smoothing(0.3, repeated),
-            tr.PerExample(),
-            tr.ConstantFactor(),
-            tr.ProportionalToGap(2.0),
-        ),
-        tr.BatchVariance(),
-        *(
-            tr.TargetAcceptance(0.2),
-            tr.Ladder((0.1, 0.2), 0.01),
-            tr.GaussianPrior(25.0),
-            tr.Gaussian(2.0),
-            tr.StudentT(5.0),
-        ),
-        *(
-            tr.Noisy(mixture, tr.Gaussian(2.0)),
-            tr.LogDensity(lambda x: -x.square().sum(-1), 1),
-            cross_entropy(),
-        ),
-        *(
-            tr.logistic_regression(features, features[:, 0] > 0, batch_size=8),
-            tr.DeviceLoader(classes(), 8),
-            tr.Checkpoints(tmp_path / "c"),
-        ),
-        *(
-            tr.DrawStore(tmp_path / "d", capacity=3),
-            tr.sample(mixture, temperatures=(1.0, 2.0), lr=0.1, n_steps=20),
-        ),
-        *(
-            tr.Observer(),
-            tr.JsonLines(tmp_path / "l"),
-            tr.TensorBoard(tmp_path / "t"),
-            tr.LiveDisplay(),
-        ),
-        *(tr.DensityExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1)), make_run(), tr.replica_mesh(4)),
+    # fmt: off
+    return [
+        run, average, trace, outcome, ensemble, repeated, mixture, run.ensemble,
+        tr.TrainingRun(run), tr.SideBySide([run]), tr.SGHMC(0.1), tr.SGLD(),
+        tr.AdamStart(tr.SGHMC(0.5), 9, n_data=40), tr.AllInTurn(), tr.EvenOdd(), tr.NoSwaps(),
+        tr.RandomPair(), tr.KnownVariance(), tr.RunningMean(repeated), tr.Smoothing(0.3, repeated),
+        tr.PerExample(), tr.ConstantFactor(), tr.ProportionalToGap(2.0), tr.BatchVariance(),
+        tr.TargetAcceptance(0.2), tr.Ladder((0.1, 0.2), 0.01), tr.GaussianPrior(25.0),
+        tr.Gaussian(2.0), tr.StudentT(5.0), tr.Noisy(mixture, tr.Gaussian(2.0)),
+        tr.LogDensity(lambda x: -x.square().sum(-1), 1), cross_entropy(),
+        tr.logistic_regression(features, features[:, 0] > 0, batch_size=8),
+        tr.DeviceLoader(classes(), 8), tr.Checkpoints(tmp_path / "c"),
+        tr.DrawStore(tmp_path / "d", capacity=3),
+        tr.sample(mixture, temperatures=(1.0, 2.0), lr=0.1, n_steps=20), tr.Observer(),
+        tr.JsonLines(tmp_path / "l"), tr.TensorBoard(tmp_path / "t"), tr.LiveDisplay(),
+        tr.DensityExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1)), make_run(), tr.replica_mesh(4),
     ]
-    return found
+    # fmt: on
 
 
-NOT_MADE = {
-    "Target",
-    "TorchrexError",
-    "PairedVariance",
-}  # abstract; an error has its message; a function
+NOT_MADE = {"Target", "TorchrexError", "PairedVariance"}  # abstract, an error, a function
 
 
 def test_every_public_object_prints_in_one_line(tmp_path):
@@ -103,6 +54,11 @@ def test_every_public_object_prints_in_one_line(tmp_path):
         assert "\n" not in text
         assert " at 0x" not in text, f"{type(one).__name__} has no repr of its own: {text}"
         assert len(text) < 700
+
+
+def some_draws():
+    target = tr.LogDensity(lambda x: -x.square().sum(-1), 1)
+    return tr.sample(target, temperatures=(1.0, 2.0), lr=0.1, n_steps=20)
 
 
 class Cells(HTMLParser):
@@ -129,30 +85,15 @@ def cells_of(one):
     parser.feed(one._repr_html_())
     parser.close()
     assert parser.open == []
-    assert parser.tags <= {
-        "div",
-        "p",
-        "b",
-        "table",
-        "thead",
-        "tbody",
-        "tr",
-        "th",
-        "td",
-        "details",
-        "summary",
-        "code",
-    }
+    tags = "div p b table thead tbody tr th td details summary code"
+    assert parser.tags <= set(tags.split())
     return parser.cells
 
 
 def test_tables_in_notebooks():
     ladder = tr.Ladder((0.5, 1.0), (1e-3, 2e-3), anneal=tr.schedules.geometric(0.5))
-    run, average, trace = (
-        make_run(ladder=ladder),
-        tr.PosteriorAverage(batches(2), every=5, rungs=(0, 1)),
-        tr.Trace(),
-    )
+    run, trace = make_run(ladder=ladder), tr.Trace()
+    average = tr.PosteriorAverage(batches(2), every=5, rungs=(0, 1))
     for empty in (average, trace):
         assert cells_of(empty) == []
     tr.train(run, batches(7), 10, average=average, trace=trace)
@@ -162,9 +103,7 @@ def test_tables_in_notebooks():
     assert cells_of(trace)[5:8] == ["0 – 1", str(accepted), str(proposed)]
     assert cells_of(average)[5:7] == ["0", f"{average.metrics(0)['accuracy']:.4g}"]
     assert cells_of(average)[15:17] == ["all pooled", f"{average.metrics(None)['accuracy']:.4g}"]
-    draws = tr.sample(
-        lambda x: -x.square().sum(-1), dim=1, temperatures=(1.0, 2.0), lr=0.1, n_steps=20
-    )
+    draws = some_draws()
     assert cells_of(draws)[5] == f"{float(draws.mean()[0]):.4g}"
 
 
@@ -172,10 +111,8 @@ def test_what_is_zero_or_one_is_not_said():
     run, display = make_run(), tr.LiveDisplay()
     assert "step" not in repr(display)
     assert "step 0 of 9" in repr(tr.LiveDisplay("t", 9))
-    every, some = (
-        tr.PosteriorAverage(batches(2)),
-        tr.PosteriorAverage(batches(2), every=5, burn_in=1000),
-    )
+    every = tr.PosteriorAverage(batches(2))
+    some = tr.PosteriorAverage(batches(2), every=5, burn_in=1000)
     tr.train(run, batches(7), 2, average=[every, some], trace=(trace := tr.Trace()))
     assert "2 draws, at every step</p>" in every._repr_html_()
     assert "0 draws, one every 5 steps after 1,000</p>" in some._repr_html_()
@@ -183,19 +120,13 @@ def test_what_is_zero_or_one_is_not_said():
     assert "0 steps, one in 3 kept</p>" in tr.Trace(3)._repr_html_()
 
 
-def test_tables_bring_no_colours_along():
-    """So they are readable in a dark notebook."""
-    draws = tr.sample(
-        lambda x: -x.square().sum(-1), dim=1, temperatures=(1.0, 2.0), lr=0.1, n_steps=20
-    )
-    assert "color" not in draws._repr_html_()
-    assert "background" not in draws._repr_html_()
-
-
-def test_nothing_in_a_table_is_markup():
-    draws = tr.sample(lambda x: -x.square().sum(-1), dim=1, temperatures=(1.0,), lr=0.1, n_steps=20)
+def test_tables_hold_no_colours_and_nothing_in_them_is_markup():
+    """So they are readable in a dark notebook, and safe."""
+    draws = some_draws()
     draws.status, draws.settings = "<b>&", {"<script>": "x"}
     text = draws._repr_html_()
+    assert "color" not in text
+    assert "background" not in text
     assert "&lt;b&gt;&amp;" in text
     assert "<script>" not in text
 
