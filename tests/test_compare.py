@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -16,28 +17,32 @@ from torchrex.cli.look import compare as command
 from torchrex.errors import ConfigError, InvalidArgumentError, RunFolderError
 from torchrex.experiments import get_recipe
 from torchrex.experiments.config import to_json
-from torchrex.report.compare import LEVEL, compare_folders, compare_metrics, direction, run_metrics
-from torchrex.report.compare_text import as_json, as_markdown, lines, wrapped
-from torchrex.report.runs import load_run
-from torchrex.report.settings_that_matter import differing, differing_that_matter
+from torchrex.report.compare import (
+    LEVEL,
+    as_json,
+    as_markdown,
+    compare_folders,
+    compare_metrics,
+    differing,
+    differing_that_matter,
+    direction,
+    lines,
+    run_metrics,
+    wrapped,
+)
+from torchrex.report.reader import load_run
 
 RESULTS = Path(__file__).parents[1] / "results" / "images" / "icml2020"
 
 
-def write(out, recipe, metrics, *, status="finished", swaps=(), name=None, **changes):
+def write(out, recipe, metrics, *, status="finished", swaps=(), **changes):
     """Run folders of a recipe, one a seed: `metrics` maps seeds to their numbers."""
     for seed, numbers in metrics.items():
-        folder = out / recipe / (name or f"seed={seed}")
+        folder = out / recipe / f"seed={seed}"
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps({**to_json(get_recipe(recipe)), **changes}))
-        result = {
-            "recipe": recipe,
-            "seed": seed,
-            "status": status,
-            "metrics": numbers,
-            "swaps": list(swaps),
-        }
-        (folder / "result.json").write_text(json.dumps(result))
+        result = {"recipe": recipe, "seed": seed, "status": status, "metrics": numbers}
+        (folder / "result.json").write_text(json.dumps({**result, "swaps": list(swaps)}))
     return out / recipe
 
 
@@ -47,11 +52,9 @@ def compare_metric(metric, first, other):
 
 
 def test_by_hand():
-    """Differences 1, 2, 6: mean 3, variance 7, error sqrt(7/3), t = 3 / sqrt(7/3) = 1.964 with 2
-    degrees of freedom.
+    """Differences 1, 2, 6: mean 3, variance 7, error sqrt(7/3), t = 3 / sqrt(7/3) = 1.964.
 
-    p = 2 (1 - F(t)) with F(t) = 1/2 + t / (2 sqrt(2 + t^2)) for 2 degrees of freedom, which is
-    0.188.
+    p = 2 (1 - F(t)) with F(t) = 1/2 + t / (2 sqrt(2 + t^2)) for 2 degrees of freedom: 0.188.
     """
     row = compare_metric("nll", [1.0, 1.0, 1.0], [2.0, 3.0, 7.0])
     t = 3.0 / math.sqrt(7.0 / 3.0)
@@ -68,34 +71,30 @@ def test_pairing_sees_what_the_spread_over_seeds_hides():
     assert row.error == pytest.approx(0.01 / 3)
     assert row.p_value == pytest.approx(1.0 - 4.0 / math.sqrt(18.0))  # t = 4
     assert row.verdict == "not distinguishable at n=3"  # 0.057: nearly is not
-    clear = compare_metric("accuracy", [*first, 0.3], [*other, 0.315])
-    assert clear.p_value < 0.05
-    assert clear.verdict.startswith("higher, better (adjusted p = ")
-    assert compare_metric("nll", [*first, 0.3], [*other, 0.315]).verdict.startswith("higher, worse")
-    assert compare_metric("nll", [*other, 0.315], [*first, 0.3]).verdict.startswith("lower, better")
-    assert compare_metric("left_weight", [*first, 0.3], [*other, 0.315]).verdict.startswith(
-        "higher (adjusted p"
-    )
+    first, other = [*first, 0.3], [*other, 0.315]
+    for metric, a, b, verdict in (
+        ("accuracy", first, other, "higher, better (adjusted p = "),
+        ("nll", first, other, "higher, worse"),
+        ("nll", other, first, "lower, better"),
+        ("left_weight", first, other, "higher (adjusted p"),
+    ):
+        assert compare_metric(metric, a, b).verdict.startswith(verdict)
 
 
 @pytest.mark.parametrize(
     ("first", "other", "verdict"),
     [
-        ([1.0], [2.0], "one seed tells nothing"),
-        ([1.0], [1.0], "the same on one seed, which tells nothing"),
+        ([1.0], [2.0], "one seed shows nothing"),
+        ([1.0], [1.0], "the same on one seed, which shows nothing"),
         ([1.0, 1.0], [9.0, 9.000001], "no claim at n=2"),
         ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], "the same on all 3 seeds"),
-        (
-            [1.0, 2.0, 3.0],
-            [2.0, 3.0, 4.0],
-            "the same difference on all 3 seeds: no spread to test against",
-        ),
+        ([1.0, 2.0, 3.0], [2.0, 3.0, 4.0], "the same difference on all 3 seeds: no spread"),
         ([1.0, 2.0, 3.0], [3.0, 2.5, 1.0], "not distinguishable at n=3"),
     ],
 )
 def test_verdicts_do_not_overclaim(first, other, verdict):
     row = compare_metric("nll", first, other)
-    assert row.verdict == verdict
+    assert row.verdict.startswith(verdict)
     assert (row.error is None) == (len(first) == 1)
 
 
@@ -105,8 +104,6 @@ def test_false_claims_come_at_the_stated_rate():
 
     The mutant, p of each metric by itself, makes a claim in 1 - 0.95^8 = 34 % of them.
     """
-    import torch
-
     noise = torch.randn(
         1000, 8, 2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
@@ -128,7 +125,7 @@ def differences(p):
     return [1 - math.sqrt(3) / t, 1.0, 1 + math.sqrt(3) / t]
 
 
-def test_holm_by_hand():
+def test_holm_by_hand(tmp_path):
     """p of 0.01, 0.04, 0.03: adjusted 3 * 0.01, then 2 * 0.03, then max(0.06, 0.04). A metric that
     never differs is no test.
     """
@@ -138,59 +135,31 @@ def test_holm_by_hand():
     assert [row.p_adjusted for row in rows[:3]] == pytest.approx([0.03, 0.06, 0.06])
     assert ["p = " in row.verdict for row in rows] == [True, False, False, False]
     assert rows[3].p_adjusted is None
-
-
-def test_no_verdict_contradicts_the_footnote(tmp_path):
-    """One metric of nine has p = 0.016 by itself: no claim is made of it, and the words name one
-    level for all.
-    """
+    # One metric of nine has p = 0.016 by itself: no claim is made of it.
     metrics = {"nll": differences(0.016), **{f"m{k}": differences(0.5) for k in range(8)}}
     first = write(tmp_path, "digits/sghmc", {s: dict.fromkeys(metrics, 0.0) for s in range(3)})
-    other = write(
-        tmp_path,
-        "digits/resghmc",
-        {s: {name: each[s] for name, each in metrics.items()} for s in range(3)},
-    )
-    (comparison,) = compare_folders([first, other])
+    numbers = {s: {name: each[s] for name, each in metrics.items()} for s in range(3)}
+    (comparison,) = compare_folders([first, write(tmp_path, "digits/resghmc", numbers)])
     row = comparison.rows[0]
     assert (row.p_value, row.p_adjusted) == pytest.approx((0.016, 9 * 0.016))
     assert row.verdict == "not distinguishable at n=3"
-    assert "level 0.05 for all 9 tests together (Holm" in comparison.test
+    assert "all 9 tests together (Holm" in comparison.test
     assert as_json([comparison])[0]["test"]["adjustment"] == "Holm"
 
 
 def test_which_direction_is_better():
-    assert {
-        m: direction(m)
-        for m in (
-            "accuracy",
-            "pooled_logits_best_accuracy",
-            "w2",
-            "single_ece",
-            "largest_mean_error_in_sd",
-        )
-    } == {
-        "accuracy": "higher",
-        "pooled_logits_best_accuracy": "higher",
-        "w2": "lower",
-        "single_ece": "lower",
-        "largest_mean_error_in_sd": "lower",
-    }
-    for neither in (
-        "acceptance_rate",
-        "left_weight",
-        "noise_variance",
-        "swaps of rungs 0 and 1",
-        "mutual_information",
+    for better, metrics in (
+        ("higher", ("accuracy", "pooled_logits_best_accuracy")),
+        ("lower", ("w2", "single_ece", "largest_mean_error_in_sd")),
+        ("", ("acceptance_rate", "left_weight", "noise_variance", "swaps of rungs 0 and 1")),
     ):
-        assert direction(neither) == ""
+        assert {direction(metric) for metric in metrics} == {better}
 
 
 def test_seeds_in_one_only_are_named_and_left_out(tmp_path):
     first = write(tmp_path / "a", "digits/sghmc", {s: {"nll": 1.0 + s} for s in (0, 1, 2, 5)})
-    other = write(
-        tmp_path / "b", "digits/resghmc", {s: {"nll": 1.0 + s + 0.1 * s} for s in (2, 0, 1, 7)}
-    )
+    numbers = {s: {"nll": 1.0 + s + 0.1 * s} for s in (2, 0, 1, 7)}
+    other = write(tmp_path / "b", "digits/resghmc", numbers)
     write(tmp_path / "b", "digits/resghmc", {8: {"nll": 0.0}}, status="paused")
     (comparison,) = compare_folders([first, other])
     assert comparison.seeds == (0, 1, 2)
@@ -198,10 +167,9 @@ def test_seeds_in_one_only_are_named_and_left_out(tmp_path):
     assert row.difference == pytest.approx(0.1)  # 0, 0.1 and 0.2, seed by seed
     assert row.error == pytest.approx(0.1 / math.sqrt(3))
     notes = " | ".join(comparison.notes)
-    assert "seed 5 only in digits/sghmc, left out" in notes
-    assert "seed 7 only in digits/resghmc, left out" in notes
-    assert "seed=8 is paused, left out" in notes
-    assert "3 common seeds, two-sided, level 0.05" in comparison.test
+    for words in ("seed 5 only in digits/sghmc", "seed 7 only in digits/resghmc", "8 is paused"):
+        assert f"{words}, left out" in notes
+    assert "3 common seeds" in comparison.test
 
 
 def test_fields_that_differ(tmp_path):
@@ -214,19 +182,21 @@ def test_fields_that_differ(tmp_path):
         "noise.scale": (2.0, 1.0),
         "correction_factor": (1.0, "inf"),
     }
-    assert differing({"a": 1, "b": None}, {"a": 1, "c": None}) == {
-        "b": (None, "absent"),
-        "c": ("absent", None),
-    }
+    only = {"b": (None, "absent"), "c": ("absent", None)}
+    assert differing({"a": 1, "b": None}, {"a": 1, "c": None}) == only
 
 
 def changed(recipe, **changes):
     """The config.json of a recipe with other values; dots become two underscores."""
     config = to_json(get_recipe(recipe))
     for name, value in changes.items():
-        place, _, part = name.rpartition("__")
-        (config[place] if place else config)[part] = value
+        part, _, key = name.rpartition("__")
+        (config[part] if part else config)[key] = value
     return config
+
+
+LAW = {"noise.law": ("gaussian", "student"), "noise.degrees": ("not used", 7.0)}
+IDLE_OF_SGLD = {"correction_factor": 9.0, "measure_every": 5, "noise__scale": 7.0}
 
 
 @pytest.mark.parametrize(
@@ -234,35 +204,15 @@ def changed(recipe, **changes):
     [
         ("figure1/case1-resgld", {}, {"noise__degrees": 7.0}, {}),  # the noise is normal
         ("figure1/case2-resgld", {}, {"noise__degrees": 7.0}, {"noise.degrees": (5.0, 7.0)}),
-        (
-            "figure1/case2-resgld",
-            {"noise__law": "gaussian"},
-            {"noise__degrees": 7.0},
-            {"noise.law": ("gaussian", "student"), "noise.degrees": ("not used", 7.0)},
-        ),
-        (
-            "figure1/case1-sgld",
-            {},
-            {"correction_factor": 9.0, "measure_every": 5, "noise__scale": 7.0},
-            {},
-        ),  # one rung
+        ("figure1/case2-resgld", {"noise__law": "gaussian"}, {"noise__degrees": 7.0}, LAW),
+        ("figure1/case1-sgld", {}, IDLE_OF_SGLD, {}),  # one rung
         ("figure1/case1-resgld", {}, {"correction_factor": 9.0}, {"correction_factor": (1.0, 9.0)}),
         ("digits/independent", {}, {"correction_factor": 9.0, "smoothing": 0.5}, {}),
         ("digits/resghmc", {}, {"smoothing": 0.5}, {"smoothing": (0.05, 0.5)}),
         ("digits/sghmc", {}, {"hot_lr": 3.0, "checkpoint_every": 7}, {}),
         ("digits/resghmc", {}, {"hot_lr": 3.0}, {"hot_lr": (1.0, 3.0)}),
-        (
-            "clean/cifar10-resnet20-msgd",
-            {},
-            {"temperature": 1.0, "hot_lr": 2.0, "variance": "repeated"},
-            {},
-        ),
-        (
-            "clean/cifar10-resnet20-sghmc",
-            {},
-            {"temperature": 1.0, "hot_lr": 2.0},
-            {"temperature": (0.01, 1.0)},
-        ),
+        ("clean/cifar10-resnet20-msgd", {}, {"temperature": 1.0, "variance": "repeated"}, {}),
+        ("clean/cifar10-resnet20-sghmc", {}, {"temperature": 1.0}, {"temperature": (0.01, 1.0)}),
         (
             "clean/cifar10-resnet20-independent",
             {},
@@ -283,7 +233,6 @@ def test_settings_that_cannot_matter_are_no_differences(recipe, one, other, want
         ("figure1/case1-naive", {"correction_factor": 2.0}, ()),
         ("clean/cifar10-resnet20", {"data": "cifar100"}, ("data",)),
         ("clean/cifar10-resnet20", {"test_subset": 100}, ("test_subset",)),
-        ("clean/cifar10-resnet20", {"validation": 500}, ("validation",)),
         ("clean/cifar10-resnet20", {"subset": 500, "epochs": 7}, ()),  # measured on the same images
         ("clean/cifar10-resnet20", {"data_seed": 3}, ()),  # of the order alone
         ("tall/logistic", {"data_seed": 3}, ("data_seed",)),  # of the data
@@ -301,19 +250,15 @@ def test_different_problems_get_no_verdict(tmp_path, recipe, changes, apart):
         return
     assert row.verdict == f"not comparable: different {', '.join(apart)}"
     assert (row.better, row.p_value, row.error) == ("", None, None)
-    for text in (
-        as_markdown([comparison]),
-        "\n".join(lines(comparison)),
-        json.dumps(as_json([comparison])),
-    ):
-        assert "higher, worse" not in text
-        assert "p = " not in text
-        for name in apart:
-            assert name in text
-    assert f"they are not comparable: they differ in {', '.join(apart)}" in as_markdown(
-        [comparison]
-    )
     assert as_json([comparison])[0]["not_comparable_because_of"] == list(apart)
+    for width in (None, 100, 30):
+        text = " ".join(" ".join(lines(comparison, width)).split())
+        assert text.count("not comparable") == 1
+        assert "verdict" not in text
+        assert "p = " not in text
+    markdown = as_markdown([comparison])
+    assert f"they are not comparable: they differ in {', '.join(apart)}" in markdown
+    assert "p = " not in markdown
 
 
 def test_different_kinds_that_share_a_metric(tmp_path):
@@ -326,59 +271,36 @@ def test_different_kinds_that_share_a_metric(tmp_path):
     assert "absent" not in text
 
 
-def test_a_damaged_config_is_said_and_is_no_difference(tmp_path):
+def test_a_damaged_config_is_no_difference(tmp_path):
     first = write(tmp_path / "a", "digits/sghmc", {0: {"nll": 1.0}, 1: {"nll": 1.0}})
     other = write(tmp_path / "b", "digits/sghmc", {0: {"nll": 2.0}, 1: {"nll": 1.0}})
     (other / "seed=0" / "config.json").write_text("{")
     (comparison,) = compare_folders([first, other])
     assert comparison.settings == {}
     assert comparison.seeds == (1,)
-    assert any(
-        "config.json of seed=0 is missing or damaged" in note and "left out" in note
-        for note in comparison.notes
-    )
+    assert any("seed=0 has no sound config.json" in note for note in comparison.notes)
     assert "no setting that matters differs" in "\n".join(lines(comparison))
-    (
-        other / "seed=1" / "config.json"
-    ).unlink()  # now none of that side is known: then they are compared, and that is said
+    (other / "seed=1" / "config.json").unlink()  # now none is known: they are compared all the same
     (comparison,) = compare_folders([first, other])
     text = "\n".join(lines(comparison))
     assert comparison.seeds == (0, 1)
-    assert "settings are not told" in text
-    assert "no setting that matters differs" not in text
-    assert "settings that differ" not in text
+    assert "settings are not known" in text
+    assert "differ" not in text.replace("difference", "")
     assert not as_json([comparison])[0]["settings_known"]
 
 
-@pytest.mark.parametrize(
-    ("n", "words"), [(1, "no test: one seed; 3 are needed"), (2, "no test: 2 seeds; 3 are needed")]
-)
-def test_nothing_is_said_of_a_test_that_was_not_made(tmp_path, n, words):
+@pytest.mark.parametrize("n", [1, 2])
+def test_nothing_is_said_of_a_test_that_was_not_made(tmp_path, n):
     first = write(tmp_path, "digits/sghmc", {s: {"nll": 1.0 + s} for s in range(n)})
     other = write(tmp_path, "digits/resghmc", {s: {"nll": 2.0 + 1.1 * s} for s in range(n)})
     (comparison,) = compare_folders([first, other])
     text = "\n".join(lines(comparison))
-    assert words in text
+    assert f"no test: {'one seed' if n == 1 else '2 seeds'}; 3 are needed" in text
     assert "Holm" not in text
-    assert "paired" not in text
     assert ("+- its standard error" in text) == (n == 2)
     assert as_json([comparison])[0]["test"]["kind"] == "none"
-    command([first, other], out=tmp_path / "table.md")
-    command(
-        [first, other], out=tmp_path / "table.md"
-    )  # it is known for ours without the name of a test
-
-
-def test_different_problems_are_called_so_once(tmp_path):
-    numbers = {f"m{k}": 1.0 for k in range(30)}
-    first = write(tmp_path, "figure1/case1-naive", dict.fromkeys(range(3), numbers))
-    other = write(tmp_path, "figure1/case2-naive", dict.fromkeys(range(3), numbers))
-    (comparison,) = compare_folders([first, other])
-    for width in (None, 100, 30):
-        text = " ".join(" ".join(lines(comparison, width)).split())
-        assert text.count("not comparable") == 1
-        assert "verdict" not in text
-    assert as_markdown([comparison]).count("not comparable") == 1
+    for _ in range(2):  # a file of ours is known without the name of a test
+        command([first, other], out=tmp_path / "table.md")
 
 
 LONG = "pooled_logits_best_accuracy_of_all_the_rungs_together"
@@ -387,76 +309,42 @@ LONG = "pooled_logits_best_accuracy_of_all_the_rungs_together"
 @pytest.mark.parametrize("width", [None, 200, 120, 80, 60, 30])
 def test_no_name_is_cut_at_any_width(tmp_path, width):
     numbers = {s: {LONG: 0.123456 + s, "nll": 1.0} for s in range(3)}
-    first, other = (
-        write(tmp_path, "digits/sghmc", numbers),
-        write(tmp_path, "digits/resghmc", numbers, epochs=7),
-    )
-    (comparison,) = compare_folders([first, other])
+    first = write(tmp_path, "digits/sghmc", numbers)
+    (comparison,) = compare_folders([first, write(tmp_path, "digits/resghmc", numbers, epochs=70)])
     made = lines(comparison, width)
     words = [word.rstrip(",;:") for word in " ".join(made).split()]
-    for word in (
-        LONG,
-        "digits/sghmc",
-        "digits/resghmc",
-        "temperatures",
-        "1.12346",
-        "nll",
-        "the",
-        "same",
-    ):
-        assert word in words
-    assert "…" not in "".join(made)
+    wanted = (LONG, "digits/sghmc", "digits/resghmc", "temperatures", "1.12346", "nll", "same")
+    assert set(wanted) <= set(words)
     if width is None:
-        assert (
-            sum(LONG in line and line.endswith("the same on all 3 seeds") for line in made) == 1
-        ), "a row is a line"
+        assert sum(LONG in line and line.endswith("on all 3 seeds") for line in made) == 1
     else:
         assert all(len(line) <= width or len(line.split()) == 1 for line in made)
     assert wrapped(f"of {LONG} and semi-detached", 30) == ["of", LONG, "and semi-detached"]
     assert any(line.startswith("metric ") for line in made) == (width is None or width > 100)
 
 
-def test_the_same_recipe_with_other_settings_is_told_by_folder(tmp_path):
+def test_the_same_recipe_with_other_settings_is_named_by_folder(tmp_path):
     first = write(tmp_path / "a", "digits/sghmc", {0: {"nll": 1.0}})
-    other = write(tmp_path / "b", "digits/sghmc", {0: {"nll": 2.0}}, epochs=7)
+    other = write(tmp_path / "b", "digits/sghmc", {0: {"nll": 2.0}}, epochs=70)
     (comparison,) = compare_folders([first, other])
-    assert comparison.settings == {"epochs": (100, 7)}
+    assert comparison.settings == {"epochs": (100, 70)}
     assert str(other) in comparison.other.name
-    write(tmp_path / "b", "digits/sghmc", {1: {"nll": 2.0}}, epochs=8)
+    write(tmp_path / "b", "digits/sghmc", {1: {"nll": 2.0}}, epochs=80)
     write(tmp_path / "a", "digits/sghmc", {1: {"nll": 2.0}})
     (comparison,) = compare_folders([first, other])
     assert any("its own seeds differ in epochs" in note for note in comparison.notes)
 
 
-def test_only_outcomes_are_compared(tmp_path):
-    numbers = {
-        "n_draws": 3,
-        "w1": 1.0,
-        "w1_se": 0.1,
-        "left_weight_true": 0.4,
-        "nan": None,
-        "flag": True,
-        "accuracy": 1,
-    }
+def test_only_outcomes_that_all_runs_have_are_compared(tmp_path):
+    numbers = {"n_draws": 3, "w1": 1.0, "w1_se": 0.1, "left_weight_true": 0.4, "nan": None}
     pair = {"pair": [0, 1], "proposed": 10, "accepted": 4, "acceptance_rate": 0.4}
-    folder = write(tmp_path, "digits/sghmc", {0: numbers}, swaps=[pair])
-    assert run_metrics(load_run(folder / "seed=0")) == {
-        "w1": 1.0,
-        "accuracy": 1.0,
-        "swaps of rungs 0 and 1": 4.0,
-    }
-
-
-def test_metrics_that_are_not_everywhere_are_named(tmp_path):
-    first = write(tmp_path, "digits/sghmc", {0: {"nll": 1.0, "ece": 1.0}, 1: {"nll": 1.0}})
-    other = write(
-        tmp_path,
-        "digits/resghmc",
-        {0: {"nll": 1.0, "ece": 1.0, "pooled_nll": 1.0}, 1: {"nll": 1.0}},
-    )
+    first = write(tmp_path, "digits/sghmc", {0: {**numbers, "flag": True}}, swaps=[pair])
+    other = write(tmp_path, "digits/resghmc", {0: {"w1": 1.0, "pooled_nll": 1.0}})
+    kept = {"w1": 1.0, "swaps of rungs 0 and 1": 4.0}
+    assert run_metrics(load_run(first / "seed=0")) == kept
     (comparison,) = compare_folders([first, other])
-    assert [row.metric for row in comparison.rows] == ["nll"]
-    assert "not in all of the runs, left out: ece, pooled_nll" in comparison.notes
+    assert [row.metric for row in comparison.rows] == ["w1"]
+    assert any("left out: pooled_nll, swaps of rungs" in note for note in comparison.notes)
 
 
 def test_bad_input(tmp_path):
@@ -464,15 +352,13 @@ def test_bad_input(tmp_path):
     other = write(tmp_path, "digits/resghmc", {1: {"nll": 1.0}})
     paused = write(tmp_path / "c", "digits/msgd", {0: {}}, status="paused")
     strange = write(tmp_path / "d", "figure1/case1-naive", {0: {"w2": 1.0}})
-    bare = write(tmp_path / "e", "digits/msgd", {0: {}})
     (tmp_path / "empty").mkdir()
     for paths, kind, words in (
         ([one], InvalidArgumentError, "at least two"),
-        ([one, other], RunFolderError, "none in common"),
+        ([one, other], RunFolderError, "no seed in common"),
         ([one, tmp_path / "digits"], RunFolderError, "2 recipes"),
         ([one, paused], RunFolderError, "no finished run"),
-        ([one, strange], RunFolderError, "no metric in common, so there is nothing to compare"),
-        ([one, bare], RunFolderError, "has no metric: no metric in common"),
+        ([one, strange], RunFolderError, "no metric in common"),
         ([one, tmp_path / "empty"], RunFolderError, "holds no run"),
         ([one, tmp_path / "none"], RunFolderError, "there is no folder"),
     ):
@@ -482,21 +368,17 @@ def test_bad_input(tmp_path):
 
 
 def test_committed_images_against_their_files():
-    first, other = (RESULTS / f"cifar10-resnet20{method}" for method in ("-msgd", ""))
-    (comparison,) = compare_folders([first, other])
-    seeds = comparison.seeds
-    assert seeds == tuple(range(len(seeds)))
-    assert len(seeds) >= 2
+    folders = [RESULTS / f"cifar10-resnet20{method}" for method in ("-msgd", "")]
+    (comparison,) = compare_folders(folders)
     row = next(row for row in comparison.rows if row.metric == "accuracy")
-    values = [
-        [
-            json.loads((side / f"seed={s}" / "result.json").read_text())["metrics"]["accuracy"]
-            for s in seeds
-        ]
-        for side in (first, other)
-    ]
-    assert row.difference == pytest.approx((sum(values[1]) - sum(values[0])) / len(seeds))
-    assert (row.verdict == "no claim at n=2") == (len(seeds) == 2)
+
+    def mean(folder):
+        files = [folder / f"seed={s}" / "result.json" for s in comparison.seeds]
+        numbers = [json.loads(file.read_text())["metrics"]["accuracy"] for file in files]
+        return sum(numbers) / len(numbers)
+
+    assert len(comparison.seeds) >= 2
+    assert row.difference == pytest.approx(mean(folders[1]) - mean(folders[0]))
     assert comparison.settings == {"method": ("msgd", "resghmc")}
 
 
@@ -509,55 +391,46 @@ def test_the_command(tmp_path):
     arguments = [str(first), str(other), str(third)]
     shown = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "new" / "table.md")])
     assert shown.exit_code == 0, shown.output
+    printed = shown.output.splitlines()  # a pipe has no edge: nothing is wrapped
     for words in (
         "not distinguishable at n=3",
-        "one seed tells nothing",
         "temperatures: 0.1 / 0.1,0.1025",
-        "seeds 0, 2 only in",
+        "seeds 0, 2 only",
     ):
-        assert any(words in line for line in shown.output.splitlines()), (
-            "a pipe has no edge: nothing is wrapped"
-        )
+        assert any(words in line for line in printed)
     comparisons = compare_folders([first, other, third])
-    assert (tmp_path / "new" / "table.md").read_text() == as_markdown(comparisons)
-    assert (
-        "| nll | lower | 2 | 1.9 | -0.1 +- 0.058 | 3 | not distinguishable at n=3 |"
-        in as_markdown(comparisons)
-    )
+    markdown = (tmp_path / "new" / "table.md").read_text()
+    assert markdown == as_markdown(comparisons)
+    assert "| nll | lower | 2 | 1.9 | -0.1 +- 0.058 | 3 | not distinguishable at n=3 |" in markdown
     CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "table.json")])
     written = json.loads((tmp_path / "table.json").read_text())
     assert written == json.loads(json.dumps(as_json(comparisons)))
-    assert written[0]["rows"][0]["n"] == 3
-    assert written[0]["test"]["metrics"] == 1
-    assert isinstance(
-        CliRunner().invoke(app, [*arguments, "--out", "x.csv"]).exception, ConfigError
-    )
+    wrong = CliRunner().invoke(app, [*arguments, "--out", "x.csv"])
+    assert isinstance(wrong.exception, ConfigError)
 
 
 @pytest.mark.parametrize("suffix", [".md", ".json"])
 def test_only_its_own_files_are_overwritten(tmp_path, suffix):
-    folders = [
-        write(tmp_path / name, "digits/sghmc", {s: {"nll": 1.0 + s} for s in range(3)})
-        for name in ("a", "b")
-    ]
+    numbers = {s: {"nll": 1.0 + s} for s in range(3)}
+    folders = [write(tmp_path / name, "digits/sghmc", numbers) for name in ("a", "b")]
     mine = tmp_path / f"notes{suffix}"
     mine.write_text("my notes")
     for precious in (mine, *folders[1].rglob("result.json")) if suffix == ".json" else (mine,):
         before = precious.read_text()
-        with pytest.raises(ConfigError, match="did not write; choose another name"):
+        with pytest.raises(ConfigError, match="did not write"):
             command(folders, out=precious)
         assert precious.read_text() == before
-    command(folders, out=tmp_path / f"table{suffix}")
-    command(folders, out=tmp_path / f"table{suffix}")
+    for _ in range(2):
+        command(folders, out=tmp_path / f"table{suffix}")
 
 
+@pytest.mark.slow
 def test_nothing_to_compare_is_one_line_and_exit_code_2(tmp_path):
     """By the program itself, as a script sees it."""
     one = write(tmp_path / "a", "digits/sghmc", {0: {"nll": 1.0}})
     other = write(tmp_path / "b", "digits/sghmc", {0: {"w2": 1.0}})
-    done = subprocess.run(
-        [sys.executable, "-m", "torchrex", "compare", one, other], capture_output=True, text=True
-    )
+    words = [sys.executable, "-m", "torchrex", "compare", str(one), str(other)]
+    done = subprocess.run(words, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("torchrex: ")
     assert done.stderr.count("\n") == 1

@@ -15,11 +15,10 @@ import torchrex as tr
 from torchrex.errors import CheckpointError
 from torchrex.experiments import get_recipe, run_recipe
 from torchrex.experiments.mixtures import MixtureConfig
-from torchrex.report import doctor_checkpoints
-from torchrex.report.doctor import diagnose, findings_of
-from torchrex.report.doctor_checkpoints import are_large, look_at_checkpoints
+from torchrex.report import doctor as doctor_checkpoints
+from torchrex.report.doctor import are_large, diagnose, findings_of, look_at_checkpoints
 from torchrex.report.page import page_of
-from torchrex.report.runs import load_run
+from torchrex.report.reader import load_run
 
 
 def finding_of(findings, title):
@@ -72,7 +71,7 @@ def test_whole_checkpoints_are_fine(run):
     found = finding_of(diagnosis.findings, "checkpoints")
     assert (found.severity, found.words) == (
         "fine",
-        "2 checkpoints are whole; the newest is that of step 400.",
+        "2 checkpoints are sound; the newest has step 400.",
     )
     assert found.numbers == {"whole": ["step=000000380", "step=000000400"], "damaged": []}
     assert not {finding.title for finding in diagnosis.findings} & {
@@ -90,10 +89,10 @@ def test_an_older_one_serves_where_the_newest_is_damaged(run):
     assert found.words.startswith(
         "checkpoints/step=000000400 has a damaged replica=1.safetensors: its checksum is not"
     )
-    assert "goes on from step 380, so that 20 steps are made again" in found.words
+    assert "continues from step 380 and repeats 20 steps" in found.words
     assert resumed(path) == 380
     assert found.numbers == {"whole": ["step=000000380"], "damaged": ["step=000000400"]}
-    assert "--resume` goes on" in finding_of(findings, "the run is not finished").words
+    assert "--resume` continues" in finding_of(findings, "the run is not finished").words
     assert not [finding for finding in findings if finding.title == "checkpoints"]
 
 
@@ -101,10 +100,7 @@ def test_an_older_one_that_is_damaged_costs_nothing(run):
     path = run()
     (path / "checkpoints" / "step=000000380" / "shared.safetensors").unlink()
     found = finding_of(findings_of(load_run(path)), "damaged checkpoint")
-    assert (
-        "step=000000380 has no shared.safetensors. The newest is whole, and --resume goes on from there"
-        in found.words
-    )
+    assert "step=000000380 has no shared.safetensors. The newest is sound" in found.words
     assert resumed(path) == 400
 
 
@@ -118,7 +114,7 @@ def test_where_none_can_be_used_a_resume_is_not_advised(run):
     findings = findings_of(load_run(path))
     found = finding_of(findings, "damaged checkpoints")
     assert found.severity == "warning"
-    assert "No checkpoint can be used, and a resume refuses to go on" in found.words
+    assert "No checkpoint can be used" in found.words
     assert "has a pickle in place of replica=0.safetensors" in found.words
     assert "no checkpoint in" in resumed(path)
     state = finding_of(findings, "the run is not finished").words
@@ -133,7 +129,7 @@ def test_a_finished_run_does_not_need_them(run):
     diagnosis = diagnose(load_run(path))
     found = finding_of(diagnosis.findings, "damaged checkpoints")
     assert found.severity == "note"
-    assert "its results do not need them: remove what is damaged" in found.words
+    assert "does not need them" in found.words
     assert diagnosis.status == "finished"
 
 
@@ -163,12 +159,10 @@ def test_large_ones_are_left_out_of_a_quick_look(run, monkeypatch, tmp_path):
     assert finding_of(findings_of(load_run(path), quick=True), "damaged checkpoint")
     monkeypatch.setattr(doctor_checkpoints, "LARGE", 1000)
     found = finding_of(findings_of(load_run(path), quick=True), "only a quick look")
-    assert found.words.startswith(
-        "To tell whether its checkpoints are whole takes seconds here and was left out"
-    )
+    assert found.words.startswith("To know whether its checkpoints are sound takes seconds")
     assert finding_of(findings_of(load_run(path)), "damaged checkpoint")
     page = page_of([load_run(path)], tmp_path / "page.html", title="t")
-    assert "Of 1 it took a quick look, without what takes seconds" in page
+    assert "only a quick look at 1;" in page
 
 
 def test_shards_go_on_each_by_itself(tmp_path):
@@ -185,7 +179,7 @@ def test_shards_go_on_each_by_itself(tmp_path):
     found = finding_of(findings_of(load_run(path)), "checkpoints")
     assert (
         found.words
-        == f"4 checkpoints of 2 shards are whole; all shards have come to step {steps[-1]:,}."
+        == f"4 checkpoints of 2 shards are sound; all shards have reached step {steps[-1]:,}."
     )
     newest = path / "checkpoints" / "shard=1" / f"step={steps[-1]:09d}"
     spoil(newest / "shared.safetensors")
@@ -194,7 +188,7 @@ def test_shards_go_on_each_by_itself(tmp_path):
         f"checkpoints/shard=1/step={steps[-1]:09d} has a damaged shared.safetensors"
     )
     assert (
-        f"goes on from step {steps[0]:,} in shard=1, so that {steps[1] - steps[0]} steps are made again"
+        f"continues from step {steps[0]:,} in shard=1 and repeats {steps[1] - steps[0]} steps"
         in found.words
     )
     spoil(newest.with_name(f"step={steps[0]:09d}") / "shared.safetensors")

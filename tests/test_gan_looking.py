@@ -18,18 +18,15 @@ from chromium import chromium, find_chromium
 from torchrex.diagnostics import acceptance_from_energies
 from torchrex.experiments.folder import png
 from torchrex.experiments.recipes import get_recipe
-from torchrex.report.compare import compare_folders
+from torchrex.report.compare import compare_folders, differing_that_matter
 from torchrex.report.doctor import diagnose
-from torchrex.report.doctor_average import n_tested
-from torchrex.report.doctor_evidence import first_test, gather, history_from_curves, while_swapping
-from torchrex.report.doctor_ladder import check_ladder
-from torchrex.report.page import page_of, pictures, write_page
-from torchrex.report.page.charts import charts_of
-from torchrex.report.page.details import details_of
-from torchrex.report.page.overview import cell, columns, families, label, overlays, paper_of
-from torchrex.report.page.pictures import pictures_of, size_of, within_the_page
-from torchrex.report.runs import load_run
-from torchrex.report.settings_that_matter import differing_that_matter
+from torchrex.report.page import details as page_details
+from torchrex.report.page import page_of, write_page
+from torchrex.report.page.charts import charts_of, overlays
+from torchrex.report.page.details import details_of, pictures_of, size_of, within_the_page
+from torchrex.report.page.rows import cell, columns, families, paper_of
+from torchrex.report.reader import load_run
+from torchrex.report.swap_checks import check_ladder, gather, history_from_curves, while_swapping
 from written_runs import write_run
 
 STEPS, WARM_START, EVERY = 1_000, 600, 10
@@ -149,35 +146,15 @@ def four(tmp_path_factory):
 # The doctor
 
 
-def test_collapsed_generators_are_told(four):
-    """Each makes nearly one image; older results and discriminators alone do not say, and then
-    nothing is said.
-    """
-    run = four["-sghmc"]
-    assert not [each for each in diagnose(run).findings if "generators" in each.title]
-
-    def with_variety(value):
-        return replace(
-            run, result={**run.result, "metrics": {**run.result["metrics"], "variety": value}}
-        )
-
-    collapsed = finding_of(diagnose(with_variety(0.24)).findings, "the generators have collapsed")
-    assert collapsed.severity == "warning"
-    assert collapsed.words.startswith(
-        "The images of one generator vary by 0.24 of what real images do, less than 0.25"
-    )
-    assert finding_of(diagnose(with_variety(0.25)).findings, "generators").severity == "fine"
-    for variety, makes in (
-        (0.09, "nearly one image"),
-        (0.1, "few different images"),
-        (0.24, "few different images"),
-    ):
-        assert (
-            makes
-            in finding_of(
-                diagnose(with_variety(variety)).findings, "the generators have collapsed"
-            ).words
-        )
+def test_collapsed_generators_are_a_warning(four):
+    """Older results and discriminators alone do not say, and then nothing is said."""
+    run, title = four["-sghmc"], "the generators have collapsed"
+    for variety, warned in ((None, False), (0.24, True), (0.25, False)):
+        metrics = {**run.result["metrics"], "variety": variety}
+        diagnosis = diagnose(replace(run, result={**run.result, "metrics": metrics}))
+        found = [each for each in diagnosis.findings if each.title == title]
+        assert bool(found) == warned
+        assert all(each.severity == "warning" and "0.24" in each.words for each in found)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -192,13 +169,10 @@ def test_a_warm_start_is_told_and_no_fault(four, method):
     assert bool(titles) == (method == "")  # two swaps are few, whatever came before
     found = finding_of(diagnosis.findings, "warm start")
     assert found.severity == "note"
-    assert found.words.startswith("The first 600 of 1,000 steps descend by Adam, without noise")
-    assert ("without swaps, as they should" in found.words) == (method == "")
-    # By hand: 4.5e-4 * max(0.05, exp(-600 / 800)).
-    assert found.numbers["lr_of_sghmc"] == pytest.approx(4.5e-4 * math.exp(-0.75))
-    assert found.words.endswith(
-        "Adam begins at learning rate 0.00045 (of the mean loss), SGHMC at 0.0002126."
-    )
+    assert found.words.startswith("The first 600 of 1,000 steps descend without noise")
+    # By hand: 4.5e-4 * max(0.05, exp(-600 / 800)) over the 46,000 unlabelled images.
+    rate = 4.5e-4 * math.exp(-0.75) / 46_000
+    assert found.numbers["lr_of_sampler"] == pytest.approx(rate)
 
 
 def test_without_a_warm_start_there_is_nothing_to_tell(tmp_path):
@@ -209,29 +183,25 @@ def test_without_a_warm_start_there_is_nothing_to_tell(tmp_path):
         for found in diagnose(replace(run, settings=settings)).findings
         if found.title == "warm start"
     ]
-    assert first_test(replace(run, settings=settings)) == 1
+    assert settings.swap_start == 1
 
 
 def test_swaps_are_looked_at_after_the_warm_start(four):
     """Energies of the warm start, 90 nats apart, would drown those of the swap tests."""
     run = four[""]
-    assert (first_test(run), int(while_swapping(run, run.history).steps[0])) == (600, 600)
+    assert int(while_swapping(run, run.history).steps[0]) == 600
     evidence = gather(run)
     assert int(evidence.energies.steps[0]) == 600
     assert float(evidence.energies.energy_difference.abs().max()) < 10
-    assert not evidence.image
+    assert not evidence.follows_gap
     words = " ".join(found.words for found in check_ladder(run))
     assert "swapped twice in 400 tests (0.5 %)" in words
     assert "at temperatures 0.01 and 1" in words
 
 
-def test_rungs_that_share_generators_are_not_independent(four, tmp_path):
-    words = finding_of(check_ladder(four["-noswaps"]), "no swaps by design").words
-    assert "share their generators and exchange nothing else" in words
-    assert "independent" not in words
-    own = load_run(write_gan(tmp_path, "gan/cifar10-4000-noswaps", generators="own"))
-    assert "are independent" in finding_of(check_ladder(own), "no swaps by design").words
-    assert [finding.title for finding in check_ladder(four["-sghmc"])] == ["one rung"]
+def test_rungs_without_swaps_are_not_blamed(four):
+    assert [found.title for found in check_ladder(four["-noswaps"])] == ["no swaps by design"]
+    assert [found.title for found in check_ladder(four["-sghmc"])] == ["one rung"]
 
 
 def test_a_run_in_its_warm_start_has_no_swaps_yet(tmp_path):
@@ -242,10 +212,8 @@ def test_a_run_in_its_warm_start_has_no_swaps_yet(tmp_path):
         json.dumps({**result, "steps_done": 300, "swaps": swaps, "curves": {}, "metrics": {}})
     )
     found = finding_of(diagnose(load_run(path)).findings, "no swap was tested")
-    assert (found.severity, found.words) == (
-        "note",
-        "Swaps are tested from step 600 on, and it has come to step 300.",
-    )
+    assert found.severity == "note"
+    assert found.words.startswith("Swaps are tested from step 600 on")
 
 
 def test_curves_tell_where_the_trace_is_not_there(tmp_path, four):
@@ -278,7 +246,7 @@ def test_the_test_images_of_every_data_set(four):
         *(("cifar10", 5_000, None, 5_000), ("svhn", 0, 2_000, 2_000), ("digits", 0, 9_999, 500)),
     ):
         changed = replace(settings, data=data, validation=validation, test_subset=subset)
-        assert n_tested(replace(four[""], settings=changed)) == n
+        assert changed.test_size == n
     rising = [0.5 + 0.001 * k for k in range(30)]
     result = {**four[""].result, "curves": {"probabilities_accuracy": rising}}
     words = finding_of(
@@ -290,8 +258,7 @@ def test_the_test_images_of_every_data_set(four):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"temperature": -1.0}, {"lr_time": 0.0}, {"hot_temperature": 0.5}, {"lr_of_mean": "inf"}],
+    "changes", [{"temperature": -1.0}, {"lr_time": 0.0}, {"hot_temperature": 0.5}]
 )
 def test_settings_that_make_no_ladder_are_a_problem_in_words(tmp_path, changes):
     path = write_gan(tmp_path)
@@ -343,18 +310,11 @@ def test_settings_that_a_method_does_not_use_do_not_matter(four):
 def test_the_family_shows_what_the_authors_count_and_the_papers_numbers(four):
     (family,) = families(list(four.values()))
     assert family.name == "gan"
-    assert columns(family)[:5] == [
-        "accuracy",
-        "single_accuracy",
-        "pooled_accuracy",
-        "paper_accuracy",
-        "called_fake",
-    ]
-    assert {"nll", "ece"} <= set(columns(family))
+    wanted = [each.metric for each in four[""].settings.columns]
+    assert columns(family) == [name for name in wanted if name in four[""].numbers][:8]
     first = family.rows[0]
     assert cell(first, "called_fake") == ("12.5", 12.5)
-    assert label("called_fake") == "called generated, %"
-    told = {row.label: paper_of(row) for row in family.rows}
+    told = {row.label: paper_of(row.settings) for row in family.rows}
     assert told["cifar10-4000"]["accuracy"][:2] == (81.61, "81.61 ± 0.24")
     assert told["cifar10-4000-sghmc"]["accuracy"].value == 79.06
     assert told["cifar10-4000-noswaps"] == told["cifar10-4000-supervised"] == {}
@@ -435,7 +395,7 @@ def test_curves_are_drawn_by_steps_where_the_trace_is_not_there(tmp_path):
         "steps",
         [700, 800],
     )
-    assert "Means over the steps" in charts[0]["note"]
+    assert "Means from one step shown" in charts[0]["note"]
 
 
 def test_the_ladder_has_a_learning_rate_for_each_sampler(four, tmp_path):
@@ -479,7 +439,6 @@ def test_what_the_generators_make_is_in_the_page(four, tmp_path):
     page = page_of(list(four.values()), tmp_path / "page.html", title="t")
     assert page.count("data:image/png;base64,") == 3
     assert "img-src data:;" in page
-    assert "The authors count the newest network alone" in page
 
 
 @pytest.mark.parametrize(
@@ -514,7 +473,7 @@ def test_what_is_no_sound_picture_is_told_and_not_shown(tmp_path, damage, words)
 def test_a_page_does_not_grow_without_end(four, monkeypatch, tmp_path):
     of_runs = [pictures_of(four[method])[0] for method in METHODS]
     size = len(of_runs[0][0]["src"])
-    monkeypatch.setattr(pictures, "MOST_TOGETHER", 2 * size + 10)
+    monkeypatch.setattr(page_details, "MOST_TOGETHER", 2 * size + 10)
     within_the_page(of_runs)
     assert ["src" in picture for each in of_runs for picture in each] == [True, True, False]
     assert "see samples.png in the folder" in of_runs[2][0]["note"]
@@ -523,6 +482,7 @@ def test_a_page_does_not_grow_without_end(four, monkeypatch, tmp_path):
     assert size_of((four[""].path / "samples.png").read_bytes()) == (102, 42)
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_the_picture_is_seen_in_a_browser(four, tmp_path):
     page = tmp_path / "page.html"

@@ -155,8 +155,7 @@ def compare(
     with loading():
         from torchrex.cli.console import say, stdout
         from torchrex.experiments.config import dumps
-        from torchrex.report.compare import compare_folders
-        from torchrex.report.compare_text import MARK, as_json, as_markdown, lines
+        from torchrex.report.compare import MARK, as_json, as_markdown, compare_folders, lines
     ours = (MARK, '"not_comparable_because_of"', "paired t")  # every file of ours has one of them
     if out is not None and out.exists():
         there = out.read_text(errors="replace")

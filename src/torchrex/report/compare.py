@@ -1,13 +1,11 @@
-"""Runs compared seed by seed: differences with their standard errors, and verdicts that claim no
-more than the seeds allow.
+"""Runs compared seed by seed: differences with standard errors, and verdicts that do not overclaim.
 
-Runs of one seed share what the seed decides, so the difference is taken seed by seed and its spread
-over seeds is the error:
+Runs of one seed share what the seed decides, so differences are taken seed by seed:
 
-    d_s = other_s - first_s,    se = std(d) / sqrt(n),    t = mean(d) / se,    p two-sided with n - 1 degrees of freedom
+    d_s = other_s - first_s,    se = std(d) / sqrt(n),    t = mean(d) / se,    n - 1 degrees of freedom
 
-One comparison looks at many metrics. Verdicts rest on Holm's adjusted p: with k tests and p_(1) <=
-... <= p_(k),
+One comparison looks at many metrics. Verdicts rest on Holm's adjusted p: with k tests and
+p_(1) <= ... <= p_(k),
 
     adjusted p_(i) = max over j <= i of min(1, (k - j + 1) p_(j))
 
@@ -19,26 +17,41 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from torchrex.errors import InvalidArgumentError, RunFolderError
-from torchrex.report.runs import LoadedRun, find_runs, load_run
+from torchrex.experiments.config import to_json
+from torchrex.report.reader import LoadedRun, find_runs, load_run
 from torchrex.report.series import FEWEST_SEEDS, p_of_pairs
-from torchrex.report.settings_that_matter import (
-    decides_the_problem,
-    differing_that_matter,
-    with_known_settings,
-)
 
 LEVEL = 0.05
-HIGHER, LOWER = ("accuracy", "ess"), ("nll", "brier", "ece", "w1", "w2", "error", "rhat")
-# Settings, not outcomes; and the time, which is that of all replicas that ran side by side.
+HIGHER, LOWER = {"accuracy", "ess"}, {"nll", "brier", "ece", "w1", "w2", "error", "rhat"}
+# Settings, not outcomes; and the time, which is that of all replicas that ran together.
 NOT_COMPARED = ("n_steps", "n_runs", "n_draws", "seconds_per_epoch", "seconds_per_step")
+NOT_USED, ABSENT = "not used", "absent"
+NAMES = ("recipe", "paper", "checkpoint_every")  # nothing of a run depends on them
+# The density that is sampled, or the data that are learned and measured on. `subset` is not one
+# of them: fewer training images are measured on the same test images.
+PROBLEM = {
+    *("weights", "means", "stds", "n_data", "dim", "prior_precision"),
+    *("data", "validation", "test_subset"),
+}
+OF_SWAPS = {
+    *("correction_factor", "factor_per_swap", "swaps_after", "rest_after_swap", "prior_in_swaps"),
+    *("momentum_at_swap", "variance", "smoothing", "measure_every", "measure_draws"),
+    "initial_variance",
+}
+COLUMNS = ("metric", "better", "first", "other", "difference", "seeds", "verdict")
+GAP = "  "
+MARK = "<!-- torchrex compare -->\n"  # by which a Markdown file of ours is known
+LEAST_FOR_VERDICT = 12  # columns
 
 Better = Literal["higher", "lower", ""]
+Differences = dict[str, tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -63,9 +76,7 @@ class Row:
     error: float | None  # its standard error; None for one seed, and between different problems
     n: int
     p_value: float | None  # of this metric by itself
-    p_adjusted: float | None = (
-        None  # by Holm, for all metrics of the comparison: the verdict rests on it
-    )
+    p_adjusted: float | None = None  # by Holm, for all metrics: the verdict rests on it
     verdict: str = ""
 
 
@@ -77,44 +88,45 @@ class Comparison:
     other: Side
     seeds: tuple[int, ...]
     rows: tuple[Row, ...]
-    settings: dict[str, tuple[Any, Any]]  # config fields that differ and matter: (first, other)
+    settings: Differences  # config fields that differ and matter: (first, other)
     notes: tuple[str, ...]  # what was left out, and why
-    apart: tuple[
-        str, ...
-    ] = ()  # those of `settings` that make the two different problems: nothing is better or worse then
-    settings_known: bool = True  # of both sides; else nobody knows what differs
+    apart: tuple[str, ...] = ()  # those of `settings` that make them different problems
+    settings_known: bool = True  # of both sides
+
+    @property
+    def tested(self) -> bool:
+        return not self.apart and len(self.seeds) >= FEWEST_SEEDS
 
     @property
     def test(self) -> str:
         """What was done, in words, so that a reader can correct for it."""
+        n = len(self.seeds)
         if self.apart:
             return f"no test: different {', '.join(self.apart)} make them different problems"
         if not self.tested:
-            return f"no test: {'one seed' if len(self.seeds) == 1 else f'{len(self.seeds)} seeds'}; {FEWEST_SEEDS} are needed"
-        n = sum(row.p_adjusted is not None for row in self.rows)
-        together = "" if n == 1 else f" for all {n} tests together (Holm's adjusted p)"
-        return f"paired t-test over {len(self.seeds)} common seeds, two-sided, level {LEVEL:g}{together}"
-
-    @property
-    def tested(self) -> bool:
-        """Whether there was anything to test: the same problem, on enough seeds."""
-        return not self.apart and len(self.seeds) >= FEWEST_SEEDS
+            return f"no test: {'one seed' if n == 1 else f'{n} seeds'}; {FEWEST_SEEDS} are needed"
+        k = sum(row.p_adjusted is not None for row in self.rows)
+        together = "" if k == 1 else f" for all {k} tests together (Holm's adjusted p)"
+        return f"paired t-test over {n} common seeds, two-sided, level {LEVEL:g}{together}"
 
 
 def compare_folders(paths: Sequence[Path]) -> list[Comparison]:
-    """Every further folder against the first. Each is a run folder, or a recipe's folder that holds
-    seed=*.
-    """
+    """Every further folder against the first: run folders, or folders of a recipe with seed=*."""
     if len(paths) < 2:
         raise InvalidArgumentError(f"give at least two folders to compare, got {len(paths)}")
-    sides = _with_own_names([load_side(path) for path in paths])
+    sides = [_load_side(path) for path in paths]
+    names = [side.name for side in sides]
+    sides = [  # the same recipe is named by its folder
+        side
+        if names.count(side.name) == 1
+        else dataclasses.replace(side, name=f"{side.name} ({side.path})")
+        for side in sides
+    ]
     return [compare(sides[0], other) for other in sides[1:]]
 
 
-def load_side(path: Path) -> Side:
-    """The finished runs in a folder. Several recipes below it are refused, for they would be mixed
-    up.
-    """
+def _load_side(path: Path) -> Side:
+    """The finished runs in a folder of one recipe."""
     found = [load_run(each) for each in find_runs(path)]
     if not found:
         raise RunFolderError(f"{path} holds no run; give OUT/RECIPE or OUT/RECIPE/seed=S")
@@ -126,20 +138,17 @@ def load_side(path: Path) -> Side:
         )
     runs: dict[int, LoadedRun] = {}
     left_out = []
-    finished = [run for run in found if run.status == "finished"]
-    usable = {id(run) for run in with_known_settings(finished)}
+    usable = with_known_settings([run for run in found if run.status == "finished"])
     for run in found:
-        where = run.path.name
+        name = run.path.name
         if run.status != "finished":
-            left_out.append(f"{where} is {run.status}")
-        elif id(run) not in usable:
-            left_out.append(
-                f"config.json of {where} is missing or damaged, so that its settings are not known"
-            )
+            left_out.append(f"{name} is {run.status}")
+        elif run not in usable:
+            left_out.append(f"{name} has no sound config.json, so its settings are not known")
         elif run.seed < 0:
-            left_out.append(f"{where} does not tell its seed")
+            left_out.append(f"{name} does not say its seed")
         elif run.seed in runs:
-            left_out.append(f"{where} has the seed {run.seed} of {runs[run.seed].path.name}")
+            left_out.append(f"{name} has the seed {run.seed} of {runs[run.seed].path.name}")
         else:
             runs[run.seed] = run
     if not runs:
@@ -149,114 +158,69 @@ def load_side(path: Path) -> Side:
     return Side(recipes[0], path, runs, tuple(left_out))
 
 
-def _with_own_names(sides: list[Side]) -> list[Side]:
-    """Sides of the same recipe are told apart by their folders."""
-    names = [side.name for side in sides]
-    return [
-        side
-        if names.count(side.name) == 1
-        else dataclasses.replace(side, name=f"{side.name} ({side.path})")
-        for side in sides
-    ]
-
-
 def compare(first: Side, other: Side) -> Comparison:
     """Pair the seeds that both sides have, and compare every metric that all of those runs have."""
+    sides = (first, other)
     seeds = tuple(sorted(set(first.runs) & set(other.runs)))
-    notes = [
-        f"{side.name}: {words}, left out" for side in (first, other) for words in side.left_out
-    ]
-    for side, against in ((first, other), (other, first)):
+    notes = [f"{side.name}: {words}, left out" for side in sides for words in side.left_out]
+    for side, against in (sides, sides[::-1]):
         if alone := sorted(set(side.runs) - set(against.runs)):
             plural = "s" if len(alone) > 1 else ""
             notes.append(f"seed{plural} {', '.join(map(str, alone))} only in {side.name}, left out")
     if not seeds:
-        raise RunFolderError(
-            f"{first.name} has seeds {_listed(first.runs)} and {other.name} {_listed(other.runs)}: none in common, so there is "
-            f"nothing to pair; run the same seeds"
-        )
-    metrics = [[run_metrics(side.runs[seed]) for seed in seeds] for side in (first, other)]
-    everywhere = [
-        name for name in metrics[0][0] if all(name in each for side in metrics for each in side)
-    ]
-    somewhere = {name for side in metrics for each in side for name in each}
-    if not everywhere:
+        have = " and ".join(f"{s.name} has {', '.join(map(str, sorted(s.runs)))}" for s in sides)
+        raise RunFolderError(f"{have}: no seed in common, nothing to pair; run the same seeds")
+    metrics = [[run_metrics(side.runs[seed]) for seed in seeds] for side in sides]
+    somewhere = dict.fromkeys(name for side in metrics for each in side for name in each)
+    common = [name for name in somewhere if all(name in each for side in metrics for each in side)]
+    if not common:
         have = " and ".join(
-            f"{side.name} has {_few(each[0])}"
-            for side, each in zip((first, other), metrics, strict=True)
+            f"{side.name} has {', '.join(list(each[0])[:3]) or 'no metric'}"
+            for side, each in zip(sides, metrics, strict=True)
         )
-        raise RunFolderError(
-            f"{have}: no metric in common, so there is nothing to compare; compare runs of one kind"
-        )
-    if missing := sorted(somewhere - set(everywhere)):
+        raise RunFolderError(f"{have}: no metric in common; compare runs of one kind")
+    if missing := sorted(set(somewhere) - set(common)):
         notes.append(f"not in all of the runs, left out: {', '.join(missing)}")
-    known = all(side.runs[seed].settings_known for side in (first, other) for seed in seeds)
-    settings = _settings(first, other, seeds, notes) if known else {}
-    configs = [side.runs[seed].config for side in (first, other) for seed in seeds]
-    apart = tuple(
-        key for key in settings if any(decides_the_problem(key, config) for config in configs)
-    )
-    ours, theirs = metrics
+    configs = [[side.runs[seed].config for seed in seeds] for side in sides]
+    known = all(side.runs[seed].settings_known for side in sides for seed in seeds)
+    settings: Differences = {}
+    if known:
+        for pair in zip(*configs, strict=True):
+            settings = {**differing_that_matter(*pair), **settings}
+        for side, own in zip(sides, configs, strict=True):
+            fields = {key for each in own for key in differing_that_matter(own[0], each)}
+            if fields:
+                notes.append(f"{side.name}: its own seeds differ in {', '.join(sorted(fields))}")
+    every = [config for own in configs for config in own]
+    apart = tuple(k for k in settings if any(decides_the_problem(k, each) for each in every))
     rows = compare_metrics(
-        {name: ([m[name] for m in ours], [m[name] for m in theirs]) for name in everywhere}
+        {name: ([m[name] for m in metrics[0]], [m[name] for m in metrics[1]]) for name in common}
     )
-    rows = [_without_verdict(row, apart) for row in rows] if apart else rows
+    if apart:
+        gone: dict[str, Any] = dict.fromkeys(("error", "p_value", "p_adjusted"))
+        words = f"not comparable: different {', '.join(apart)}"
+        rows = [dataclasses.replace(row, better="", verdict=words, **gone) for row in rows]
     return Comparison(first, other, seeds, tuple(rows), settings, tuple(notes), apart, known)
 
 
-def _settings(
-    first: Side, other: Side, seeds: Sequence[int], notes: list[str]
-) -> dict[str, tuple[Any, Any]]:
-    """What differs between the sides; what differs within a side becomes a note."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for seed in seeds:
-        for key, pair in differing_that_matter(
-            first.runs[seed].config, other.runs[seed].config
-        ).items():
-            found.setdefault(key, pair)
-    for side in (first, other):
-        configs = [side.runs[seed].config for seed in seeds]
-        if fields := sorted(
-            {key for config in configs for key in differing_that_matter(configs[0], config)}
-        ):
-            notes.append(f"{side.name}: its own seeds differ in {', '.join(fields)}")
-    return found
-
-
-def _without_verdict(row: Row, apart: Sequence[str]) -> Row:
-    words = f"not comparable: different {', '.join(apart)}"
-    return dataclasses.replace(
-        row, better="", error=None, p_value=None, p_adjusted=None, verdict=words
-    )
-
-
 def run_metrics(run: LoadedRun) -> dict[str, float]:
-    """The numbers of a run that can be compared: its metrics without settings and standard errors,
-    and its rate of swaps.
-    """
-    numbers = {
-        name: float(value)
-        for name, value in run.metrics.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """The outcomes of a run: its metrics without settings and standard errors, and its swaps."""
+    numbers = run.numbers
+    chosen = {
+        name: value
+        for name, value in numbers.items()
+        if name not in NOT_COMPARED and not name.endswith(("_true", "_se"))
     }
-    names = [
-        name for name in numbers if name not in NOT_COMPARED and not name.endswith(("_true", "_se"))
-    ]
-    chosen = {name: numbers[name] for name in names}
-    for pair in (run.result or {}).get("swaps") or []:
-        if pair.get("acceptance_rate") is not None and not any(
-            name.startswith("acceptance_rate") for name in numbers
-        ):
-            chosen[f"swaps of rungs {pair['pair'][0]} and {pair['pair'][1]}"] = float(
-                pair["accepted"]
-            )
+    if not any(name.startswith("acceptance_rate") for name in numbers):
+        for pair in (run.result or {}).get("swaps") or []:
+            if pair.get("acceptance_rate") is not None:
+                cold, hot = pair["pair"]
+                chosen[f"swaps of rungs {cold} and {hot}"] = float(pair["accepted"])
     return chosen
 
 
 def compare_metrics(values: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> list[Row]:
-    """The paired differences of all metrics; both sequences of a metric are in the order of the
-    same seeds.
-    """
+    """The paired differences of all metrics, both sequences in the order of the same seeds."""
     rows = [_difference(metric, first, other) for metric, (first, other) in values.items()]
     tested = sorted(
         (row.p_value, k) for k, row in enumerate(rows) if row.p_value is not None and row.error
@@ -276,16 +240,8 @@ def _difference(metric: str, first: Sequence[float], other: Sequence[float]) -> 
     if n > 1:
         error = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1) / n)
         p_value = p_of_pairs(mean, error, n) if n >= FEWEST_SEEDS else None
-    return Row(
-        metric,
-        direction(metric),
-        math.fsum(first) / n,
-        math.fsum(other) / n,
-        mean,
-        error,
-        n,
-        p_value,
-    )
+    means = (math.fsum(first) / n, math.fsum(other) / n)
+    return Row(metric, direction(metric), *means, mean, error, n, p_value)
 
 
 def _verdict(row: Row) -> str:
@@ -293,9 +249,7 @@ def _verdict(row: Row) -> str:
     if row.error == 0 and mean == 0:
         return f"the same on all {n} seeds"
     if n == 1:
-        return (
-            "the same on one seed, which tells nothing" if mean == 0 else "one seed tells nothing"
-        )
+        return ("the same on one seed, which" if mean == 0 else "one seed") + " shows nothing"
     if n < FEWEST_SEEDS:
         return f"no claim at n={n}"
     if row.p_adjusted is None:
@@ -309,20 +263,195 @@ def _verdict(row: Row) -> str:
 
 
 def direction(metric: str) -> Better:
-    """Which direction is good, told from the words of the name: `pooled_logits_nll` is an NLL."""
+    """Which direction is good, by the words of the name: `pooled_logits_nll` is an NLL."""
     words = set(re.split(r"[_ ]", metric.lower()))
-    if "swaps" in words or "acceptance" in words:  # more swaps may be bought with bias
+    if words & {"swaps", "acceptance"}:  # more swaps may be bought with bias
         return ""
-    return "higher" if words & set(HIGHER) else "lower" if words & set(LOWER) else ""
+    return "higher" if words & HIGHER else "lower" if words & LOWER else ""
 
 
-def _listed(runs: Mapping[int, Any]) -> str:
-    return ", ".join(map(str, sorted(runs)))
+# Settings
 
 
-def _few(metrics: Mapping[str, float]) -> str:
-    return (
-        ", ".join(list(metrics)[:3]) + (", ..." if len(metrics) > 3 else "")
-        if metrics
-        else "no metric"
-    )
+def with_known_settings(runs: Sequence[LoadedRun]) -> list[LoadedRun]:
+    """Those that may be averaged or compared: without a config.json nobody knows whether a run was
+    made like the others. If no run has one, all.
+    """
+    return [run for run in runs if run.settings_known] or list(runs)
+
+
+def decides_the_problem(key: str, config: Mapping[str, Any]) -> bool:
+    """Are runs that differ in `key` different problems? A `data_seed` makes data in some configs."""
+    if key == "data_seed":
+        chosen = config.get("validation") or config.get("test_subset") is not None
+        return "n_data" in config or bool(chosen)
+    return key in PROBLEM
+
+
+def differing_that_matter(one: Mapping[str, Any], other: Mapping[str, Any]) -> Differences:
+    """Fields that differ, without those that neither run uses; "not used" where one does not."""
+    idle, idle_other = unused(one), unused(other)
+    found = {}
+    for key, (a, b) in differing(one, other).items():
+        a = NOT_USED if key in idle else a
+        b = NOT_USED if key in idle_other else b
+        if not all(each in (NOT_USED, ABSENT) for each in (a, b)):
+            found[key] = (a, b)
+    return found
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> Differences:
+    """Fields of two configs that differ, nested ones joined by dots, without NAMES."""
+    found: Differences = {}
+    for key in {**one, **other}:
+        a, b, name = one.get(key, ABSENT), other.get(key, ABSENT), f"{prefix}{key}"
+        if isinstance(a, Mapping) and isinstance(b, Mapping) and name not in NAMES:
+            found |= differing(a, b, f"{name}.")
+        elif name not in NAMES and a != b:
+            found[name] = (a, b)
+    return found
+
+
+def unused(config: Mapping[str, Any]) -> set[str]:
+    """Settings that nothing of the run depends on, given its others: without swaps the noise of the
+    energies moves nothing, and a single rung has no hotter one.
+    """
+    noise, method, rungs = (config.get(name) for name in ("noise", "method", "temperatures"))
+    noise = noise if isinstance(noise, Mapping) else {}
+    single = method in ("msgd", "sghmc", "supervised")
+    single = single or (isinstance(rungs, list) and len(rungs) < 2)
+    idle = {"noise.degrees"} if noise.get("law") == "gaussian" else set()
+    if single or method in ("independent", "noswaps") or config.get("swaps") is False:
+        idle |= OF_SWAPS | {f"noise.{part}" for part in noise}
+    if single:
+        idle |= {"hot_temperature", "hot_lr", "swaps", "generators"}
+    return idle | {"temperature", "noise_follows_lr"} if method == "msgd" else idle
+
+
+# Text
+
+
+def lines(comparison: Comparison, width: int | None = None) -> list[str]:
+    """The comparison as lines of at most `width` columns; for a pipe (None) a row is a line."""
+    head, *rest = _about(comparison)
+    below = [line for each in rest for line in wrapped(each, width)]
+    return [*wrapped(head, width), "", *_table(comparison, width), "", *below]
+
+
+def wrapped(text: str, width: int | None) -> list[str]:
+    """Lines of complete words: one that is too long is alone and goes beyond the width."""
+    if width is None:
+        return [text]
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def _cells(comparison: Comparison) -> tuple[list[list[str]], list[int]]:
+    """The rows as text, and the columns that have any. Different problems have no difference."""
+    rows = []
+    for row in comparison.rows:
+        error = "" if row.error is None else f" +- {row.error:.2g}"
+        end = [f"{row.difference:+.4g}{error}", str(row.n), row.verdict]
+        end = ["", end[1], ""] if comparison.apart else end
+        rows.append([row.metric, row.better, f"{row.first:.6g}", f"{row.other:.6g}", *end])
+    return rows, [k for k in range(len(COLUMNS)) if k == 0 or any(row[k] for row in rows)]
+
+
+def _table(comparison: Comparison, width: int | None) -> list[str]:
+    """Aligned columns, the verdict wrapped. If that is too wide: without the number of seeds and
+    the direction, and then a block for each metric.
+    """
+    rows, filled = _cells(comparison)
+    verdict = COLUMNS.index("verdict")
+    for spared in ((), ("seeds",), ("seeds", "better")):
+        shown = [k for k in filled if k != verdict and COLUMNS[k] not in spared]
+        widths = [max(len(each[k]) for each in (COLUMNS, *rows)) for k in shown]
+        room = None if width is None else width - sum(widths) - len(GAP) * len(widths)
+        if room is None or room >= LEAST_FOR_VERDICT:
+            break
+    else:
+        made = []
+        for row in rows:
+            words = ", ".join(
+                f"{COLUMNS[k]} {row[k]}" for k in filled[1:] if k != verdict and row[k]
+            )
+            words += f": {row[verdict]}" if row[verdict] else ""
+            made += [row[0], *(GAP + line for line in wrapped(words, max(1, (width or 0) - 2)))]
+        return made
+    made = []
+    head = [name if k in filled else "" for k, name in enumerate(COLUMNS)]
+    for row in (head, *rows):
+        start = "".join(row[k].ljust(n) + GAP for k, n in zip(shown, widths, strict=True))
+        first, *more = wrapped(row[verdict], room)
+        made += [(start + first).rstrip(), *(" " * len(start) + line for line in more)]
+    return made
+
+
+def _about(comparison: Comparison) -> list[str]:
+    """Sentences: what is compared, which settings differ, what was left out, and the test."""
+    first, other = comparison.first.name, comparison.other.name
+    head = f"first: {first}; other: {other}; seeds {', '.join(map(str, comparison.seeds))}"
+    said = []
+    if comparison.apart:
+        fields = ", ".join(comparison.apart)
+        said = [f"they are not comparable: they differ in {fields}; neither is better or worse"]
+    else:
+        errors = any(row.error is not None for row in comparison.rows)
+        head += f"; difference = other - first{', +- its standard error' if errors else ''}"
+    both = {key: pair for key, pair in comparison.settings.items() if ABSENT not in pair}
+    if both:
+        each = (f"{key}: {_shown(a)} / {_shown(b)}" for key, (a, b) in both.items())
+        said.append(f"settings that differ: {'; '.join(each)}")
+    for which, k in (("first", 1), ("other", 0)):
+        if alone := [key for key, pair in comparison.settings.items() if pair[k] == ABSENT]:
+            said.append(f"settings that only {which} has: {', '.join(alone)}")
+    if not comparison.settings_known:
+        said.append("settings are not known: a config.json is missing or damaged")
+    elif not comparison.settings:
+        said.append("no setting that matters differs")
+    return [
+        head,
+        *said,
+        *(f"note: {each}" for each in comparison.notes),
+        f"test: {comparison.test}",
+    ]
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def as_markdown(comparisons: Sequence[Comparison]) -> str:
+    parts = [MARK]
+    for each in comparisons:
+        rows, shown = _cells(each)
+        made = [f"## {each.other.name} against {each.first.name}", ""]
+        made += [*(f"- {line}" for line in _about(each)), ""]
+        table = [[COLUMNS[k] for k in shown], *([row[k] for k in shown] for row in rows)]
+        head, *body = ["| " + " | ".join(row) + " |" for row in table]
+        parts.append("\n".join([*made, head, "|---" * len(shown) + "|", *body]) + "\n")
+    return "\n".join(parts)
+
+
+def as_json(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
+    return [
+        {
+            "first": {"recipe": each.first.name, "path": str(each.first.path)},
+            "other": {"recipe": each.other.name, "path": str(each.other.path)},
+            "seeds": list(each.seeds),
+            "comparable": not each.apart,
+            "not_comparable_because_of": list(each.apart),
+            "test": {
+                "kind": "paired t" if each.tested else "none",
+                "two_sided": True,
+                "level": LEVEL,
+                "adjustment": "Holm",
+                "metrics": len(each.rows),
+                "words": each.test,
+            },
+            "settings_known": each.settings_known,
+            "settings": {key: {"first": a, "other": b} for key, (a, b) in each.settings.items()},
+            "notes": list(each.notes),
+            "rows": [to_json(row) for row in each.rows],
+        }
+        for each in comparisons
+    ]

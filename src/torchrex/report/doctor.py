@@ -1,37 +1,480 @@
-"""What is wrong with a run and what to change: every check, and the findings as text or JSON."""
+"""What is wrong with a run and what to change: all checks, and the findings as text or JSON.
+
+Convergence and temperature are read from some of the draws, evenly spaced: no check takes a second,
+but for the temperature of tall data and for large checkpoints, which a quick look leaves out.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchrex.density import few_threads
-from torchrex.errors import MissingDependencyError, RunFolderError, TorchrexError
-from torchrex.experiments.config import to_json
-from torchrex.experiments.digits import DigitsConfig
-from torchrex.experiments.gan import GanConfig
-from torchrex.experiments.images import ImageConfig
-from torchrex.experiments.mixtures import MixtureConfig
-from torchrex.experiments.tall import LogisticConfig
-from torchrex.report.doctor_average import check_average
-from torchrex.report.doctor_checkpoints import are_large, checkpoint_findings, look_at_checkpoints
-from torchrex.report.doctor_draws import (
-    SLOW_CHECKS,
-    check_convergence,
-    check_tail,
-    check_temperature,
-    check_truth,
-)
-from torchrex.report.doctor_evidence import history_from_remains
-from torchrex.report.doctor_generators import check_generators
-from torchrex.report.doctor_ladder import check_ladder
-from torchrex.report.doctor_warm_start import check_warm_start
-from torchrex.report.findings import QUICK, SEVERITIES, Check, Diagnosis, Finding
-from torchrex.report.page.command import command_to_repeat
-from torchrex.report.runs import LoadedRun, find_empty, find_runs, load_run
+import torch
+from scipy import stats
+from torch import Tensor
 
+from torchrex.checkpoint import DamagedError, one_line, read
+from torchrex.density import few_threads
+from torchrex.diagnostics import convergence, equipartition_temperature, hill
+from torchrex.diagnostics.convergence import AT_ONE_POINT, FEWEST_DRAWS
+from torchrex.errors import CheckpointError, MissingDependencyError, RunFolderError, TorchrexError
+from torchrex.experiments.config import to_json
+from torchrex.posterior import Draws
+from torchrex.report.findings import (
+    QUICK,
+    SEVERITIES,
+    Diagnosis,
+    Finding,
+    Severity,
+    measured,
+    number,
+    percent,
+    several,
+)
+from torchrex.report.reader import LoadedRun, checkpoints_of, find_empty, find_runs, load_run
+from torchrex.report.repeat import command_to_repeat
+from torchrex.report.swap_checks import FEWEST_TESTS, WANTED, check_ladder
+
+BURN_IN = 0.1  # of the steps of a density is left out
+RHAT, BAD_RHAT = 1.01, 1.1
+FEW_DRAWS = 400  # effective ones, of all chains together (Vehtari et al. 2021)
+TOLERATED, MUCH = 0.10, 0.5  # off the nominal temperature; a sound lr reads a few per cent high
+SIGMAS = 3.0
+APART = 0.5  # share of the variance that lies between chains, or between replicas
+REPEATED = 10_000  # energies drawn for the tail
+SWITCHES = 20  # of the replica on rung 0 of a chain, before replicas are distinguished
+ENOUGH, ENOUGH_FOR_GRADIENTS = 20_000, 200_000  # draws, of all chains together
+LEAST = 200  # of each chain
+WORK = 4e7  # examples read for exact gradients of tall data
+CHANCE = 0.0027  # two-sided: three standard errors of many runs, more of few
+STILL_RISING = 0.002  # accuracy gained over the last third of the draws
+AVERAGE_SIGMAS = 2.0
+LARGE = 2**26  # bytes of all checkpoints together that take about a second to read and check
+MOST_NAMED = 3
+
+
+# Checks of the answer
+
+
+def check_truth(run: LoadedRun) -> Iterable[Finding]:
+    """Metrics with a known truth (`name`, `name_se`, `name_true`): off by more than chance?"""
+    metrics = run.numbers
+    for name in [each.removesuffix("_true") for each in metrics if each.endswith("_true")]:
+        if name not in metrics:
+            continue
+        value, truth, n = metrics[name], metrics[f"{name}_true"], int(metrics.get("n_runs", 1))
+        error = metrics.get(f"{name}_se", math.nan) if n > 1 else math.nan
+        known = math.isfinite(error)
+        chance = float(stats.t.isf(CHANCE / 2, n - 1)) * error if known else math.nan
+        off, tolerated = abs(value - truth), TOLERATED * abs(truth)
+        numbers = {"metric": name, "value": value, "truth": truth, "standard_error": error}
+        numbers["tolerated"] = tolerated
+        ours = measured(value, error) if known and error else number(value)
+        words = f"Its {name.replace('_', ' ')} is {ours}, and the truth is {number(truth)}"
+        if off <= tolerated:
+            words += f": within the {100 * TOLERATED:g} % tolerated."
+            yield Finding("fine", "truth", words, numbers)
+        elif off <= chance:
+            words += (
+                f": off by more than the {100 * TOLERATED:g} % tolerated, perhaps by chance."
+                f" Run longer, or more runs."
+            )
+            yield Finding("warning", "far from the truth", words, numbers)
+        else:
+            factor = run.correction_factor or 1.0
+            biased = f"F = {number(factor)} biases the swaps: lower F."
+            unknown = "" if known else " One run does not show how much of that is chance."
+            words += f": its answer is wrong.{unknown} {biased if factor > 1 else _to_cross(run)}"
+            yield Finding("problem", "the answer is wrong", words, numbers)
+
+
+def check_convergence(run: LoadedRun) -> Iterable[Finding]:
+    """R-hat and effective number of draws, for densities."""
+    if run.draws is None or run.draws.n_draws == 0:
+        return
+    draws = _settled(run)
+    if draws is None or draws.n_draws < FEWEST_DRAWS:
+        left = "No draw is" if draws is None else f"{draws.n_draws} draws are"
+        words = f"{left} left after the burn-in. Run longer, or thin less."
+        yield Finding("warning", "too few draws", words)
+        return
+    some = downsampled(draws.values, ENOUGH)
+    found = convergence(some)
+    rhat, ess, n = found.worst_rhat, found.least_ess, draws.n_chains * draws.n_draws
+    looked_at = some.shape[0] * some.shape[1]
+    at_one_point = draws.settings.get("started_at_one_point") is True
+    numbers = {
+        "rhat": rhat,
+        "ess_at_least": ess,  # draws between those looked at can only add to it
+        "ess_from_draws": looked_at,
+        "n_draws": n,
+        "n_chains": draws.n_chains,
+        "started_at_one_point": at_one_point,
+    }
+    least, of = "", ""
+    if looked_at < n:
+        least, of = "at least ", f" (from {looked_at:,} of them, downsampled)"
+    words = "no R-hat: there is one chain (set n_runs=4)"
+    words = f"R-hat {rhat:.3f}" if math.isfinite(rhat) else words
+    words += f"; {n:,} draws are worth {least}{ess:,.0f} independent ones{of}"
+    if rhat > RHAT or not ess >= FEW_DRAWS:
+        severity: Severity = "problem" if rhat > BAD_RHAT else "warning"
+        why = f"R-hat should be below {RHAT}" if rhat > RHAT else f"{FEW_DRAWS} are needed"
+        words += f"; {why}. Run longer (n_steps), or mix better."
+        yield Finding(severity, "chains have not converged", words, numbers)
+    else:
+        start = f" {AT_ONE_POINT}" if at_one_point else ""
+        yield Finding("fine", "convergence", f"{words}.{start}", numbers)
+    yield from _modes(run, draws)
+
+
+def _modes(run: LoadedRun, draws: Draws) -> Iterable[Finding]:
+    """Where chains, or the replicas of a chain, each keep to a mode of their own."""
+    x = draws.values.double()
+    if draws.n_chains > 1:
+        share, k = _largest(x.mean(1).var(0) / x.flatten(0, 1).var(0))
+        if share > APART:
+            words = (
+                f"{percent(share)} of the variance of coordinate {k} lies between chains: each"
+                f" stays in a mode of its own, or leaves its start too slowly. {_to_cross(run)}"
+            )
+            numbers = {"share_between_chains": share, "coordinate": k}
+            yield Finding("problem", "chains stay apart", words, numbers)
+            return
+    if run.history is None or run.history.n_rungs < 2:
+        return
+    at_cold = draws.replica_at[:, 0].T  # (chains, draws)
+    if float((at_cold[:, 1:] != at_cold[:, :-1]).sum(1).double().mean()) < SWITCHES:
+        return
+    x, at_cold = downsampled(x, ENOUGH), downsampled(at_cold, ENOUGH)
+    replicas = torch.arange(run.history.n_rungs)[:, None, None]
+    here = (at_cold[None] == replicas).double()  # (replicas, chains, draws)
+    n = here.sum(2)
+    if float(n.min()) < 20:
+        return
+    means = torch.einsum("rcd,cdk->rck", here, x) / n[:, :, None]
+    weight = (n / n.sum(0)).unsqueeze(2)
+    between = (weight * (means - x.mean(1)).square()).sum(0).mean(0)
+    share, k = _largest(between / x.var(1, correction=0).mean(0))
+    if share > APART:
+        words = (
+            f"{percent(share)} of the variance of coordinate {k} on rung 0 lies between replicas:"
+            f" each keeps to a mode of its own, so swaps choose among {len(n)} modes."
+            f" Heat the top rung."
+        )
+        numbers = {"share_between_replicas": share, "coordinate": k}
+        yield Finding("warning", "replicas in different modes", words, numbers)
+
+
+def _to_cross(run: LoadedRun) -> str:
+    """What lets chains leave their modes."""
+    temperatures = () if run.ladder is None else run.ladder.temperatures
+    if len(temperatures) == 1:
+        cold = temperatures[0]
+        return f"Run longer, or add a hotter rung (temperatures={cold:g},{10 * cold:g})."
+    if run.history is not None and run.history.n_pairs and run.correction_factor is not None:
+        tests = run.history.proposed.sum(1)
+        rates = run.history.accepted.sum(1) / tests
+        if int(tests.min()) >= FEWEST_TESTS and float(rates.min()) >= WANTED[0]:
+            return "It swaps often enough: run longer, or heat the top rung."
+    return "Run longer; more swaps or a hotter top rung let chains cross."
+
+
+def check_temperature(run: LoadedRun) -> Iterable[Finding]:
+    """Is rung 0 at its temperature?"""
+    settings = run.settings
+    if run.ladder is None or settings is None or run.ladder.temperatures[0] == 0:
+        return
+    hotter = "rung 0 is hotter than nominal"
+    if run.ladder.noise is not None:
+        excess = float(run.ladder.noise(settings.n_steps - 1))
+        if excess > 1 + TOLERATED:
+            words = (
+                f"The noise keeps the initial learning rate while that falls (noise_follows_lr ="
+                f" false): at the end every rung moves at {number(excess)} times its temperature."
+            )
+            yield Finding("warning", hotter, words, {"times_nominal_at_the_end": excess})
+        return
+    gradient, draws = settings.energy_gradient(), _settled(run)
+    if gradient is None or draws is None or draws.n_draws < FEWEST_DRAWS:
+        if run.result is not None and settings.test_size is None:  # of networks it is never known
+            words = "Whether rung 0 is at its temperature needs draws and exact gradients."
+            yield Finding("note", "temperature not known", words)
+        return
+    nominal = run.ladder.temperatures[0]
+    tau, error = (float(x) for x in equipartition_temperature(*_gradients(run, gradient, draws)))
+    off = tau / nominal - 1
+    numbers = {"temperature": tau, "standard_error": error, "nominal": nominal}
+    numbers |= {"ratio": tau / nominal, "tolerated": TOLERATED}
+    side = "above" if off > 0 else "below"
+    words = f"Equipartition reads {measured(tau, error)} on rung 0, {percent(abs(off))} {side} its"
+    words += f" temperature {number(nominal)}"
+    tolerated = f"{100 * TOLERATED:g} %"
+    try:
+        rhat = convergence(downsampled(draws.values, ENOUGH)).worst_rhat
+    except MissingDependencyError:  # `check_convergence` says so
+        rhat = math.nan
+    if rhat > BAD_RHAT:
+        words += f", but the chains have not converged (R-hat {rhat:.3f}), so that means little."
+        yield Finding("note", "temperature not known", words, {**numbers, "rhat": rhat})
+    elif abs(off) <= TOLERATED:
+        yield Finding("fine", "temperature", f"{words}: within the {tolerated} tolerated.", numbers)
+    elif abs(off) * nominal < SIGMAS * error:
+        words += f": within {SIGMAS:g} standard errors."
+        yield Finding("fine", "temperature", words, numbers)
+    else:
+        factor = run.correction_factor or 1.0
+        if off < 0:
+            why = "the chains have not spread over the density yet: run longer"
+        elif factor > 1:
+            why = f"F = {number(factor)} accepts states that the unbiased test refuses: lower F"
+        else:
+            why = "the learning rate is too large: lower it (half of it halves the excess)"
+        severity: Severity = "problem" if abs(off) > MUCH else "warning"
+        title = hotter if off > 0 else "rung 0 is colder than nominal"
+        yield Finding(severity, title, f"{words} ({tolerated} is tolerated); {why}.", numbers)
+
+
+def _gradients(
+    run: LoadedRun, gradient: Callable[[Tensor], Tensor], draws: Draws
+) -> tuple[Tensor, Tensor]:
+    """Some positions and the exact gradients of the energy there, (chains, draws, dim)."""
+    x = draws.values.double()
+    cost = 1 if run.settings is None else run.settings.gradient_cost
+    if cost == 1:
+        x = downsampled(x, ENOUGH_FOR_GRADIENTS)
+    else:
+        n = min(draws.n_draws, max(4, int(WORK / cost / draws.n_chains)))
+        x = x[:, torch.linspace(0, draws.n_draws - 1, n).long()]
+    return x, gradient(x.flatten(0, 1)).reshape(x.shape)
+
+
+def check_tail(run: LoadedRun) -> Iterable[Finding]:
+    """Is the noise of the energies Gaussian, as the correction assumes?"""
+    noise = None if run.settings is None else run.settings.energy_noise()
+    if noise is None or run.correction_factor is None:
+        return
+    tail = hill(noise(REPEATED))
+    numbers = {"tail_index": tail.index, "gaussian_index": tail.gaussian_index}
+    numbers["sigmas"] = tail.sigmas
+    if tail.too_heavy:
+        words = (
+            f"Of {REPEATED:,} energies drawn again at one place, the tail has index {tail.index:.2g};"
+            f" a Gaussian has {tail.gaussian_index:.2g} ({tail.sigmas:.0f} standard deviations off)."
+            f" So swaps are biased at any F; a smaller gap between temperatures reduces it."
+        )
+        yield Finding("warning", "the energy noise has heavy tails", words, numbers)
+    else:
+        words = f"The energy noise looks Gaussian (tail index {tail.index:.2g})."
+        yield Finding("fine", "noise", words, numbers)
+
+
+def _settled(run: LoadedRun) -> Draws | None:
+    """The draws of a density without the burn-in; None where there are none."""
+    if run.draws is None or run.draws.n_draws == 0:
+        return None
+    burn_in = int(BURN_IN * run.draws.n_steps)
+    return run.draws.after(burn_in) if int(run.draws.steps[-1]) > burn_in else None
+
+
+def downsampled(values: Tensor, enough: int) -> Tensor:
+    """Every n-th draw of (chains, draws, ...): about `enough`, and LEAST of each chain."""
+    n_chains, n_draws = values.shape[:2]
+    return values[:, :: max(1, min(n_chains * n_draws // enough, n_draws // LEAST))]
+
+
+def _largest(shares: Tensor) -> tuple[float, int]:
+    known = shares.nan_to_num(nan=0.0)
+    return float(known.max()), int(known.argmax())
+
+
+def check_average(run: LoadedRun) -> Iterable[Finding]:
+    """Has the average of a network's predictions settled, and is it better than one network?
+
+    Which image each predicts wrongly is not kept, so the error of a difference is the binomial one
+    of two separate sets. Both mostly err on the same images: the true error is smaller.
+    """
+    names = ("accuracy", "nll", "single_accuracy", "single_nll", "n_draws")
+    numbers = {name: run.numbers[name] for name in names if name in run.numbers}
+    if "accuracy" not in numbers or run.settings is None:
+        return
+    later = "make the warm start longer" if run.settings.warm_start else "begin the average later"
+    accuracy, single, n = numbers["accuracy"], numbers.get("single_accuracy"), _n_tested(run)
+    curve, changed = run.curves.get("probabilities_accuracy") or [], ""
+    if len(curve) >= 3:
+        before = curve[2 * len(curve) // 3]
+        gained, lately = curve[-1] - before, curve[-1] - curve[9 * len(curve) // 10 - 1]
+        numbers |= {"accuracy_at_two_thirds": before, "gained": gained}
+        numbers["gained_in_the_last_tenth"] = lately
+        changed = f" Over the last third of the draws it changed by {100 * gained:+.2f} points"
+        if gained > STILL_RISING and lately > 0:
+            words = (
+                f"The accuracy of the average rose from {100 * before:.2f} % to"
+                f" {100 * curve[-1]:.2f} % over the last third of its"
+                f" {several(len(curve), 'draw')} and still rises: extend the run, or {later}."
+            )
+            yield Finding("warning", "the average has not converged", words, numbers)
+            return
+        last = f", over the last tenth by {100 * lately:+.2f}" if gained > STILL_RISING else ""
+        changed += f"{last} (more than {100 * STILL_RISING:.2f} is still rising)."
+    draws = several(numbers["n_draws"], "draw") if "n_draws" in numbers else "draws"
+    words = f"The average of {draws} has accuracy {100 * accuracy:.2f} %"
+    if single is None or n is None:
+        yield Finding("fine", "average", f"{words}.{changed}", numbers)
+        return
+    difference = accuracy - single
+    error = math.sqrt((accuracy * (1 - accuracy) + single * (1 - single)) / n)
+    numbers |= {"difference": difference, "standard_error": error, "n_test": n}
+    words += (
+        f", its newest network alone {100 * single:.2f} %: {100 * difference:+.2f} +-"
+        f" {100 * error:.2f} points (binomial, {n:,} test images)"
+    )
+    if -difference > AVERAGE_SIGMAS * error:
+        words += f". Early draws lower it: {later}."
+        yield Finding("warning", "the average is worse than one network", words, numbers)
+        return
+    words += ", within noise" if abs(difference) <= AVERAGE_SIGMAS * error else ""
+    severity: Severity = "fine"
+    if numbers.get("single_nll", math.inf) < numbers.get("nll", -math.inf):
+        severity = "note"
+        words += f". Its NLL is larger, {numbers['nll']:.4f} against {numbers['single_nll']:.4f}"
+    yield Finding(severity, "average", f"{words}.{changed}", numbers)
+
+
+def _n_tested(run: LoadedRun) -> int | None:
+    kept = run.trace.get("probabilities")
+    if kept is not None and kept.ndim == 2:
+        return len(kept)
+    return None if run.settings is None else run.settings.test_size
+
+
+def check_experiment(run: LoadedRun) -> Iterable[Finding]:
+    """What only this experiment can say: `title: words`."""
+    if run.settings is None or run.result is None:
+        return
+    for advice in run.settings.advice(run.result):
+        title, _, words = advice.partition(": ")
+        title, words = title[:1].lower() + title[1:], words[:1].upper() + words[1:]
+        yield Finding("warning", title, words)
+
+
+def check_warm_start(run: LoadedRun) -> Iterable[Finding]:
+    """A note and no fault: descent knows no temperature and tests no swap."""
+    settings, ladder = run.settings, run.ladder
+    if settings is None or ladder is None or settings.warm_start < 1:
+        return
+    first, decay = ladder.lrs[0], ladder.decay
+    begins = first if decay is None else first * float(decay(settings.warm_start))
+    numbers = {"warm_start": settings.warm_start, "n_steps": settings.n_steps}
+    words = (
+        f"The first {settings.warm_start:,} of {settings.n_steps:,} steps descend without noise and"
+        f" swaps: temperatures hold after them. On rung 0 the descent begins at learning rate"
+        f" {number(first)} (of the summed energy), the sampler at {number(begins)}."
+    )
+    rates = {"lr_of_descent": first, "lr_of_sampler": begins}
+    yield Finding("note", "warm start", words, {**numbers, **rates})
+
+
+# Checkpoints
+
+
+@dataclass
+class Saved:
+    """The checkpoints in one folder: of a run, or of one of its shards, which resume one by one."""
+
+    shard: str = ""
+    sound: list[int] = field(default_factory=list)  # steps
+    damaged: dict[int, str] = field(default_factory=dict)  # by step, what is wrong
+    refused: str = ""  # why none can be used, whatever it holds: it is of another version
+
+    @property
+    def unusable(self) -> bool:
+        """A resume stops here."""
+        return bool(self.refused) or (bool(self.damaged) and not self.sound)
+
+    def name(self, step: int) -> str:
+        return f"{self.shard}/step={step:09d}".lstrip("/")
+
+
+def look_at_checkpoints(run: LoadedRun) -> list[Saved]:
+    """Read every complete checkpoint of a run as a resume would; folders without any are left out."""
+    found = []
+    for checkpoints in checkpoints_of(run.path):
+        saved = Saved(checkpoints.folder.name if checkpoints.folder.parent != run.path else "")
+        try:
+            for step in checkpoints.steps():
+                try:
+                    read(checkpoints.path_of(step), step, None)
+                    saved.sound.append(step)
+                except DamagedError as damage:
+                    saved.damaged[step] = one_line(damage)
+        except CheckpointError as error:
+            saved.refused = one_line(error)
+        if saved.sound or saved.damaged or saved.refused:
+            found.append(saved)
+    return found
+
+
+def are_large(run: LoadedRun) -> bool:
+    """Reading its checkpoints may take a second or more."""
+    try:
+        files = [file for file in (run.path / "checkpoints").rglob("*") if file.is_file()]
+        return sum(file.stat().st_size for file in files) > LARGE
+    except OSError:  # reading them says why
+        return False
+
+
+def checkpoint_findings(run: LoadedRun, found: Sequence[Saved]) -> Iterable[Finding]:
+    """Damage costs a finished run nothing, and an unfinished one steps, or all of them."""
+    for saved in found:
+        if saved.refused:
+            words = f"{saved.refused[0].upper()}{saved.refused[1:].rstrip('.')}."
+            title = "checkpoints that cannot be used"
+            yield Finding("warning", title, words, {"shard": saved.shard})
+    sound = [saved.name(step) for saved in found for step in saved.sound]
+    why = {s.name(step): words for s in found for step, words in s.damaged.items()}
+    numbers = {"whole": sound, "damaged": list(why)}
+    if why:
+        each = [f"checkpoints/{name} {words}" for name, words in why.items()]
+        more = [f"and {len(each) - MOST_NAMED} more"] if len(each) > MOST_NAMED else []
+        finished = run.status == "finished"
+        after = "The run is finished and does not need them: remove what is damaged."
+        words = "; ".join([*each[:MOST_NAMED], *more])
+        words += f". {after if finished else _what_a_resume_does(found)} Check the disk."
+        title = "damaged checkpoint" + ("s" if len(why) > 1 else "")
+        yield Finding("note" if finished else "warning", title, words, numbers)
+    elif sound and not any(saved.refused for saved in found):
+        newest = min(max(saved.sound) for saved in found)
+        of, reached = "", "the newest has"
+        if len(found) > 1:
+            of, reached = f" of {len(found)} shards", "all shards have reached"
+        are = "is sound" if len(sound) == 1 else "are sound"
+        words = f"{several(len(sound), 'checkpoint')}{of} {are}; {reached} step {newest:,}."
+        yield Finding("fine", "checkpoints", words, numbers)
+
+
+def _what_a_resume_does(found: Sequence[Saved]) -> str:
+    damaged = [saved for saved in found if saved.damaged]
+    if unusable := [saved for saved in damaged if saved.unusable]:
+        of = f" of {', '.join(saved.shard for saved in unusable)}" if unusable[0].shard else ""
+        return f"No checkpoint{of} can be used: restore one from a copy, or use --overwrite."
+    behind = [saved for saved in damaged if max(saved.damaged) > max(saved.sound)]
+    if not behind:
+        return "The newest is sound, and --resume continues from it."
+    lost = max(max(saved.damaged) - max(saved.sound) for saved in behind)
+    step = min(max(saved.sound) for saved in behind)
+    of = f" in {', '.join(saved.shard for saved in behind)}" if behind[0].shard else ""
+    return f"--resume continues from step {step:,}{of} and repeats {several(lost, 'step')}."
+
+
+# All of it
+
+
+Check = Callable[[LoadedRun], Iterable[Finding]]
 CHECKS: dict[Check, str] = {
     check_truth: "whether its answer is right",
     check_ladder: "how it swaps",
@@ -39,69 +482,93 @@ CHECKS: dict[Check, str] = {
     check_temperature: "whether rung 0 is at its temperature",
     check_tail: "whether its noise is Gaussian",
     check_average: "how its average does",
-    check_warm_start: "where its temperatures begin to hold",
-    check_generators: "whether its generators have collapsed",
+    check_warm_start: "when its temperatures begin to hold",
+    check_experiment: "what is special to its experiment",
 }
 
 
 def findings_of(run: LoadedRun, *, quick: bool = False) -> list[Finding]:
     """Everything there is to say about a run, the gravest first and what is fine last.
 
-    A check that needs what is not installed, or stumbles over damage, becomes a note. `quick`
-    leaves out what may take seconds, which are the temperature of tall data and large checkpoints,
-    and says so in a note that is titled QUICK; the rest takes 0.01 to 0.2 s a run on one core.
+    A check that needs what is not installed, or fails on a damaged run, becomes a note. `quick`
+    leaves out what may take seconds, and a note with the title QUICK says so.
     """
     findings: list[Finding] = []
+
+    def leave_out(what: str) -> None:
+        words = f"To know {what} takes seconds here; `torchrex doctor` with its folder does it."
+        findings.append(Finding("note", QUICK, words))
+
     with few_threads(0):
-        leave_out = quick and are_large(run)
-        saved = [] if leave_out else look_at_checkpoints(run)
-        findings += check_state(run, hopeless=any(each.hopeless for each in saved))
-        findings += (
-            [_left_out("whether its checkpoints are whole")]
-            if leave_out
-            else checkpoint_findings(run, saved)
-        )
+        skip = quick and are_large(run)
+        saved = [] if skip else look_at_checkpoints(run)
+        findings += check_state(run, unusable=any(each.unusable for each in saved))
+        findings += checkpoint_findings(run, saved)
+        if skip:
+            leave_out("whether its checkpoints are sound")
         for check, what in CHECKS.items():
-            if quick and check in SLOW_CHECKS and SLOW_CHECKS[check](run):
-                findings.append(_left_out(what))
+            tall = run.settings is not None and run.settings.gradient_cost > 1
+            if quick and check is check_temperature and tall and run.draws is not None:
+                leave_out(what)
                 continue
             try:
                 findings += check(run)
             except MissingDependencyError as error:
-                findings.append(Finding("note", "not told", str(error)))
-            except (
-                TorchrexError,
-                RuntimeError,
-                ValueError,
-                KeyError,
-                IndexError,
-                TypeError,
-            ) as error:
-                if (
-                    not run.problems
-                ):  # a whole run is read without such errors; do not hide our own mistakes
+                findings.append(Finding("note", "not known", str(error)))
+            except (TorchrexError, RuntimeError, ValueError, LookupError, TypeError) as error:
+                if not run.problems:  # do not hide our own mistakes
                     raise
-                why = (
-                    f" ({error})" if isinstance(error, TorchrexError) else ""
-                )  # what others say of our insides helps nobody
-                findings.append(
-                    Finding(
-                        "note", "not told", f"What is left of this run does not tell {what}{why}."
-                    )
-                )
+                why = f" ({error})" if isinstance(error, TorchrexError) else ""
+                words = f"What is left of this run does not show {what}{why}."
+                findings.append(Finding("note", "not known", words))
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
-def _left_out(what: str) -> Finding:
-    return Finding(
-        "note",
-        QUICK,
-        f"To tell {what} takes seconds here and was left out; `torchrex doctor` with its folder tells it.",
-    )
+def check_state(run: LoadedRun, *, unusable: bool = False) -> Iterable[Finding]:
+    """Is the run finished, and are all its files there? `unusable`: no checkpoint can be used."""
+    result = run.result or {}
+    total = None if run.settings is None else run.settings.n_steps
+    done = result.get("steps_done") or (run.draws.n_steps if run.draws is not None else None)
+    numbers = {"status": run.status, "steps_done": done, "n_steps": total}
+    after = f" after {done:,} of {total:,} steps" if isinstance(done, int) and total else ""
+    problems = list(run.problems)
+    if run.status == "failed":
+        error = str(result.get("error", "it does not say why")).rstrip(".")
+        words = f"It failed{after}: {error}."
+        yield Finding("problem", "the run failed", words, {**numbers, "error": error})
+    elif run.status in ("interrupted", "paused", "unfinished"):
+        missing = [each for each in problems if each.startswith("there is no result.json")]
+        problems = [each for each in problems if each not in missing]
+        what = f"T{missing[0][1:]}" if missing else f"It was {run.status}{after}"
+        words = f"{what}. {_go_on(run, unusable)}"
+        yield Finding("warning", "the run is not finished", words, numbers)
+    for problem in problems:
+        name = next((name for name in run.damaged if name in problem), None)
+        other = "of another version" if problem.startswith("config.json") else "missing"
+        words = problem if "." in problem.split()[0] else f"{problem[0].upper()}{problem[1:]}"
+        about = {"file": name} if name else {}
+        yield Finding("warning", "damaged" if name else other, f"{words}.", about)
+    if run.status == "finished" and run.settings is not None:
+        density = run.settings.test_size is None
+        name = "draws.safetensors" if density else "trace.safetensors"
+        # Committed results of networks have curves in result.json in place of a trace.
+        if not (run.path / name).exists() and (density or not run.curves):
+            words = f"There is no {name}: what it would show is left out."
+            yield Finding("note", "missing", words, {"file": name})
+
+
+def _go_on(run: LoadedRun, unusable: bool) -> str:
+    """What to type to finish it."""
+    depth = len(run.recipe.split("/"))
+    out = str(run.path.parents[depth]) if len(run.path.parents) > depth else "runs"
+    again = command_to_repeat(run, out).line
+    option, does = "--resume", "continues it"
+    if unusable or (run.draws is not None and not (run.path / "checkpoints").is_dir()):
+        option, does = "--overwrite", "begins anew"
+    return f"`{again} {option}` {does}." if again else f"Its own command with {option} {does}."
 
 
 def diagnose(run: LoadedRun, *, quick: bool = False) -> Diagnosis:
-    """The findings about a run, with its name and verdict; `quick` as in `findings_of`."""
     status = f"{run.status}, damaged" if run.damaged and run.status != "damaged" else run.status
     return Diagnosis(run.path, run.name, status, tuple(findings_of(run, quick=quick)))
 
@@ -109,13 +576,10 @@ def diagnose(run: LoadedRun, *, quick: bool = False) -> Diagnosis:
 def diagnose_folder(root: Path) -> list[Diagnosis]:
     """Every run at or below `root`, empty run folders included."""
     found = [diagnose(load_run(path)) for path in find_runs(root)]
-    empty = Finding(
-        "problem", "empty", "The folder holds nothing of a run. Run it again, or remove the folder."
-    )
-    found += [
-        Diagnosis(path, f"{path.parent.name}/{path.name}", "empty", (empty,))
-        for path in find_empty(root)
-    ]
+    words = "The folder holds nothing of a run. Run it again, or remove the folder."
+    empty = (Finding("problem", "empty", words),)
+    for path in find_empty(root):
+        found.append(Diagnosis(path, f"{path.parent.name}/{path.name}", "empty", empty))
     if not found:
         raise RunFolderError(
             f"{root} holds no run; give OUT/RECIPE/seed=S, or a folder above some of them"
@@ -123,91 +587,7 @@ def diagnose_folder(root: Path) -> list[Diagnosis]:
     return found
 
 
-def check_state(run: LoadedRun, *, hopeless: bool = False) -> Iterable[Finding]:
-    """Is the run finished, and is everything of it there? `hopeless`: its checkpoints are there,
-    but none can be used.
-    """
-    result = run.result or {}
-    total = getattr(run.settings, "n_steps", None)
-    done = result.get("steps_done") or (run.draws.n_steps if run.draws is not None else None)
-    numbers = {"status": run.status, "steps_done": done, "n_steps": total}
-    where = f" after {done:,} of {total:,} steps" if isinstance(done, int) and total else ""
-    problems = list(run.problems)
-    if run.status == "failed":
-        error = result.get("error", "it does not say why")
-        yield Finding(
-            "problem",
-            "the run failed",
-            f"It failed{where}: {error}.".replace("..", "."),
-            {**numbers, "error": error},
-        )
-    elif run.status in ("interrupted", "paused", "unfinished"):
-        # That there is no result.json says the same as that it is unfinished, and more.
-        missing = next(
-            (problem for problem in problems if problem.startswith("there is no result.json")), None
-        )
-        problems = [problem for problem in problems if problem is not missing]
-        what = f"T{missing[1:]}" if missing else f"It was {run.status}{where}"
-        yield Finding(
-            "warning", "the run is not finished", f"{what}. {_go_on(run, hopeless)}", numbers
-        )
-    remains = history_from_remains(run) is not None
-    for problem in problems:
-        if remains and problem.startswith("too little of draws.safetensors"):
-            problem = "draws.safetensors still has its counts, energies and sigma2, which are used; its draws are not"
-        problem = problem.replace("unpack requires a buffer of 8 bytes", "it has less than 8 bytes")
-        name = next((name for name in run.damaged if name in problem), None)
-        title = (
-            "damaged"
-            if name
-            else "of another version"
-            if problem.startswith("config.json")
-            else "missing"
-        )
-        starts_with_a_file = "." in problem.split()[0]
-        words = problem if starts_with_a_file else f"{problem[0].upper()}{problem[1:]}"
-        yield Finding("warning", title, f"{words}.", {"file": name} if name else {})
-    if run.status == "finished" and (name := _lacking(run)):
-        yield Finding(
-            "note",
-            "missing",
-            f"There is no {name}: what it would tell is left out.",
-            {"file": name},
-        )
-
-
-def _lacking(run: LoadedRun) -> str:
-    """The file with the course of a finished run, if it should be there and is not. Results that
-    are committed have none: their result.json holds curves.
-    """
-    network = isinstance(run.settings, DigitsConfig | ImageConfig | GanConfig) and not (
-        run.result or {}
-    ).get("curves")
-    name = (
-        "draws.safetensors"
-        if isinstance(run.settings, MixtureConfig | LogisticConfig)
-        else "trace.safetensors"
-    )
-    expected = network or name.startswith("draws")
-    return name if expected and not (run.path / name).exists() else ""
-
-
-def _go_on(run: LoadedRun, hopeless: bool) -> str:
-    """What to type to have it whole."""
-    depth = len(run.recipe.split("/"))
-    out = str(run.path.parents[depth]) if len(run.path.parents) > depth else "runs"
-    again = command_to_repeat(run, out).line
-    saved = (run.path / "checkpoints").is_dir()
-    option, does = (
-        ("--resume", "goes on")
-        if not hopeless and (saved or run.draws is None)
-        else ("--overwrite", "begins anew")
-    )
-    return f"`{again} {option}` {does}." if again else f"Its own command with {option} {does}."
-
-
 def as_json(diagnoses: Sequence[Diagnosis]) -> list[dict[str, Any]]:
-    """For machines; numbers that are not finite become null or strings, as everywhere."""
     return [
         {
             "path": str(each.path),
@@ -221,55 +601,29 @@ def as_json(diagnoses: Sequence[Diagnosis]) -> list[dict[str, Any]]:
 
 
 def as_text(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    """Lines for people: a head and its words, as (what stands in front, what follows)."""
-    lines = [("", f"{diagnosis.name} ({diagnosis.status}): {diagnosis.verdict}")]
-    lines += [
-        (finding.severity, f"{finding.title}. {finding.words}") for finding in diagnosis.findings
-    ]
-    return lines
+    """Lines for people, as (severity, words); the first is the head, without a severity."""
+    head = f"{diagnosis.name} ({diagnosis.status}): {diagnosis.verdict}"
+    return [("", head), *((f.severity, f"{f.title}. {f.words}") for f in diagnosis.findings)]
 
 
 def roll_up(diagnoses: Sequence[Diagnosis]) -> list[tuple[str, str]]:
-    """How many runs have each finding, as lines like those of `as_text`: the gravest first, then
-    the most common.
-
-    Checks that were passed are left out: the head counts the runs in which nothing wrong was found.
+    """How many runs have each finding but fine ones, as lines like those of `as_text`: the gravest
+    first, then the most common.
     """
     n = len(diagnoses)
     bad = sum(bool(each.of("problem")) for each in diagnoses)
     well = sum(each.healthy for each in diagnoses)
-    kinds = [
-        (bad, "with problems"),
-        (n - bad - well, "with warnings alone"),
-        (well, "with neither"),
-    ]
+    kinds = {"with problems": bad, "with warnings alone": n - bad - well, "with neither": well}
+    words = ", ".join(f"{count:,} {name}" for name, count in kinds.items() if count)
+    lines = [("", f"{n:,} runs: {words if well < n else 'nothing wrong was found'}")]
     found = Counter(
         kind
         for each in diagnoses
         for kind in dict.fromkeys((of.severity, of.title) for of in each.findings)
     )
-    order = sorted(found.items(), key=lambda each: (SEVERITIES.index(each[0][0]), -each[1]))
-    told = (
-        ", ".join(f"{count:,} {words}" for count, words in kinds if count)
-        if well < n
-        else "nothing wrong was found"
-    )
-    lines = [("", f"{n:,} runs: {told}")]
-    lines += [
-        (severity, f"{count:,} of {n:,} runs: {title}")
-        for (severity, title), count in order
-        if severity != "fine"
-    ]
+    for (severity, title), count in sorted(
+        found.items(), key=lambda each: (SEVERITIES.index(each[0][0]), -each[1])
+    ):
+        if severity != "fine":
+            lines.append((severity, f"{count:,} of {n:,} runs: {title}"))
     return lines
-
-
-__all__ = [
-    "Diagnosis",
-    "Finding",
-    "as_json",
-    "as_text",
-    "diagnose",
-    "diagnose_folder",
-    "findings_of",
-    "roll_up",
-]

@@ -1,26 +1,25 @@
-"""What a check finds about a run: data, each finding with the numbers behind it."""
+"""What a check finds about a run, with the numbers behind it, and how numbers are written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from torchrex.report.runs import LoadedRun
-
 Severity = Literal["problem", "warning", "note", "fine"]
-QUICK = "only a quick look"  # the title of a note that says what was left out to save time
 SEVERITIES: tuple[Severity, ...] = ("problem", "warning", "note", "fine")
+QUICK = "only a quick look"  # the title of a note that says what was left out to save time
+SMALLEST = 1e-6  # a rate below it is not distinguished from less
+LARGE = ((1e9, "billion"), (1e6, "million"))
 
 
 @dataclass(frozen=True)
 class Finding:
     """One thing to know about a run.
 
-    A problem means that the answer of the run is not to be trusted, a warning that it may not be,
-    or that work was wasted; a note says what cannot be told, or what was chosen; fine is a check
-    that was passed.
+    A problem: do not trust the answer. A warning: perhaps do not, or work was wasted. A note: what
+    is not known, or what was chosen. Fine: a check that was passed.
     """
 
     severity: Severity
@@ -44,7 +43,7 @@ class Diagnosis:
 
     @property
     def quick(self) -> bool:
-        """Whether something was left out to save time, so that a full look may find more."""
+        """Something was left out to save time, so that a full look may find more."""
         return any(finding.title == QUICK for finding in self.findings)
 
     def of(self, severity: Severity) -> list[Finding]:
@@ -53,18 +52,58 @@ class Diagnosis:
     @property
     def verdict(self) -> str:
         """One line: how many problems and warnings, or that there are none."""
-        if self.healthy:
-            checked = any(
-                finding.severity == "fine" or finding.numbers for finding in self.findings
-            )
-            found = (
-                "nothing wrong was found in a quick look"
-                if self.quick
-                else "nothing wrong was found"
-            )
-            return found if checked else "there was nothing to check"
-        counts = [(len(self.of(severity)), severity) for severity in ("problem", "warning")]
-        return " and ".join(f"{n} {word}{'s' if n > 1 else ''}" for n, word in counts if n)
+        counts = ((len(self.of("problem")), "problem"), (len(self.of("warning")), "warning"))
+        if not self.healthy:
+            return " and ".join(several(n, word) for n, word in counts if n)
+        if not any(finding.severity == "fine" or finding.numbers for finding in self.findings):
+            return "there was nothing to check"
+        return "nothing wrong was found" + (" in a quick look" if self.quick else "")
 
 
-Check = Callable[[LoadedRun], Iterable[Finding]]
+def number(value: float, digits: int = 4) -> str:
+    """Four significant digits: 0.1025, 9.957, 150,000, 1.138 billion, 2.556e-6."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    rounded = float(f"{value:.{digits}g}")
+    if abs(value) < 1e-4 or abs(rounded) >= 1e12:
+        mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    for unit, name in LARGE:
+        if abs(rounded) >= unit:
+            return f"{rounded / unit:g} {name}"
+    return f"{rounded:,.0f}" if abs(rounded) >= 10 ** (digits - 1) else f"{rounded:g}"
+
+
+def about(value: float) -> str:
+    """Two significant digits, for advice and rough estimates."""
+    return number(value, 2)
+
+
+def percent(rate: float) -> str:
+    if 0 < rate < SMALLEST:
+        return f"less than {100 * SMALLEST:g} %"
+    return f"{number(100 * rate, 3)} %"
+
+
+def measured(value: float, error: float) -> str:
+    """A value with its standard error, both to two digits of the error: 1.0523 +- 0.0061."""
+    if not (math.isfinite(error) and error > 0):
+        return f"{number(value)} (its error is not known)"
+    decimals = max(0, 1 - math.floor(math.log10(error)))
+    return f"{value:,.{decimals}f} +- {error:,.{decimals}f}"
+
+
+def times(count: float) -> str:
+    """never, once, twice, 3 times; a fraction is a mean over chains: 2.5 times on average."""
+    rare: dict[float, str] = {0: "never", 1: "once", 2: "twice"}
+    return rare.get(count) or f"{_count(count)} times{'' if count == int(count) else ' on average'}"
+
+
+def several(count: float, thing: str) -> str:
+    """1 round trip, 5 round trips."""
+    return f"{_count(count)} {thing}{'' if count == 1 else 's'}"
+
+
+def _count(count: float) -> str:  # 1.0 is not quite 1
+    exact = count == int(count) or count >= 100
+    return f"{count:,.0f}" if exact else f"{count:#.2g}".rstrip(".")

@@ -1,29 +1,26 @@
-"""The charts of one run as plain data: what is drawn over what, in which units. The script on the
-page draws them.
+"""The charts of one run as plain data: what is drawn over what. The script on the page draws them.
 
 A chart is a dict with `kind`, `title`, labels and `series`; a series has `name`, `type` (line,
-step, dots, area, band), `x` (numbers, or the name of a list that several series share) and `y`.
-Charts with the same `over` zoom together.
+step, dots, dotted, area, band), `x` (numbers, or the name of a list that several series share) and
+`y`. Charts with the same `over` zoom together. Charts with the same `key` are drawn over each other
+for all runs of a family: of those, `own` series are drawn for each, `reference` series once.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise, takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchrex.diagnostics import over_chains
-from torchrex.errors import MissingDependencyError
-from torchrex.experiments.digits import DigitsConfig, digits
-from torchrex.experiments.gan import GanConfig
-from torchrex.experiments.mixtures import MixtureConfig
-from torchrex.report.doctor_evidence import first_test
-from torchrex.report.page.thin import few_marks, number, numbers, rows_to_keep, swaps_of
+from torchrex.diagnostics import History, over_chains
+from torchrex.report.page.rows import Family
 from torchrex.report.plots import rung_name
-from torchrex.report.runs import LoadedRun, swap_counts
+from torchrex.report.reader import LoadedRun
 from torchrex.report.series import (
     acceptance_over_time,
     calibration,
@@ -32,6 +29,19 @@ from torchrex.report.series import (
     running_mean,
     smoothing_window,
 )
+from torchrex.report.swap_checks import history_from_curves
+
+MOST_VALUES = 6000  # rows times rungs
+MOST_MARKS = 2000
+NEAR_A_SWAP = 8  # rows on either side
+SWAPS_IN_FULL = 40
+DIGITS = 5
+CURVES = {
+    "probabilities_accuracy": "average of probabilities",
+    "logits_accuracy": "average of logits",
+    "pooled_probabilities_accuracy": "average, both rungs",
+    "last_accuracy": "last draw alone",
+}
 
 Chart = dict[str, Any]
 
@@ -39,365 +49,290 @@ Chart = dict[str, Any]
 def charts_of(run: LoadedRun) -> tuple[list[Chart], dict[str, Any]]:
     """Everything that can be drawn of a run, and the lists that its series share."""
     shared: dict[str, Any] = {}
-    charts = (
-        _of_history(run, shared)
-        if run.history is not None and len(run.history.steps)
-        else _of_curves(run, shared)
-    )
+    history = run.history if run.history is not None else history_from_curves(run)
+    charts = _of_history(run, history, shared) if history is not None else []
     return [*charts, *_against_truth(run), *_of_predictions(run), *_of_accuracy(run)], shared
 
 
-def chart(
-    kind: str, title: str, x: str, y: str, series: list[dict[str, Any]], **more: Any
-) -> Chart:
+def chart(kind: str, title: str, x: str, y: str, series: list[Chart], **more: Any) -> Chart:
     return {"kind": kind, "title": title, "xLabel": x, "yLabel": y, "series": series, **more}
 
 
-def line(name: str, x: Any, y: Any, style: int, type_: str = "line", **more: Any) -> dict[str, Any]:
+def line(name: str, x: Any, y: Any, style: int, type_: str = "line", **more: Any) -> Chart:
     return {"name": name, "x": x, "y": y, "style": style, "type": type_, **more}
 
 
-def _of_history(run: LoadedRun, shared: dict[str, Any]) -> list[Chart]:
-    history = run.history
-    assert history is not None
+def _of_history(run: LoadedRun, history: History, shared: dict[str, Any]) -> list[Chart]:
+    """Energies, paths, acceptance, noise and corrections. Curves of result.json are means over an
+    epoch, or over the steps between two points, and have no paths.
+    """
+    averaged = run.history is None
+    unit, scale = "step", 1
+    if averaged and "epoch" in run.curves and run.settings is not None:
+        unit, scale = "epoch", run.settings.steps_per_epoch
     rows = rows_to_keep(history)
-    n_rungs, n_pairs = history.n_rungs, history.n_pairs
-    shared["steps"] = numbers(history.steps[rows])
-    swaps = swaps_of(history)
-    marks = (
-        {"x": numbers(few_marks(swaps)), "name": f"{len(swaps):,} swaps"} if len(swaps) else None
-    )
+    over = f"{unit}s"
+    shared[over] = numbers(history.steps[rows] / scale)
+    swaps = numbers(swaps_of(history)) if not averaged else run.curves.get(f"swap_{over}", [])
+    made = (run.swap_counts or (0, 0))[0] if averaged else len(swaps)
+    listed = f"the first {len(swaps):,} of {made:,}" if len(swaps) < made else f"{len(swaps):,}"
+    some = [swaps[k] for k in few(torch.arange(len(swaps))).tolist()]
+    marks = {"x": some, "name": f"{listed} swaps"} if swaps else None
+    notes = []
+    if run.settings is not None and run.settings.warm_start:
+        n = run.settings.warm_start
+        notes.append(f"The first {n:,} steps descend by Adam, without noise and swaps.")
+    if averaged:
+        notes.append(f"Means from one {unit} shown to the next: swaps may come from steps between.")
+    elif len(rows) < len(history.steps):
+        notes.append(f"{len(rows):,} of {len(history.steps):,} recorded steps are on this page.")
+    common: Chart = {"over": over, "note": " ".join(notes)}
     of = f" of chain 0 (of {history.n_chains})" if history.n_chains > 1 else ""
-    thinned = (
-        f"{len(rows):,} of {len(history.steps):,} recorded steps are on this page."
-        if len(rows) < len(history.steps)
-        else ""
-    )
-    common = {"over": "steps", "note": " ".join(filter(None, (_warm_start(run), thinned)))}
+    n_rungs, n_pairs = history.n_rungs, history.n_pairs
     energy = history.energy[:, :, 0].double()
     window = smoothing_window(len(energy))
     series = []
     for rung in reversed(range(n_rungs)):
         name = rung_name(rung, n_rungs)
-        series.append(line(name, "steps", numbers(energy[rows, rung]), rung, faint=True))
+        faint: Chart = {"faint": True} if window > 1 else {}
+        series.append(line(name, over, numbers(energy[rows, rung]), rung, **faint))
         if window > 1:
             mean = numbers(running_mean(energy[:, rung], window)[rows])
-            series.append(line(f"{name}, mean of {window:,} rows", "steps", mean, rung))
-        else:
-            series[-1].pop("faint")
+            series.append(line(f"{name}, mean of {window:,} rows", over, mean, rung))
     log = bool((energy > 0).all()) and float(energy.max() / energy.min()) > 20
-    charts = [
-        chart(
-            "energy",
-            f"Energies per rung{of}",
-            "step",
-            "energy (nats, summed)",
-            series,
-            yLog=log,
-            marks=marks,
-            **common,
-        )
-    ]
+    title, y = f"Energies per rung{of}", "energy (nats, summed)"
+    charts = [chart("energy", title, unit, y, series, yLog=log, marks=marks, **common)]
     if n_pairs == 0:
         return charts
-    rung_of = history.replica_at[rows, :, 0].long().argsort(dim=1)
-    series = [
-        line(f"replica {k}", "steps", numbers(rung_of[:, k]), k, "step") for k in range(n_rungs)
-    ]
-    charts.append(
-        chart(
-            "paths",
-            f"Replicas over rungs{of}",
-            "step",
-            "rung (0 is coldest)",
-            series,
-            marks=marks,
-            whole=True,
-            **common,
-        )
-    )
-    charts.append(_acceptance(run))
+    if not averaged:
+        rung_of = history.replica_at[rows, :, 0].long().argsort(dim=1)
+        series = [
+            line(f"replica {k}", over, numbers(rung_of[:, k]), k, "step") for k in range(n_rungs)
+        ]
+        title, y = f"Replicas over rungs{of}", "rung (0 is coldest)"
+        charts.append(chart("paths", title, unit, y, series, marks=marks, whole=True, **common))
+        charts.append(_acceptance(run, history))
     level, error = noise_over_time(history)
     series = []
     for pair in range(n_pairs):
+        name, y_values = f"rungs {pair}–{pair + 1}", level[rows, pair]
         if history.n_chains > 1:
-            low, high = (
-                numbers(level[rows, pair] + sign * 2 * error[rows, pair]) for sign in (-1, 1)
-            )
-            series.append(
-                line(
-                    f"rungs {pair}–{pair + 1} ± 2 se", "steps", [], pair, "band", low=low, high=high
-                )
-            )
-        series.append(line(f"rungs {pair}–{pair + 1}", "steps", numbers(level[rows, pair]), pair))
-    charts.append(
-        chart("sigma2", "Noise variance σ² of one energy", "step", "σ² (nats²)", series, **common)
-    )
-    if history.correction is not None:
-        for pair in range(min(n_pairs, 4)):
-            difference = numbers(history.energy_difference[rows, pair, 0])
-            series = [
-                line("cold minus hot energy", "steps", difference, 4, "dots"),
-                line(
-                    "correction: above it a swap is certain",
-                    "steps",
-                    numbers(history.correction[rows, pair, 0]),
-                    0,
-                ),
-            ]
-            title = f"Correction against threshold, rungs {pair}–{pair + 1}{of}"
-            charts.append(
-                chart("correction", title, "step", "energy (nats)", series, marks=marks, **common)
-            )
-    return charts
-
-
-def _acceptance(run: LoadedRun) -> Chart:
-    assert run.history is not None
-    step, expected, observed = acceptance_over_time(run.history)
-    first = first_test(run)
-    if (
-        first and observed is not None
-    ):  # all tests come after it: so many more are in each window there
-        observed = observed * (1 - first / run.history.n_steps)
-    if first:
-        expected, observed = (
-            each if each is None else each.where((step >= first)[:, None], torch.nan)
-            for each in (expected, observed)
-        )
-    series = []
-    for pair in range(run.history.n_pairs):
-        if expected is not None:
-            values = numbers(100 * expected[:, pair])
-            series.append(
-                line(f"rungs {pair}–{pair + 1}, from the energies", numbers(step), values, 2 * pair)
-            )
-        if observed is not None and bool(run.history.proposed[pair].sum() > 0):
-            values = numbers(100 * observed[:, pair])
-            series.append(
-                line(
-                    f"rungs {pair}–{pair + 1}, swaps made",
-                    numbers(step),
-                    values,
-                    2 * pair + 1,
-                    "dots",
-                )
-            )
-    tested = bool(run.history.proposed.sum() > 0)
-    note = f"Swaps are tested from step {first:,} on." if first and tested else ""
-    note = note if tested else "No swap was tested: this is what the energies would have allowed."
-    return chart(
-        "acceptance",
-        "Acceptance over time",
-        "step",
-        "acceptance (%)",
-        series,
-        over="steps",
-        note=note,
-        zero=True,
-    )
-
-
-def _of_curves(run: LoadedRun, shared: dict[str, Any]) -> list[Chart]:
-    """A run whose trace is not there may have left curves in its result, by epoch or, of a GAN, by
-    step.
-    """
-    curves = _dict((run.result or {}).get("curves"))
-    unit, over, when = (
-        ("epoch", "epochs", "swap_epochs") if "epoch" in curves else ("step", "steps", "swap_steps")
-    )
-    x = numbers(_list(curves.get(unit)))
-    if not x:
-        return []
-    shared[over] = x
-    swaps = numbers(_list(curves.get(when)))
-    made = (swap_counts(run) or (0, 0))[0]
-    listed = f"the first {len(swaps):,} of {made:,}" if len(swaps) < made else f"{len(swaps):,}"
-    few = [swaps[k] for k in few_marks(torch.arange(len(swaps))).tolist()]
-    marks = {"x": few, "name": f"{listed} swaps"} if swaps else None
-    means = (
-        "One recorded value an epoch"
-        if unit == "epoch"
-        else "Means over the steps from one value to the next"
-    )
-    note = f"{means}: swaps may come from steps between them."
-    common = {"over": over, "note": " ".join(filter(None, (_warm_start(run), note)))}
-    energies, charts = [numbers(_list(each)) for each in _list(curves.get("energy"))], []
-    n = len(energies)
-    if n:
+            series.append(band(f"{name} ± 2 se", over, y_values, error[rows, pair], pair))
+        series.append(line(name, over, numbers(y_values), pair))
+    title = "Noise variance σ² of one energy"
+    charts.append(chart("sigma2", title, unit, "σ² (nats²)", series, **common))
+    for pair in range(min(n_pairs, 4) if history.correction is not None else 0):
+        assert history.correction is not None
+        difference = numbers(history.energy_difference[rows, pair, 0])
+        threshold = numbers(history.correction[rows, pair, 0])
         series = [
-            line(rung_name(rung, n), over, energies[rung], rung) for rung in reversed(range(n))
+            line("cold minus hot energy", over, difference, 4, "dots"),
+            line("correction: above it a swap is certain", over, threshold, 0),
         ]
-        positive = all(value is not None and value > 0 for each in energies for value in each)
-        y = "energy (nats, summed)"
-        charts.append(
-            chart(
-                "energy", "Energies per rung", unit, y, series, yLog=positive, marks=marks, **common
-            )
-        )
-    for pair, values in enumerate(_list(curves.get("noise_variance"))):
-        series = [line(f"rungs {pair}–{pair + 1}", over, numbers(_list(values)), pair)]
-        title = "Noise variance σ² of one energy"
-        charts.append(chart("sigma2", title, unit, "σ² (nats²)", series, **common))
-    for pair, values in enumerate(_list(curves.get("correction"))):
-        if pair + 1 < n:
-            difference = [
-                None if a is None or b is None else number(a - b)
-                for a, b in zip(*energies[pair : pair + 2], strict=False)
-            ]
-            series = [
-                line("cold minus hot energy", over, difference, 4, "dots"),
-                line("correction: above it a swap is certain", over, numbers(_list(values)), 0),
-            ]
-            title = f"Correction against threshold, rungs {pair}–{pair + 1}"
-            charts.append(
-                chart("correction", title, unit, "energy (nats)", series, marks=marks, **common)
-            )
+        title, y = f"Correction against threshold, rungs {pair}–{pair + 1}{of}", "energy (nats)"
+        charts.append(chart("correction", title, unit, y, series, marks=marks, **common))
     return charts
 
 
-def _warm_start(run: LoadedRun) -> str:
-    settings = run.settings
-    if not isinstance(settings, GanConfig) or settings.warm_start < 1:
-        return ""
-    return f"The first {settings.warm_start:,} steps descend by Adam, without noise and swaps."
+def band(name: str, x: Any, mean: Tensor, error: Tensor, style: int, **more: Any) -> Chart:
+    """Two standard errors on either side."""
+    low, high = numbers(mean - 2 * error), numbers(mean + 2 * error)
+    return line(name, x, [], style, "band", low=low, high=high, **more)
+
+
+def _acceptance(run: LoadedRun, history: History) -> Chart:
+    step, expected, observed = acceptance_over_time(history)
+    first = 0 if run.settings is None else run.settings.swap_start
+    if first and observed is not None:  # all tests come after it: so many more in each window
+        observed = observed * (1 - first / history.n_steps)
+    tested = bool(history.proposed.sum() > 0)
+    series, x = [], numbers(step)
+    for pair in range(history.n_pairs):
+        name = f"rungs {pair}–{pair + 1}"
+        for rates, words, style, kind in (
+            (expected, "from the energies", 2 * pair, "line"),
+            (observed if tested else None, "swaps made", 2 * pair + 1, "dots"),
+        ):
+            if rates is not None:
+                seen = torch.where(step >= first, 100 * rates[:, pair], torch.nan)
+                series.append(line(f"{name}, {words}", x, numbers(seen), style, kind))
+    note = f"Swaps are tested from step {first:,} on." if first else ""
+    note = note if tested else "No swap was tested: this is what the energies would have allowed."
+    more = {"over": "steps", "note": note, "zero": True}
+    return chart("acceptance", "Acceptance over time", "step", "acceptance (%)", series, **more)
 
 
 def _against_truth(run: LoadedRun) -> list[Chart]:
-    config, trace = run.settings, run.trace
-    if not isinstance(config, MixtureConfig):
+    """The density of rung 0 and the distance to the truth, where that is known."""
+    exact = None if run.settings is None else run.settings.exact_density()
+    if exact is None:
         return []
-    charts, key = [], f"truth {config.weights} {config.means} {config.stds}"
-    if _fits(trace, "edges", "density") and trace["density"].shape[1:] == (
-        len(trace["edges"]) - 1,
-    ):
+    charts, trace = [], run.trace
+    key = f"truth {' '.join(str(run.config.get(name)) for name in ('weights', 'means', 'stds'))}"
+    if _fits(trace, "edges", "density") and trace["density"].shape[1] == len(trace["edges"]) - 1:
         edges = trace["edges"].double()
         middle = 0.5 * (edges[1:] + edges[:-1])
-        exact = config.mixture().log_density(middle[:, None]).exp()
+        x, ours = numbers(middle, 4), numbers(trace["density"].double().mean(0), 4)
         series = [
-            line("truth", numbers(middle, 4), numbers(exact, 4), 7, "area", reference=True),
-            line(
-                "draws of rung 0",
-                numbers(middle, 4),
-                numbers(trace["density"].double().mean(0), 4),
-                0,
-                own=True,
-            ),
+            line("truth", x, numbers(exact(middle), 4), 7, "area", reference=True),
+            line("draws of rung 0", x, ours, 0, own=True),
         ]
         title = f"Density against the truth, {len(trace['density'])} chains together"
-        charts.append(
-            chart("density", title, "x", "density (per unit of x)", series, key=key, zero=True)
-        )
+        y = "density (per unit of x)"
+        charts.append(chart("density", title, "x", y, series, key=key, zero=True))
     if _fits(trace, "curve_steps", "w2") and len(trace["curve_steps"]) == len(trace["w2"]):
         mean, error = over_chains(trace["w2"])
-        steps = numbers(trace["curve_steps"])
-        low, high = (numbers((mean + sign * 2 * error).clamp(min=1e-9)) for sign in (-1, 1))
+        x = numbers(trace["curve_steps"])
+        error = torch.minimum(error, (mean - 1e-9) / 2)  # the axis is logarithmic
         series = [
-            line("± 2 se", steps, [], 0, "band", low=low, high=high, own=True),
-            line("W2", steps, numbers(mean), 0, own=True),
+            band("± 2 se", x, mean, error, 0, own=True),
+            line("W2", x, numbers(mean), 0, own=True),
         ]
+        more = {"key": key, "xLog": True, "yLog": True}
         title = "W2 to the truth against steps"
-        charts.append(
-            chart("w2", title, "steps", "W2 (units of x)", series, key=key, xLog=True, yLog=True)
-        )
+        charts.append(chart("w2", title, "steps", "W2 (units of x)", series, **more))
     return charts
 
 
+def _fits(trace: Mapping[str, Tensor], one: str, two: str) -> bool:
+    known = one in trace and two in trace
+    return known and trace[one].ndim == 1 and trace[two].ndim == 2 and len(trace[two]) > 0
+
+
 def _of_predictions(run: LoadedRun) -> list[Chart]:
-    """Digits keep the predictions of the test images, whose labels come with the data."""
-    if not isinstance(run.settings, DigitsConfig) or "probabilities" not in run.trace:
+    """A reliability diagram, where the predictions of the test images and their labels are kept."""
+    probabilities = run.trace.get("probabilities")
+    if run.settings is None or probabilities is None or probabilities.ndim != 2:
         return []
-    labels, probabilities = _digits_labels(), run.trace["probabilities"]
-    if labels is None or probabilities.ndim != 2 or len(probabilities) != len(labels):
+    labels = run.settings.test_labels()
+    if labels is None or len(probabilities) != len(labels):
         return []
     bins = calibration(probabilities, labels)
-    x, y = numbers(100 * bins.confidence, 4), numbers(100 * bins.accuracy, 4)
-    low, high = (
-        numbers(100 * (bins.accuracy + sign * 2 * bins.error).clamp(0, 1), 4) for sign in (-1, 1)
-    )
+    x = numbers(100 * bins.confidence, 4)
+    accuracy, error = 100 * bins.accuracy, 100 * bins.error
     series = [
         line("perfectly calibrated", [0, 100], [0, 100], 7, reference=True),
-        line("± 2 se", x, [], 0, "band", low=low, high=high, own=True),
-        line("predictions", x, y, 0, "dotted", own=True),
+        band("± 2 se", x, accuracy, error, 0, own=True),
+        line("predictions", x, numbers(accuracy, 4), 0, "dotted", own=True),
     ]
     note = f"{len(labels)} test images in 15 bins; bins of few images scatter."
-    x_name, y_name = "probability of the predicted class (%)", "right (%)"
-    return [
-        chart(
-            "reliability",
-            "Reliability diagram",
-            x_name,
-            y_name,
-            series,
-            key="digits",
-            note=note,
-            yRange=[0, 100],
-        )
-    ]
-
-
-@functools.cache
-def _digits_labels() -> Tensor | None:
-    """Labels of the test images; None without scikit-learn, which brings them."""
-    try:
-        return digits()[1][1]
-    except MissingDependencyError:
-        return None
+    more = {"key": run.recipe.split("/")[0], "note": note, "yRange": [0, 100]}
+    x_name = "probability of the predicted class (%)"
+    return [chart("reliability", "Reliability diagram", x_name, "right (%)", series, **more)]
 
 
 def _of_accuracy(run: LoadedRun) -> list[Chart]:
-    curves = _dict((run.result or {}).get("curves"))
-    names = {
-        "probabilities_accuracy": "average of probabilities",
-        "logits_accuracy": "average of logits",
-        "pooled_probabilities_accuracy": "average, both rungs",
-        "last_accuracy": "last draw alone",
-    }
-    series = []
-    headline = (
-        "logits_accuracy" if _list(curves.get("logits_accuracy")) else "probabilities_accuracy"
-    )  # GANs have no other
-    for style, (key, name) in enumerate(names.items()):
-        values = [value for value in _list(curves.get(key)) if isinstance(value, int | float)]
-        if values:
-            percent = numbers([100.0 * value for value in values])
-            series.append(
-                line(name, list(range(1, len(values) + 1)), percent, style, own=key == headline)
-            )
-    if not series:
+    curves = {name: run.curves[name] for name in CURVES if run.curves.get(name)}
+    if not curves:
         return []
-    key = " ".join(
-        str(run.config.get(name)) for name in ("data", "net", "epochs", "n_labelled", "steps")
-    )
-    title = "Accuracy of the average against number of draws"
-    zoom = {"yLow": number(100 * low)} if (low := least_of_averages(curves)) is not None else {}
-    return [
-        chart(
-            "accuracy",
-            title,
-            "draws in the average",
-            "test accuracy (%)",
-            series,
-            key=key,
-            of=names[headline],
-            **zoom,
-        )
+    headline = "logits_accuracy" if "logits_accuracy" in curves else "probabilities_accuracy"
+    series = []
+    for name, values in curves.items():
+        y = numbers(100.0 * value for value in values if value is not None)
+        own, style = name == headline, list(CURVES).index(name)
+        series.append(line(CURVES[name], list(range(1, len(y) + 1)), y, style, own=own))
+    same = ("data", "net", "epochs", "n_labelled", "steps")
+    more: Chart = {"key": " ".join(str(run.config.get(name)) for name in same)}
+    if (low := least_of_averages(curves)) is not None:
+        more["yLow"] = number(100 * low)
+    title, x = "Accuracy of the average against number of draws", "draws in the average"
+    return [chart("accuracy", title, x, "test accuracy (%)", series, of=CURVES[headline], **more)]
+
+
+def overlays(family: Family, charts: Mapping[int, Sequence[Chart]]) -> list[Chart]:
+    """Charts of one kind and key with a line for each row: the mean over seeds where their x agree,
+    else the first seed. `charts` are those of every run by `id`.
+    """
+    made: dict[tuple[str, str], Chart] = {}
+    members: dict[tuple[str, str], list[str]] = {}
+    for row in family.rows:
+        own = [[each for each in charts[id(run)] if "key" in each] for run in row.drawn]
+        for k, first in enumerate(next((each for each in own if each), [])):
+            name = (first["kind"], first["key"])
+            same = [c[k] for c in own if len(c) > k and c[k]["kind"] == first["kind"]]
+            if name not in made:
+                fixed = [each for each in first["series"] if each.get("reference")]
+                made[name] = {**first, "series": fixed, "note": ""}
+            whole = made[name]
+            if "yLow" in first:
+                whole["yLow"] = min(whole.get("yLow", first["yLow"]), first["yLow"])
+            members.setdefault(name, []).append(row.short)
+            for j, each in enumerate(first["series"]):
+                if each.get("own") and each["type"] != "band":
+                    y, pooled = _mean([other["series"][j] for other in same])
+                    if not pooled:
+                        whole["note"] = "Where the x of seeds differ, the first seed is drawn."
+                    style = len(members[name]) - 1
+                    whole["series"].append({**each, "name": row.label, "y": y, "style": style})
+    for name, whole in made.items():
+        title = whole["title"]
+        if whole["kind"] == "accuracy":
+            title = f"accuracy of the {whole['of']} against number of draws"
+        ends = zip(min(members[name]), max(members[name]), strict=False)
+        common = "".join(a for a, _ in takewhile(lambda ab: ab[0] == ab[1], ends)).rstrip("-_ ")
+        whole["title"] = f"{common}: {title}" if common else title
+    return [whole for name, whole in made.items() if len(members[name]) > 1]
+
+
+def _mean(lines: list[Chart]) -> tuple[list[Any], bool]:
+    """The mean of lines over the same x, and whether all of them are in it."""
+    first = lines[0]
+    alike = [x["y"] for x in lines if x["x"] == first["x"] and len(x["y"]) == len(first["y"])]
+    mean = [
+        None if None in values else number(statistics.fmean(values))
+        for values in zip(*alike, strict=True)
     ]
+    return mean, len(alike) == len(lines)
 
 
-def _fits(trace: Mapping[str, Tensor], one: str, two: str) -> bool:
-    return (
-        one in trace
-        and two in trace
-        and trace[one].ndim == 1
-        and trace[two].ndim == 2
-        and len(trace[two]) > 0
-    )
+# How a long run becomes small
 
 
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+def rows_to_keep(history: History, chain: int = 0) -> Tensor:
+    """Indices of the recorded rows on the page, rising. Rows are chosen, never averaged: the lowest
+    and highest energies of each stretch, and every row near the first swaps.
+    """
+    n, rungs = len(history.steps), history.n_rungs
+    most = max(200, MOST_VALUES // rungs)
+    if n <= most:
+        return torch.arange(n)
+    energy = history.energy[:, :, chain].double().nan_to_num()
+    edges = torch.linspace(0, n, max(1, most // (2 * rungs)) + 1).long().tolist()
+    kept = {0, n - 1}
+    for begin, end in pairwise(edges):
+        if end > begin:
+            part = energy[begin:end]
+            kept.update((begin + part.argmin(0)).tolist() + (begin + part.argmax(0)).tolist())
+    for swap in swaps_of(history, chain)[:SWAPS_IN_FULL].tolist():
+        row = int(torch.searchsorted(history.steps, swap))
+        kept.update(range(max(0, row - NEAR_A_SWAP), min(n, row + NEAR_A_SWAP + 1)))
+    return torch.tensor(sorted(kept))
 
 
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+def swaps_of(history: History, chain: int = 0) -> Tensor:
+    """The steps at which one chain swapped; of draws none is known."""
+    if history.swaps is None:
+        return torch.zeros(0, dtype=torch.long)
+    return history.swaps.step[history.swaps.chain == chain]
+
+
+def few(steps: Tensor) -> Tensor:
+    """At most MOST_MARKS of them, evenly chosen."""
+    if len(steps) <= MOST_MARKS:
+        return steps
+    return steps[torch.linspace(0, len(steps) - 1, MOST_MARKS).long()]
+
+
+def numbers(values: Tensor | Iterable[Any], digits: int = DIGITS) -> list[float | int | None]:
+    """For JSON: so many significant digits, and None for what is not finite."""
+    each = values.tolist() if isinstance(values, Tensor) else values
+    return [number(value, digits) for value in each]
+
+
+def number(value: Any, digits: int = DIGITS) -> float | int | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    if isinstance(value, int):
+        return value
+    rounded = float(f"{value:.{digits}g}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded

@@ -1,9 +1,12 @@
-"""All that the page says of one run, as plain data for its script."""
+"""All that the page says of one run, as plain data for its script: tables, pictures, the command."""
 
 from __future__ import annotations
 
+import base64
 import os
-from collections.abc import Sequence
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -11,6 +14,7 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
+from torchrex.checkpoint import read_file
 from torchrex.diagnostics import (
     acceptance_from_energies,
     allowed_acceptance,
@@ -19,29 +23,33 @@ from torchrex.diagnostics import (
 )
 from torchrex.errors import InvalidArgumentError
 from torchrex.experiments.config import dumps
-from torchrex.experiments.gan import GanConfig
-from torchrex.report.doctor_evidence import last_quarter, settled_noise, while_swapping
 from torchrex.report.page.charts import charts_of
-from torchrex.report.page.command import command_to_repeat
-from torchrex.report.page.overview import Row, label, metrics_of, paper_of, scale, shown
-from torchrex.report.page.pictures import pictures_of
-from torchrex.report.page.thin import number
-from torchrex.report.runs import LoadedRun
+from torchrex.report.page.rows import label, paper_of, scale, shown
+from torchrex.report.reader import LoadedRun
+from torchrex.report.repeat import command_to_repeat
+from torchrex.report.swap_checks import last_quarter, settled_noise, while_swapping
+
+SAMPLES = "samples.png"
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+LARGEST = 2**20  # bytes of a picture: a grid of 100 images of 32 x 32 pixels has a third of it
+MOST_PIXELS = 2**22
+MOST_TOGETHER = 2**23  # bytes of all pictures of a page
+SMALL = 400  # pixels of width up to which a picture is enlarged, by whole numbers
+
+Picture = dict[str, Any]  # "title", "note", "width" on the page, "src" if there is room for it
 
 
 def details_of(run: LoadedRun, page: Path) -> dict[str, Any]:
-    """`page` is where the page will lie: the link to the run folder is relative to it."""
+    """`page` is the file that is written: the link to the run folder is relative to it."""
     charts, shared = charts_of(run)
     pictures, not_shown = pictures_of(run)
-    command = command_to_repeat(run)
-    result = run.result or {}
+    command, result = command_to_repeat(run), run.result or {}
+    seconds, versions = result.get("wall_seconds"), result.get("versions")
     about = {
         "date": result.get("date"),
-        "wall time": f"{result['wall_seconds']:,.1f} s"
-        if isinstance(result.get("wall_seconds"), int | float)
-        else None,
+        "wall time": None if seconds is None else f"{seconds:,.1f} s",
         "device": result.get("device"),
-        "versions": _versions(result.get("versions")),
+        "versions": versions and ", ".join(f"{name} {each}" for name, each in versions.items()),
         "steps done": result.get("steps_done"),
         "error": result.get("error"),
     }
@@ -64,134 +72,160 @@ def details_of(run: LoadedRun, page: Path) -> dict[str, Any]:
 
 def link_to(folder: Path, page: Path) -> dict[str, str]:
     """A relative address, so that page and runs can be moved together, and the words to show."""
-    relative = os.path.relpath(folder.resolve(), page.resolve().parent)
-    # "./" keeps a name such as javascript:... a path
-    return {
-        "href": "./" + quote(Path(relative).as_posix()) + "/",
-        "text": Path(relative).as_posix(),
-    }
+    text = Path(os.path.relpath(folder.resolve(), page.resolve().parent)).as_posix()
+    return {"href": f"./{quote(text)}/", "text": text}  # "./" keeps javascript:... a path
 
 
 def table(title: str, head: Sequence[str], rows: list[list[str]], note: str = "") -> dict[str, Any]:
     return {"title": title, "head": list(head), "rows": rows, "note": note}
 
 
-def _versions(value: Any) -> str | None:
-    return (
-        ", ".join(f"{name} {each}" for name, each in value.items())
-        if isinstance(value, dict)
-        else None
-    )
-
-
 def _ladder(run: LoadedRun) -> dict[str, Any]:
-    rows, settings = [], run.settings
-    if run.ladder is not None and isinstance(settings, GanConfig) and settings.warm_start > 0:
-        begins = settings.decay(settings.warm_start)
-        pairs = zip(run.ladder.temperatures, run.ladder.lrs, strict=True)
-        rows = [
-            [str(rung), f"{tau:g}", f"{lr:.4g}", f"{lr * begins:.4g}"]
-            for rung, (tau, lr) in enumerate(pairs)
-        ]
+    head, note = ["rung", "temperature", "learning rate"], "At the first step, before annealing."
+    if run.ladder is None:
+        return table("Ladder", head, [])
+    pairs = zip(run.ladder.temperatures, run.ladder.lrs, strict=True)
+    rows = [[str(rung), f"{tau:g}", f"{lr:.4g}"] for rung, (tau, lr) in enumerate(pairs)]
+    warm_start = 0 if run.settings is None else run.settings.warm_start
+    if warm_start and run.ladder.decay is not None:
+        begins = float(run.ladder.decay(warm_start))
+        head = ["rung", "temperature", "learning rate of Adam", "of SGHMC"]
+        rows = [[*row, f"{lr * begins:.4g}"] for row, lr in zip(rows, run.ladder.lrs, strict=True)]
         note = (
-            f"Adam, which has no temperature, descends for {settings.warm_start:,} steps, and SGHMC samples after them. Learning "
-            f"rates are those at the first step of each, on the scale of the summed energy."
+            f"Adam, which has no temperature, descends for {warm_start:,} steps; then SGHMC samples."
+            f" Learning rates are those at the first step of each, for the summed energy."
         )
-        return table(
-            "Ladder", ("rung", "temperature", "learning rate of Adam", "of SGHMC"), rows, note
-        )
-    if run.ladder is not None:
-        pairs = zip(run.ladder.temperatures, run.ladder.lrs, strict=True)
-        rows = [
-            [str(rung), f"{temperature:g}", f"{lr:.4g}"]
-            for rung, (temperature, lr) in enumerate(pairs)
-        ]
-    return table(
-        "Ladder",
-        ("rung", "temperature", "learning rate"),
-        rows,
-        "At the first step, before annealing.",
-    )
+    return table("Ladder", head, rows, note)
 
 
 def _pairs(run: LoadedRun) -> dict[str, Any]:
     """Swaps of every pair with what the energies promise, and the noise that decides it."""
     head = (
-        "rungs",
-        "swaps made",
-        "tested",
-        "accepted, %",
-        "from the energies, %",
-        "σ², nats²",
-        "noise s",
-        "2Φ(−s/2), %",
+        *("rungs", "swaps made", "tested", "accepted, %", "from the energies, %"),
+        *("σ², nats²", "noise s", "2Φ(−s/2), %"),
     )
     history = run.history
     if history is None or not len(history.steps) or history.n_pairs == 0:
         return table("Swaps", head, [])
-    observed = observed_acceptance(history)
+    observed, swapping = observed_acceptance(history), while_swapping(run, history)
     try:
-        expected = acceptance_from_energies(while_swapping(run, history))
+        expected = acceptance_from_energies(swapping)
     except InvalidArgumentError:
         expected = None
-    level, noise = settled_noise(last_quarter(while_swapping(run, history)))
-    # One chain of a running mean tells no error.
-    error = (
-        level.error
-        if run.draws is None or history.n_chains > 1
-        else torch.full_like(level.error, torch.nan)
-    )
-    allowed = allowed_acceptance(noise)
+    level, noise = settled_noise(last_quarter(swapping))
+    # One chain of a running mean has no known error.
+    known = run.draws is None or history.n_chains > 1
     rows = []
     for pair in range(history.n_pairs):
         made, tested = int(history.accepted[pair].sum()), int(history.proposed[pair].sum())
+        error = level.error[pair] if known else torch.tensor(torch.nan)
+        rates = [_percent(each, pair) if each is not None else "" for each in (observed, expected)]
         rows.append(
             [
                 f"{pair}–{pair + 1}",
                 f"{made:,}",
                 f"{tested:,}",
-                _with_error(100 * observed.value[pair], 100 * observed.error[pair])
-                if tested
-                else "",
-                ""
-                if expected is None
-                else _with_error(100 * expected.value[pair], 100 * expected.error[pair]),
-                _with_error(level.value[pair], error[pair]),
+                rates[0] if tested else "",
+                rates[1],
+                _with_error(level.value[pair], error),
                 f"{float(noise[pair]):.3g}",
-                f"{100 * float(allowed[pair]):.3g}",
+                f"{100 * float(allowed_acceptance(noise)[pair]):.3g}",
             ]
         )
     travel = round_trips(history)
     total, chains = int(travel.round_trips.sum()), history.n_chains
-    trips = f"{'' if travel.exact else 'at least '}{total:,} round trips, all {history.n_rungs} replicas"
-    trips += (
-        f" of all {chains} chains together ({total / chains:,.3g} a chain)"
-        if chains > 1
-        else " together"
-    )
+    trips = f"{total:,} round trips, all {history.n_rungs} replicas"
+    trips = trips if travel.exact else f"at least {trips}"
+    if chains > 1:
+        trips += f" of all {chains} chains together ({total / chains:,.3g} a chain)"
     note = (
-        f"In brackets the standard error of the last digit(s); σ², s and what it allows are those of the last quarter of the "
-        f"run, as doctor tells them; {trips}."
+        "In brackets the standard error of the last digit(s); σ², s and what it allows are those of"
+        f" the last quarter of the run; {trips}."
     )
     return table("Swaps", head, rows, note)
 
 
-def _metrics(run: LoadedRun) -> dict[str, Any]:
-    metrics, paper = metrics_of(run), paper_of(Row(run.recipe, run.config, [run]))
-    rows = []
-    for name, value in metrics.items():
-        if name.endswith("_se") and name[:-3] in metrics:
-            continue
-        error = metrics.get(f"{name}_se")
-        text = shown(name, value * scale(name), None if error is None else error * scale(name))
-        rows.append([label(name), text, paper[name].text if name in paper else ""])
-    return table("Numbers", ("metric", "this run", "paper"), rows)
+def _percent(estimate: Any, pair: int) -> str:
+    return _with_error(100 * estimate.value[pair], 100 * estimate.error[pair])
 
 
 def _with_error(value: Tensor, error: Tensor) -> str:
-    known = bool(torch.isfinite(error))
-    return (
-        ""
-        if number(float(value), 8) is None
-        else shown("", float(value), float(error) if known else None)
-    )
+    if not bool(torch.isfinite(value)):
+        return ""
+    return shown(float(value), float(error) if bool(torch.isfinite(error)) else None)
+
+
+def _metrics(run: LoadedRun) -> dict[str, Any]:
+    metrics, paper = run.numbers, paper_of(run.settings)
+    rows = []
+    for name, value in metrics.items():
+        if not (name.endswith("_se") and name[:-3] in metrics):
+            error = metrics.get(f"{name}_se")
+            text = shown(value * scale(name), None if error is None else error * scale(name))
+            rows.append([label(name), text, paper[name].text if name in paper else ""])
+    return table("Numbers", ("metric", "this run", "paper"), rows)
+
+
+# Pictures
+
+
+def pictures_of(run: LoadedRun) -> tuple[list[Picture], str]:
+    """The pictures of a run, and what is wrong with one that is not shown.
+
+    Anybody may have put anything into a run folder: a picture is a complete PNG of moderate size.
+    """
+    path = run.path / SAMPLES
+    if not path.exists() and not path.is_symlink():  # a link that leads nowhere is damage
+        return [], ""
+    try:
+        data = read_file(path, LARGEST)
+        width, _ = size_of(data)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        return [], f"{SAMPLES} is not shown: {why}"
+    picture = {
+        "title": "What the generators make",
+        "note": "" if run.settings is None else run.settings.picture_note,
+        "width": width * max(1, SMALL // width),
+        "src": f"data:image/png;base64,{base64.b64encode(data).decode()}",
+    }
+    return [picture], ""
+
+
+def within_the_page(pictures: list[list[Picture]]) -> None:
+    """Take what is too much for a page out of the pictures of its runs; the first are kept."""
+    left = MOST_TOGETHER
+    for picture in (each for of_run in pictures for each in of_run):
+        left -= len(picture["src"])
+        if left < 0:
+            del picture["src"]
+            picture["note"] += f" There are too many for this page: see {SAMPLES} in the folder."
+
+
+def size_of(data: bytes) -> tuple[int, int]:
+    """Width and height of a PNG file; ValueError if it is none, or damaged, or too large."""
+    chunks = list(_chunks(data))
+    if not chunks or chunks[0][0] != b"IHDR" or len(chunks[0][1]) != 13:
+        raise ValueError("it is no PNG file")
+    if chunks[-1][0] != b"IEND":
+        raise ValueError("it is cut short")
+    width, height = struct.unpack(">II", chunks[0][1][:8])
+    if not 0 < width * height <= MOST_PIXELS:
+        raise ValueError(f"it has {width:,} x {height:,} pixels")
+    return width, height
+
+
+def _chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """The parts of a PNG file up to its end, as far as their checksums hold."""
+    if not data.startswith(SIGNATURE):
+        raise ValueError("it is no PNG file")
+    at = len(SIGNATURE)
+    while at + 12 <= len(data):
+        length, kind = struct.unpack(">I4s", data[at : at + 8])
+        body, check = data[at + 8 : at + 8 + length], data[at + 8 + length : at + 12 + length]
+        if len(check) < 4:
+            return
+        if struct.unpack(">I", check)[0] != zlib.crc32(kind + body):
+            raise ValueError("it is damaged: a checksum does not hold")
+        yield kind, body
+        at += 12 + length

@@ -8,45 +8,38 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torchrex.errors import RecipeError, TorchrexError
+from torchrex.experiments import get_recipe
 from torchrex.experiments.config import override, to_json
-from torchrex.experiments.recipes import get_recipe
-from torchrex.report.runs import LoadedRun
+from torchrex.report.reader import LoadedRun
 
 
 class Command(NamedTuple):
-    """A line for a shell, empty if there is none, and what is to be known about it."""
+    """A line for a shell, empty if there is none, and what to know about it."""
 
     line: str
     note: str
 
 
 def command_to_repeat(run: LoadedRun, out: str = "runs/again") -> Command:
-    """Checked: applied to the recipe, the settings give back the config of the run, or the note
-    says which do not.
+    """Checked: the settings, applied to the recipe, give back the config, or the note says which do
+    not.
     """
     try:
         recipe = get_recipe(run.recipe)
     except RecipeError:
-        return Command(
-            "", "This version has no recipe of that name; the config below is all there is."
-        )
+        return Command("", "This version has no recipe of that name.")
     if not run.config:
-        return Command("", "Its config.json is missing or damaged, so the settings are not known.")
-    usual = to_json(recipe)
-    assignments = list(_differences(recipe, usual, run.config))
+        return Command("", "Its config.json is missing or damaged: its settings are not known.")
+    assignments = list(_differences(recipe, to_json(recipe), run.config))
     try:
         again = to_json(override(recipe, assignments))
     except (TorchrexError, ValueError, TypeError, ArithmeticError) as error:
-        return Command(
-            "", f"The settings of its config.json cannot be given to this version ({error})."
-        )
-    different = sorted(
-        key for key in {*again, *run.config} if again.get(key) != run.config.get(key)
-    )
+        return Command("", f"This version refuses the settings of its config.json ({error}).")
+    keys = {*again, *run.config}
+    different = sorted(key for key in keys if again.get(key) != run.config.get(key))
     note = f"Not the same in this version: {', '.join(different)}." if different else ""
     words = ["torchrex", "run", run.recipe, "--seed", str(max(0, run.seed))]
-    for assignment in assignments:
-        words += ["--set", assignment]
+    words += [word for assignment in assignments for word in ("--set", assignment)]
     return Command(shlex.join([*words, "--out", out]), note)
 
 
@@ -67,6 +60,4 @@ def _differences(
 def _text(value: Any) -> str:
     if isinstance(value, list):
         return ",".join(_text(each) for each in value)
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    return str(value)
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

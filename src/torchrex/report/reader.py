@@ -1,0 +1,388 @@
+"""Run folders as reports see them: one reader for finished, unfinished and damaged runs.
+
+A damaged file is one problem in words and is not used; the other files of the run are. Only a
+folder that holds nothing of a run is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from torchrex.checkpoint import Checkpoints, one_line, parse_json, printable, read_file
+from torchrex.density import shard_folders
+from torchrex.diagnostics import History
+from torchrex.errors import ConfigError, RecipeError, RunFolderError, TorchrexError
+from torchrex.exchange import Ladder
+from torchrex.experiments import ExperimentConfig, get_recipe
+from torchrex.experiments.folder import UNREADABLE, added_later, read_tensors
+from torchrex.posterior import Draws
+
+FILES = ("config.json", "result.json", "draws.safetensors", "trace.safetensors", "checkpoints")
+NUMBER = int | float
+NEEDED: dict[str, Any] = {"recipe": str, "seed": int, "status": str, "metrics": dict, "swaps": list}
+OPTIONAL: dict[str, Any] = {
+    **{"date": str, "wall_seconds": NUMBER, "device": str, "versions": dict, "error": str},
+    **{"steps_done": int, "replicas_side_by_side": int, "curves": dict},
+}
+LARGEST = 1e150  # of a number: its square is finite
+IN_HISTORY = ("steps", "energy", "noise_variance", "correction", "replica_at", "swap_steps")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """One run, with everything that could be read."""
+
+    path: Path
+    recipe: str
+    seed: int  # -1 if no file and no folder name says it
+    config: dict[str, Any]
+    result: dict[str, Any] | None
+    status: str  # as in result.json; "unfinished" without one, "damaged" if that file is
+    ladder: Ladder | None
+    draws: Draws | None
+    trace: dict[str, Tensor]
+    history: History | None
+    problems: tuple[str, ...]  # what is missing or damaged, in words
+    settings: ExperimentConfig | None = None  # `config` as the config object of its recipe
+    damaged: tuple[str, ...] = ()  # files that are there but cannot be used
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        return dict((self.result or {}).get("metrics") or {})
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The finite metrics."""
+        return {name: float(v) for name, v in self.metrics.items() if _is(v, NUMBER)}
+
+    @property
+    def curves(self) -> dict[str, list[Any]]:
+        return dict((self.result or {}).get("curves") or {})
+
+    @property
+    def settings_known(self) -> bool:
+        return bool(self.config) and "config.json" not in self.damaged
+
+    @property
+    def correction_factor(self) -> float | None:
+        """F at the start of the run; None where nothing is swapped."""
+        if self.ladder is None or len(self.ladder.temperatures) < 2 or self.settings is None:
+            return None
+        return float(self.settings.correction_factor) if self.settings.swaps else None
+
+    @property
+    def swap_counts(self) -> tuple[int, int] | None:
+        """Accepted and proposed over all pairs; None where the run does not say."""
+        pairs = (self.result or {}).get("swaps")
+        if not pairs:
+            return None
+        return sum(pair["accepted"] for pair in pairs), sum(pair["proposed"] for pair in pairs)
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe}, seed {self.seed}" if self.seed >= 0 else self.recipe
+
+
+# Finding run folders
+
+
+def find_runs(root: Path) -> list[Path]:
+    """Run folders at or below `root`, sorted by recipe and seed, without replaced ones."""
+    return [path for path in _folders(root) if holds_a_run(path)]
+
+
+def find_empty(root: Path) -> list[Path]:
+    """Folders at or below `root` with the name of a run folder that hold nothing of a run."""
+    return [path for path in _folders(root) if seed_in(path) is not None and not holds_a_run(path)]
+
+
+def holds_a_run(path: Path) -> bool:
+    return any((path / name).exists() for name in FILES)
+
+
+def seed_in(path: Path) -> int | None:
+    """The seed in the name of a folder, such as seed=3."""
+    found = re.match(r"seed=(\d+)", path.name)
+    return int(found[1]) if found else None
+
+
+def recipe_in(path: Path) -> str:
+    """The recipe in the path of a run folder: OUT/digits/sghmc/seed=0 has digits/sghmc."""
+    return "/".join(path.resolve().parts[-3:-1])
+
+
+def _folders(root: Path) -> list[Path]:
+    if not root.is_dir():
+        raise RunFolderError(
+            f"there is no folder {root}; give a run folder, or one that holds run folders"
+        )
+    found = []
+    for folder, inner, _ in os.walk(root):
+        path = Path(folder)
+        found.append(path)
+        # Next to a run are those that replace it or were replaced by it.
+        waiting = {f"{name}{end}" for name in inner for end in (".new", ".old", ".replaced")}
+        inner[:] = [] if holds_a_run(path) else sorted(set(inner) - waiting)
+    return sorted(found, key=lambda path: (str(path.parent), seed_in(path) or 0, path.name))
+
+
+# Reading one
+
+
+def load_run(path: Path) -> LoadedRun:
+    """Read a run folder; `problems` says what is missing or damaged."""
+    if not path.is_dir():
+        raise RunFolderError(
+            f"there is no run folder {path}; it should hold config.json and result.json"
+        )
+    if not holds_a_run(path):
+        raise RunFolderError(
+            f"{path} holds nothing of a run ({', '.join(FILES)}); give OUT/RECIPE/seed=S of a run"
+        )
+    if not str(path).isprintable():  # terminals and pages would obey what is in the name
+        raise RunFolderError(
+            f"the name of {one_line(path)} has control characters in it; rename the folder"
+        )
+    problems: list[str] = []
+    damaged: list[str] = []
+
+    def read(name: str, how: Callable[[Path], T]) -> T | None:
+        file = path / name
+        if not file.exists() and not file.is_symlink():  # a link that leads nowhere is damage
+            return None
+        try:
+            return how(file)
+        except (TorchrexError, *UNREADABLE) as error:
+            why = error.strerror if isinstance(error, OSError) and error.strerror else error
+            said = one_line(why).replace(str(file), "it")
+            problems.append(f"{name} is damaged and not used: {said}")
+            damaged.append(name)
+            return None
+
+    config = read("config.json", _read_object) or {}
+    if not config and "config.json" not in damaged:
+        problems.append("there is no config.json: its settings are not known")
+    result = read("result.json", _read_result)
+    names: tuple[Any, ...] = (config.get("recipe"), (result or {}).get("recipe"), recipe_in(path))
+    recipe = next(each for each in names if isinstance(each, str) and each)
+    seed = (result or {}).get("seed", seed_in(path))
+    if seed is None:
+        problems.append("the seed is not known: no result.json and no folder name such as seed=0")
+    settings = ladder = None
+    if config:
+        try:
+            settings = config_from_json(get_recipe(recipe), config, problems)
+            settings.check()
+            ladder = settings.ladder()
+        except RecipeError as error:
+            problems.append(f"{one_line(error)}; so its ladder is not known")
+        except (TorchrexError, ValueError, TypeError, ArithmeticError, RuntimeError) as error:
+            settings = None
+            problems.append(f"the settings in config.json cannot be used: {one_line(error)}")
+            damaged.append("config.json")
+    if result is None and "result.json" not in damaged:
+        problems.append(f"there is no result.json: the run goes on, or was killed; {_saved(path)}")
+    draws = read("draws.safetensors", Draws.load)
+    trace = read("trace.safetensors", _read_trace) or {}
+    history = None
+    try:
+        history = _history(settings, ladder, draws, trace, result)
+    except (TorchrexError, RuntimeError, LookupError, ValueError, TypeError) as error:
+        problems.append(f"its draws or trace do not fit its settings: {one_line(error)}")
+    status = (
+        "damaged" if "result.json" in damaged else (result or {"status": "unfinished"})["status"]
+    )
+    return LoadedRun(
+        path=path,
+        recipe=recipe,
+        seed=-1 if seed is None else seed,
+        config=config,
+        result=result,
+        status=status,
+        ladder=ladder,
+        draws=draws,
+        trace=trace,
+        history=history,
+        problems=tuple(problems),
+        settings=settings,
+        damaged=tuple(damaged),
+    )
+
+
+def checkpoints_of(path: Path) -> list[Checkpoints]:
+    """The folders of checkpoints of a run: its own, and those of its shards."""
+    saved = path / "checkpoints"
+    return [Checkpoints(each) for each in (saved, *shard_folders(saved))] if saved.is_dir() else []
+
+
+def _saved(path: Path) -> str:
+    """The newest checkpoint; of shards, which resume one by one, the oldest of the newest."""
+    newest = [max(steps) for each in checkpoints_of(path) if (steps := each.steps())]
+    return f"its newest checkpoint has step {min(newest):,}" if newest else "it has no checkpoint"
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, with what a terminal would obey as its escape."""
+    found = printable(parse_json(read_file(path)))
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds a {type(found).__name__} and not an object")
+    return found
+
+
+def _read_result(path: Path) -> dict[str, Any]:
+    result = _read_object(path)
+    if lacking := [name for name in NEEDED if name not in result]:
+        raise ValueError(f"it lacks {', '.join(lacking)}")
+    for name, kind in {**NEEDED, **OPTIONAL}.items():
+        if name in result and not _is(result[name], kind):
+            raise ValueError(f"{name} is {one_line(repr(result[name]), 80)}")
+        if name in result and not _is_possible(name, result[name]):
+            raise ValueError(f"{name} has a value that no run gives")
+    return result
+
+
+def _is(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _is_possible(name: str, value: Any) -> bool:
+    """Are counts counts, and shares shares? What is computed from them relies on it."""
+    if name in ("seed", "steps_done", "wall_seconds", "replicas_side_by_side"):
+        return bool(0 <= value <= LARGEST)
+    if name == "metrics":
+        return all(_is_metric(*each) for each in value.items())
+    if name == "swaps":
+        return all(isinstance(each, dict) and _is_pair(**each) for each in value)
+    if name == "curves":  # a list, or one for each rung or pair
+        lists = {key: each if isinstance(each, list) else [each] for key, each in value.items()}
+        return all(
+            _is_metric(key, number) and number not in ("inf", "-inf")
+            for key, each in lists.items()
+            for row in each
+            for number in (row if isinstance(row, list) else [row])
+        )
+    return True
+
+
+def _is_metric(name: str, value: Any) -> bool:
+    """JSON has no NaN and no infinities: they are null and text."""
+    if value is None or value in ("inf", "-inf") or isinstance(value, bool):
+        return True
+    if not isinstance(value, NUMBER) or abs(value) > LARGEST:
+        return False
+    if name.endswith("_se"):
+        return value == 0 or value >= 1 / LARGEST
+    return not name.endswith(("accuracy", "acceptance_rate")) or 0 <= value <= 1
+
+
+def _is_pair(
+    pair: Any = None,
+    accepted: Any = None,
+    proposed: Any = None,
+    acceptance_rate: Any = None,
+    **_: Any,
+) -> bool:
+    counts = _is(accepted, int) and _is(proposed, int) and 0 <= accepted <= proposed
+    rungs = isinstance(pair, list) and len(pair) == 2 and all(_is(r, int) and r >= 0 for r in pair)
+    return counts and rungs and (acceptance_rate is None or _is(acceptance_rate, NUMBER))
+
+
+def _read_trace(path: Path) -> dict[str, Tensor]:
+    """The tensors of a trace; ValueError if no run can have recorded them."""
+    tensors = read_tensors(path)
+    for name, x in tensors.items():
+        if name in ("energy", "noise_variance", "correction"):
+            fits = x.ndim == 2 and x.is_floating_point()
+        elif name in ("steps", "swap_steps", "swap_pairs", "accepted", "proposed", "replica_at"):
+            fits = x.ndim == (2 if name == "replica_at" else 1)
+            fits = fits and not x.is_floating_point() and not x.is_complex()
+            fits = fits and bool((x >= 0).all())
+            if fits and name == "replica_at":
+                fits = bool((x < max(1, x.shape[1])).all())
+            if fits and name.endswith("steps"):
+                fits = name == "curve_steps" or bool((x[1:] >= x[:-1]).all())
+        else:
+            continue
+        if not fits:
+            raise ValueError(f"no run can have recorded its {name}")
+    return tensors
+
+
+def _history(
+    settings: ExperimentConfig | None,
+    ladder: Ladder | None,
+    draws: Draws | None,
+    trace: dict[str, Tensor],
+    result: dict[str, Any] | None,
+) -> History | None:
+    if ladder is None or settings is None:
+        return None
+    if draws is not None and draws.n_draws:
+        factor = float(settings.correction_factor)
+        return History.from_draws(draws, ladder, correction_factor=factor)
+    if not all(name in trace for name in (*IN_HISTORY, "swap_pairs", "accepted", "proposed")):
+        return None
+    # Round trips need all swaps.
+    if len(trace["steps"]) == 0 or len(trace["swap_steps"]) < int(trace["accepted"].sum()):
+        return None
+    return History.from_traces([trace], ladder, n_steps=(result or {}).get("steps_done"))
+
+
+# The config object from its JSON
+
+
+def config_from_json(base: Any, values: Mapping[str, Any], problems: list[str]) -> ExperimentConfig:
+    """`base` with the values of a config.json, the inverse of `to_json`. Fields that only one side
+    has are problems.
+    """
+    known = {field.name for field in dataclasses.fields(base)}
+    if unknown := sorted(set(values) - known):
+        problems.append(
+            f"config.json has settings that this version does not know: {one_line(', '.join(unknown))}"
+        )
+    if missing := sorted(known - set(values) - set(added_later(base))):
+        problems.append(f"config.json lacks {', '.join(missing)}: those of the recipe are taken")
+    return typing.cast(ExperimentConfig, _from_json(base, values))
+
+
+def _from_json(base: Any, values: Mapping[str, Any]) -> Any:
+    hints = typing.get_type_hints(type(base))
+    changes = {}
+    for field in dataclasses.fields(base):
+        if field.name in values:
+            value, now = values[field.name], getattr(base, field.name)
+            nested = dataclasses.is_dataclass(now) and isinstance(value, dict)
+            changes[field.name] = (
+                _from_json(now, value) if nested else _plain(value, hints[field.name], field.name)
+            )
+    return dataclasses.replace(base, **changes)
+
+
+def _plain(value: Any, kind: Any, name: str) -> Any:
+    """A value of the annotated type. JSON has no tuples and no infinities."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        return None if value is None and type(None) in args else _plain(value, args[0], name)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_plain(each, args[0], name) for each in value)
+    if origin is dict and isinstance(value, dict):
+        return {key: _plain(each, args[1], name) for key, each in value.items()}
+    if origin is typing.Literal and isinstance(value, str) and value in args:
+        return value
+    if kind is float and (value in ("inf", "-inf") or type(value) in (int, float)):
+        return float(value)
+    if kind in (int, bool, str) and type(value) is kind:
+        return value
+    wanted = str(kind).removeprefix("typing.") if args else getattr(kind, "__name__", kind)
+    raise ConfigError(f"{name} is {one_line(repr(value), 80)} and not {wanted}")

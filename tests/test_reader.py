@@ -1,0 +1,193 @@
+"""Run folders are read by one reader; a damaged file is a problem in words, and the rest is used."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from torchrex.errors import RunFolderError
+from torchrex.experiments import get_recipe, recipes, run_recipe
+from torchrex.experiments.config import to_json
+from torchrex.report.reader import config_from_json, find_empty, find_runs, load_run
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+@pytest.fixture(scope="module")
+def density(tmp_path_factory):
+    config = replace(get_recipe("figure1/case1-naive"), n_steps=200, n_runs=4, thin=2)
+    return run_recipe(config, 3, tmp_path_factory.mktemp("density")).path
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    pytest.importorskip("sklearn")
+    config = replace(get_recipe("digits/resghmc"), epochs=2, burn_in_epochs=1, hidden=8)
+    return run_recipe(config, 1, tmp_path_factory.mktemp("network")).path
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of a run folder, in a folder of the same name."""
+    return lambda path: shutil.copytree(path, tmp_path / Path(*path.parts[-3:]))
+
+
+def test_every_recipe_comes_back_from_its_json():
+    for name, config in recipes().items():
+        problems: list[str] = []
+        changes = {"epochs": 70} if hasattr(config, "epochs") else {"n_steps": 70, "n_runs": 3}
+        other = replace(config, **({"steps": 7_000} if hasattr(config, "steps") else changes))
+        back = config_from_json(config, json.loads(json.dumps(to_json(other))), problems)
+        assert (back, problems) == (other, []), name
+        back.check()
+        assert len(back.ladder().temperatures) == back.n_rungs
+
+
+def test_a_density(density):
+    run = load_run(density)
+    about = (run.recipe, run.seed, run.status, run.problems)
+    assert about == ("figure1/case1-naive", 3, "finished", ())
+    assert run.ladder.temperatures == (1.0, 10.0)
+    assert run.correction_factor == float("inf")
+    assert run.draws.n_draws == 100
+    assert (run.history.n_chains, run.history.n_steps) == (4, 200)
+    assert bool((run.history.correction == 0).all())  # F is infinite, so it came back as a number
+    assert "w2" in run.trace
+    assert run.metrics["n_runs"] == 4
+
+
+def test_a_network(network):
+    run = load_run(network)
+    assert (run.recipe, run.seed, run.problems) == ("digits/resghmc", 1, ())
+    assert run.draws is None
+    assert run.history.n_steps == run.result["steps_done"] == 40
+    assert run.history.swaps is not None
+    assert run.ladder.temperatures == (0.1, 0.1025)
+
+
+def test_all_committed_results_load():
+    found = find_runs(RESULTS)
+    assert len(found) > 40
+    for path in found:
+        run = load_run(path)
+        about = (run.status, run.problems, run.damaged, run.history, run.trace)
+        assert about == ("finished", (), (), None, {}), path
+        assert run.settings.headline in run.numbers
+
+
+@pytest.mark.parametrize("keep", [0.9, 0.3, 0.0])
+@pytest.mark.parametrize(
+    "name", ["config.json", "result.json", "draws.safetensors", "trace.safetensors"]
+)
+def test_a_damaged_file_is_one_problem_and_the_others_are_used(density, copy, name, keep):
+    folder, complete = copy(density), load_run(density)
+    data = (folder / name).read_bytes()
+    (folder / name).write_bytes(data[: int(keep * len(data))])
+    run = load_run(folder)
+    (problem,) = run.problems
+    assert problem.startswith(f"{name} is damaged and not used: ")
+    assert str(folder) not in problem
+    assert run.damaged == (name,)
+    assert (run.seed, run.recipe) == (3, "figure1/case1-naive")
+    assert run.status == ("damaged" if name == "result.json" else "finished")
+    assert run.metrics == ({} if name == "result.json" else complete.metrics)
+    assert (run.draws is None) == (name == "draws.safetensors")
+    assert (run.trace == {}) == (name == "trace.safetensors")
+    assert (run.settings is None) == (name == "config.json")
+
+
+def test_a_flipped_bit_is_found(density, copy):
+    folder = copy(density)
+    for name in ("draws.safetensors", "trace.safetensors"):
+        data = bytearray((folder / name).read_bytes())
+        data[-1] ^= 1
+        (folder / name).write_bytes(bytes(data))
+    assert " ".join(load_run(folder).problems).count("another sha256") == 2
+
+
+NEEDED = {"recipe": "digits/resghmc", "seed": 0, "status": "finished", "metrics": {}, "swaps": []}
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        ([], "it holds a list"),
+        (None, "it holds a NoneType"),
+        ({}, "it lacks recipe, seed, status, metrics, swaps"),
+        ({**NEEDED, "seed": "0"}, "seed is '0'"),
+        ({**NEEDED, "status": None}, "status is None"),
+        ({**NEEDED, "metrics": [1]}, "metrics is [1]"),
+        ({**NEEDED, "metrics": {"nll": {}}}, "metrics has a value that no run gives"),
+        ({**NEEDED, "swaps": [{"pair": [0, 1]}]}, "swaps has a value that no run gives"),
+        ({**NEEDED, "wall_seconds": "long"}, "wall_seconds is 'long'"),
+        ({**NEEDED, "steps_done": True}, "steps_done is True"),
+        ({**NEEDED, "curves": {"energy": ["a"]}}, "curves has a value that no run gives"),
+    ],
+)
+def test_a_result_of_another_shape_is_damaged(network, copy, result, words):
+    folder = copy(network)
+    (folder / "result.json").write_text(json.dumps(result))
+    run = load_run(folder)
+    assert (run.status, run.damaged, run.result) == ("damaged", ("result.json",), None)
+    assert words in run.problems[0]
+    assert run.history is not None, "its trace is there"
+
+
+def test_a_list_of_swaps_with_gaps_gives_no_history(network, copy):
+    folder = copy(network)
+    trace = {**load_run(network).trace, "accepted": torch.tensor([10])}
+    for n in (10, 9):
+        swaps = {"swap_steps": torch.arange(n), "swap_pairs": torch.zeros(n, dtype=torch.int64)}
+        save_file({**trace, **swaps}, folder / "trace.safetensors")
+        history = load_run(folder).history
+        assert (history is None) == (n == 9)
+    assert load_run(network).history.swaps.step.shape == load_run(network).trace["swap_steps"].shape
+
+
+def test_unfinished_unknown_and_newer(density, tmp_path):
+    folder = tmp_path / "mine" / "case1" / "seed=7.new"
+    folder.mkdir(parents=True)
+    values = json.loads((density / "config.json").read_text())
+
+    def loaded(**changes):
+        (folder / "config.json").write_text(json.dumps({**values, **changes}))
+        run = load_run(folder)
+        return run, " | ".join(run.problems)
+
+    run, problems = loaded(recipe="mine/case1")
+    assert (run.status, run.seed, run.ladder) == ("unfinished", 7, None)
+    assert "no recipe 'mine/case1'" in problems
+    assert "there is no result.json" in problems
+    del values["lr"]
+    run, problems = loaded(shine=3, temperatures=[1.0, 5.0])
+    assert (run.ladder.temperatures, run.ladder.lrs) == ((1.0, 5.0), (0.03, 0.03))
+    assert "does not know: shine" in problems
+    assert "lacks lr" in problems
+    run, problems = loaded(temperatures=[5.0, 1.0])
+    assert (run.ladder, run.settings, run.damaged) == (None, None, ("config.json",))
+    assert "must rise" in problems
+
+
+def test_nothing_at_all(tmp_path):
+    for call, path, words in (
+        (load_run, tmp_path, "holds nothing of a run"),
+        (load_run, tmp_path / "none", "there is no run folder"),
+        (find_runs, tmp_path / "none", "there is no folder"),
+    ):
+        with pytest.raises(RunFolderError, match=words):
+            call(path)
+
+
+def test_finding(density, tmp_path):
+    for name in ("seed=10", "seed=9", "seed=9.replaced", "seed=9/checkpoints/inner"):
+        shutil.copytree(density, tmp_path / "a" / name)
+    (tmp_path / "a" / "seed=4").mkdir()
+    assert [path.name for path in find_runs(tmp_path)] == ["seed=9", "seed=10"]
+    assert find_runs(tmp_path / "a" / "seed=9") == [tmp_path / "a" / "seed=9"]
+    assert find_empty(tmp_path) == [tmp_path / "a" / "seed=4"]
