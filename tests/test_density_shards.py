@@ -15,7 +15,7 @@ import torchrex as tr
 from ranks import Ranks, run_ranks
 from torchrex.density import block
 from torchrex.density.shards import combine, cut
-from torchrex.distributed import rendezvous
+from torchrex.distributed import process_group as processes
 from torchrex.errors import CheckpointError, InvalidArgumentError, NonFiniteEnergyError
 from torchrex.rng import derive_seed
 
@@ -283,7 +283,7 @@ def slow_target(x):
 def slow(folder, slow_ranks, timeout, raises="", n_steps=300):
     """Some ranks take seconds, the others none: more than the time-out of a collective."""
     os.environ |= {"SLOW": slow_ranks, "RAISES": raises}
-    rendezvous.SILENCE = 2.0
+    processes.SILENCE = 2.0
     settings = {"temperatures": (1.0, 2.0), "lr": 0.1, "n_runs": 4, "seed": 2, "compiled": False}
     open(f"{folder}-{os.environ['RANK']}", "w").close()
     draws = tr.sample(

@@ -24,8 +24,7 @@ from torch import nn
 import torchrex as tr
 from command import run_command
 from modules import same
-from torchrex.distributed import ReplicaMesh
-from torchrex.distributed.process_group import ProcessGroup
+from torchrex.distributed import ProcessGroup, ReplicaMesh
 from torchrex.errors import ConfigError, DataError
 from torchrex.experiments import Run, RunOptions, gan, networks
 from torchrex.experiments import gan as made

@@ -17,7 +17,7 @@ from torch import nn
 import torchrex as tr
 from assertions import assert_mean_is, assert_mean_is_not
 from modules import N_CLASSES, N_DATA, N_FEATURES, batches, same
-from torchrex.distributed.process_group import ProcessGroup
+from torchrex.distributed import ProcessGroup
 from torchrex.errors import InvalidArgumentError
 from torchrex.network import work as module_work
 

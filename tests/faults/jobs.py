@@ -17,7 +17,7 @@ from torch import nn
 
 import torchrex as tr
 from modules import classes, with_everything
-from torchrex.distributed import rendezvous, replica_mesh
+from torchrex.distributed import process_group, replica_mesh
 from torchrex.durable import replace_file
 
 N_RUNGS = 4
@@ -78,7 +78,7 @@ def digits(folder, n_steps=120, every=15, keep=2, **records):
 
 def mixture(folder, n_steps=1_200, every=100, keep=2, *, compiled=False, thin=100):
     """A density: eight runs in four shards, whose checkpoints lie in folders of their own."""
-    rendezvous.SILENCE = 3.0  # seconds after which a rank is taken for gone
+    process_group.SILENCE = 3.0  # seconds after which a rank is taken for gone
     target = tr.Noisy(tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5]), tr.Gaussian(2.0))
     draws = tr.sample(
         target,

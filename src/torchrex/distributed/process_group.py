@@ -1,25 +1,36 @@
-"""What several processes say to each other outside a step: plain values as JSON, agreement, and
-errors that reach everybody.
+"""The processes of a job: how they join, what they say to each other outside a step, how they leave.
 
-Nothing is pickled. With one process every verb is its trivial case, so that there is one path.
+Plain values travel as JSON, nothing is pickled, and errors reach every process. With one process
+every method is its trivial case, so that there is one code path. gloo carries what is on CPUs, NCCL
+what is on GPUs. Time-outs are bounded: a rank that does not come ends the job.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
+import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
-from torchrex.distributed.watch import Watch
-from torchrex.errors import RankError, TorchrexError
+from torchrex.distributed.watch import Watch, restart_count, short
+from torchrex.errors import InvalidArgumentError, RankError, TorchrexError
 
 T = TypeVar("T")
+
+TIMEOUT = 300.0  # seconds that a rank waits for the others; TORCHREX_TIMEOUT says otherwise
+BETWEEN_LOOKS = 0.5  # seconds between looks into the store, at a rendezvous
+SILENCE = 10.0  # seconds without a sign of life (two a second) after which a rank counts as gone
 
 
 @dataclass(frozen=True)
@@ -32,17 +43,17 @@ class ProcessGroup:
 
     @property
     def is_main(self) -> bool:
-        """Does this process speak for all: print, write what is written once?"""
+        """Does this process print and write for all?"""
         return self.rank == 0
 
     @contextlib.contextmanager
     def collective(self, what: str) -> Iterator[None]:
-        """A collective. If it fails, the error names the rank that was the reason."""
+        """A collective operation. If it fails, the error names the rank that was the reason."""
         if self.watch is None:
             yield
             return
         if self.watch.is_orphan:
-            raise self.watch.without_store()
+            raise self.watch.store_lost()
         self.watch.begun += 1
         try:
             yield
@@ -55,12 +66,12 @@ class ProcessGroup:
     def reporting_errors(self) -> Iterator[None]:
         """If this process leaves by an error, the others learn which."""
         if self.watch is not None:
-            self.watch.begin_anew()
+            self.watch.forget_faults()
         try:
             yield
         except BaseException as error:
             if self.watch is not None and not isinstance(error, RankError):
-                self.watch.fail(error)
+                self.watch.report_failure(error)
             raise
 
     def gather(self, value: T, what: str = "agreement") -> list[T]:
@@ -77,10 +88,10 @@ class ProcessGroup:
             texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
             dist.all_gather(texts, padded)
         pairs = zip(texts, lengths, strict=True)
-        return [json.loads(bytes(text[: int(length)].tolist()).decode()) for text, length in pairs]
+        return [json.loads(bytes(text[: int(length)].tolist())) for text, length in pairs]
 
     def from_main(self, value: T, what: str = "agreement") -> T:
-        """What rank 0 says."""
+        """The value of rank 0, on every rank."""
         return self.gather(value if self.is_main else None, what)[0]  # type: ignore[return-value]
 
     def maximum(self, values: Sequence[float], what: str = "agreement") -> list[float]:
@@ -94,21 +105,19 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def all_or_none(self, what: str, kind: type[TorchrexError]) -> Iterator[None]:
-        """A block that every rank gets through, or all leave with one error: what some rank met,
-        with its name.
-        """
-        met: TorchrexError | OSError | None = None
+        """A block that every rank completes, or all leave with one error that names the rank."""
+        own: TorchrexError | OSError | None = None
         try:
             yield
         except (TorchrexError, OSError) as error:
-            met = error
+            own = error
         if self.size > 1:
-            said = self.gather(None if met is None else str(met), what)
-            wrong = {rank: text for rank, text in enumerate(said) if text is not None}
-            if wrong and (met is None or len(wrong) > 1):
+            texts = self.gather(None if own is None else str(own), what)
+            wrong = {rank: text for rank, text in enumerate(texts) if text is not None}
+            if wrong and (own is None or len(wrong) > 1):
                 raise kind("; ".join(f"rank {rank}: {text}" for rank, text in wrong.items()))
-        if met is not None:
-            raise met
+        if own is not None:
+            raise own
 
     def broadcast(self, tensor: Tensor, source: int, what: str) -> Tensor:
         """Overwrite a tensor, which must be contiguous, with that of one rank."""
@@ -119,3 +128,146 @@ class ProcessGroup:
 
 
 ALONE = ProcessGroup()
+_process_group = ALONE
+
+
+def join() -> ProcessGroup:
+    """All processes of this job: those of torchrun, those of a process group that exists already,
+    or this one alone.
+    """
+    global _process_group
+    if _process_group.size > 1:
+        return _process_group
+    if not dist.is_available():
+        return ALONE
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+            return ALONE
+        on_gpus = torch.cuda.is_available()
+        if on_gpus:
+            local = int(os.environ.get("LOCAL_RANK", "0"))
+            torch.cuda.set_device(local % torch.cuda.device_count())
+        _initialize("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
+        atexit.register(leave)  # a script need not say that it is over
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1:
+        return ALONE
+    _process_group = ProcessGroup(rank, size, Watch(rank, size))
+    return _process_group
+
+
+def leave() -> None:
+    """End what `join` began; torch complains about a process group that is left open."""
+    global _process_group
+    if _process_group.watch is not None:
+        _process_group.watch.stop()
+    _process_group = ALONE
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def is_main_process() -> bool:
+    """Does this process write what is written once? Known before it has joined the others, too."""
+    if _process_group.size > 1:
+        return _process_group.is_main
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return int(os.environ.get("WORLD_SIZE", "1")) < 2 or os.environ.get("RANK", "0") == "0"
+
+
+def _initialize(backend: str) -> None:
+    seconds = _timeout()
+    timeout = timedelta(seconds=seconds)
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        # torchrun keeps its store when it restarts the ranks: old addresses must not be found.
+        store = PrefixStore(f"life {restart_count()}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        rank_name, others = os.environ.get("RANK", "?"), int(os.environ["WORLD_SIZE"]) - 1
+        raise RankError(
+            f"rank {rank_name} did not meet the other {others} within {seconds:g} s ({short(error)}); "
+            f"check whether one of them failed to start, or set TORCHREX_TIMEOUT=SECONDS",
+            speaks=os.environ.get("RANK", "0") == "0",
+        ) from None
+
+
+def _timeout() -> float:
+    text = os.environ.get("TORCHREX_TIMEOUT", "")
+    try:
+        seconds = float(text) if text else TIMEOUT
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise InvalidArgumentError(
+            f"TORCHREX_TIMEOUT must be a number of seconds > 0, got {text!r}"
+        )
+    return seconds
+
+
+class Rendezvous:
+    """Where ranks wait for each other after work of their own, which may take hours.
+
+    A collective would give up after its time-out. Here the signs of life in the job's store decide
+    how long to wait. While ranks work nothing is exchanged; they look into the store, twice a
+    second, whether to stop. All ranks make one after the same collectives.
+    """
+
+    def __init__(self, process_group: ProcessGroup) -> None:
+        self.process_group, self.watch = process_group, process_group.watch
+        self._name = "" if self.watch is None else str(self.watch.begun)  # the same on every rank
+        self._looked = time.monotonic()
+
+    def request_stop(self) -> None:
+        """Ask the others to stop."""
+        if self.watch is not None:
+            self.watch.set(f"stop {self._name}", True)
+
+    def stop_requested(self) -> bool:
+        """Has any rank asked to stop, or does the job exist no more?"""
+        if self.watch is None or time.monotonic() - self._looked < BETWEEN_LOOKS:
+            return False
+        self._looked = time.monotonic()
+        return self.watch.is_orphan or any(self._all(f"stop {self._name}"))
+
+    def wait(self, what: str) -> None:
+        """Until all ranks are here; RankError if one is gone. Ctrl-C asks the others to stop, and
+        waits on for them.
+        """
+        if self.watch is None:
+            return
+        self.watch.set(f"came {self._name}", True)
+        interrupted = False
+        beats: dict[int, Any] = {}
+        heard = dict.fromkeys(range(self.process_group.size), time.monotonic())
+        while not all(came := self._all(f"came {self._name}")):
+            missing = [rank for rank, is_here in enumerate(came) if not is_here]
+            try:
+                self._check(missing, beats, heard, what)
+                time.sleep(BETWEEN_LOOKS / 5)
+            except KeyboardInterrupt:
+                if interrupted:
+                    raise
+                interrupted = True
+                self.request_stop()
+        if self.watch.is_orphan:
+            raise self.watch.store_lost()
+
+    def _check(
+        self, missing: list[int], beats: dict[int, Any], heard: dict[int, float], what: str
+    ) -> None:
+        assert self.watch is not None
+        if self.watch.is_orphan:
+            raise self.watch.store_lost()
+        mine = self.watch.get("failed", self.process_group.rank)  # an old error of all is not news
+        for rank in missing:
+            beat = self.watch.get("beat", rank)
+            if beat != beats.get(rank):
+                beats[rank], heard[rank] = beat, time.monotonic()
+            failed = self.watch.get("failed", rank)
+            if (failed is not None and failed != mine) or time.monotonic() - heard[rank] > SILENCE:
+                raise self.watch.find_fault(what, RuntimeError("it does not answer"))
+
+    def _all(self, what: str) -> list[bool]:
+        assert self.watch is not None
+        return [self.watch.get(what, rank) is not None for rank in range(self.process_group.size)]

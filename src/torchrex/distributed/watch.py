@@ -1,10 +1,9 @@
-"""Who is there: every rank leaves a sign of life in the job's store, so that the others can name
-the one that is gone.
+"""Signs of life of every rank in the job's store, so that the others can name the one that is gone.
 
 A failing collective says only that some connection broke. A thread writes, twice a second, how
 often it did so and how many collectives this rank has begun; after a failure the survivors look
 whose signs have stopped, or who is behind. If the store itself is gone, so is torchrun, or rank 0
-that hosted it. A rank without a store meets nobody any more: it would be an orphan.
+that hosted it; a rank without a store (an orphan) can reach nobody.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from torchrex.errors import RankError
 BETWEEN_BEATS = 0.5  # seconds
 PATIENCE = 2.0  # seconds that a survivor listens for the others
 STORE_TIMEOUT = timedelta(seconds=30)  # a store that says nothing for so long is gone
+GONE = "gone: killed, stopped, or out of reach"
 
 
 class Watch:
@@ -32,143 +32,125 @@ class Watch:
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
-        # A connection of its own: the one of the process group may be blocked by whoever waits
-        # there.
+        # A connection of its own: that of the process group may be blocked by someone who waits.
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        # torchrun keeps its store when it starts the ranks again: what was said in an earlier life
-        # is none of theirs.
-        self._store = PrefixStore(
-            f"torchrex/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
-        )
+        # torchrun keeps its store when it restarts the ranks: reports of an earlier life are old.
+        self._store = PrefixStore(f"torchrex/{restart_count()}", store)
         self._store.set_timeout(STORE_TIMEOUT)
-        self.is_orphan = False  # without a store
+        self.is_orphan = False
         self.begun = 0  # collectives
-        self._faults = 0  # of which one tells each
+        self._faults = 0  # each is reported by one rank
         self._ended = threading.Event()
-        self.say("name", {"pid": os.getpid(), "host": socket.gethostname()})
-        self._beat(0)
-        self._thread = threading.Thread(target=self._beating, name="torchrex-watch", daemon=True)
+        self.set("name", {"pid": os.getpid(), "host": socket.gethostname()})
+        self.set("beat", [0, 0])
+        self._thread = threading.Thread(target=self._beat, name="torchrex-watch", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        self._ended.set()
-        self._thread.join(timeout=5)
-
-    def begin_anew(self) -> None:
-        """What was said of an earlier fault, which the caller has dealt with, does not count any
-        more.
+        """End the thread. It may be waiting for the store, and must not outlive the interpreter: a
+        process that aborts on its way out counts as failed, and torchrun starts all ranks again.
         """
-        self._faults += 1
-        self.say("failed", None)
-        self.say("survives", None)
+        self._ended.set()
+        self._thread.join(timeout=2 * STORE_TIMEOUT.total_seconds())
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the others why this rank leaves them."""
-        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        self.say("failed", " ".join(said.split())[:300])
+    def forget_faults(self) -> None:
+        """An earlier fault, which the caller has dealt with, does not count any more."""
+        self._faults += 1
+        self.set("failed", None)
+        self.set("survives", None)
+
+    def report_failure(self, error: BaseException) -> None:
+        """Why this rank leaves the others."""
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        self.set("failed", " ".join(text.split())[:300])
 
     def find_fault(self, what: str, error: BaseException) -> RankError:
         """After a failed collective: which rank is the reason, in one line."""
-        self.say("survives", self.begun)
-        before = [self.hear("beat", rank) for rank in range(self._size)]
+        self.set("survives", self.begun)
+        before = self._of_all("beat")
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline and not self.is_orphan:
             time.sleep(0.1)
-        after = [self.hear("beat", rank) for rank in range(self._size)]
+        after = self._of_all("beat")
         if self.is_orphan:
-            return self.without_store()
-        failed = {rank: self.hear("failed", rank) for rank in range(self._size)}
-        survivors = [rank for rank in range(self._size) if self.hear("survives", rank) is not None]
-        speaks = self._is_first_to_tell()
-        names = {rank: self._named(rank) for rank in range(self._size)}
-        told = [
-            f"{names[rank]} failed with {reason}"
-            for rank, reason in failed.items()
-            if reason is not None
-        ]
-        if told:
-            return RankError("; ".join(told), speaks=speaks)
-        silent = [
-            r
-            for r in range(self._size)
-            if r not in survivors and (after[r] is None or after[r] == before[r])
-        ]
-        if silent:
+            return self.store_lost()
+        failed, names = self._of_all("failed"), [self._name_of(r) for r in range(self._size)]
+        absent = [r for r, survives in enumerate(self._of_all("survives")) if survives is None]
+        silent = [r for r in absent if after[r] is None or after[r] == before[r]]
+        reasons = zip(names, failed, strict=True)
+        if said := [f"{name} failed with {reason}" for name, reason in reasons if reason]:
+            text = "; ".join(said)
+        elif silent:
             who = ", ".join(names[rank] for rank in silent)
-            verb = "is" if len(silent) == 1 else "are"
-            return RankError(f"{who} {verb} gone: killed, stopped, or out of reach", speaks=speaks)
-        slow = [rank for rank in range(self._size) if rank not in survivors]
-        if slow:
-            who = ", ".join(names[rank] for rank in slow)
-            return RankError(
-                f"{who} did not come to the {what} in time; TORCHREX_TIMEOUT=SECONDS waits longer",
-                speaks=speaks,
+            text = f"{who} {'is' if len(silent) == 1 else 'are'} {GONE}"
+        elif absent:
+            who = ", ".join(names[rank] for rank in absent)
+            text = (
+                f"{who} did not come to the {what} in time; TORCHREX_TIMEOUT=SECONDS waits longer"
             )
-        return RankError(
-            f"the connection of {names[self._rank]} to the other ranks broke in the {what} ({short(error)})",
-            speaks=speaks,
-        )
+        else:
+            text = f"the connection of {names[self._rank]} to the other ranks broke in the {what}"
+            text += f" ({short(error)})"
+        return RankError(text, speaks=self._is_first_to_report())
 
-    def without_store(self) -> RankError:
-        """What there is to say when nobody can be asked."""
+    def store_lost(self) -> RankError:
+        """The error where no rank can be asked."""
         by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        # Nor can they agree who speaks: the first rank of every host does, and where rank 0, which
+        # may be gone, was one, the second.
+        is_first = self._rank == (0 if by_torchrun else 1)
+        is_first |= self._rank > 0 and os.environ.get("LOCAL_RANK") == "0"
         who = "torchrun" if by_torchrun else "rank 0"
-        # Nor can it be agreed who speaks: the first on every host, and on that of rank 0, which may
-        # be gone, the second.
-        first = self._rank == (0 if by_torchrun else 1) or (
-            self._rank > 0 and os.environ.get("LOCAL_RANK") == "0"
-        )
         return RankError(
-            f"{who} is gone, and the store of the job with it: killed, stopped, or out of reach",
-            speaks=first,
+            f"{who} is gone, and the store of the job with it: {GONE[6:]}", speaks=is_first
         )
 
-    def _is_first_to_tell(self) -> bool:
+    def set(self, what: str, value: Any) -> None:
+        """Write a value of this rank into the store."""
+        if not self.is_orphan:
+            try:
+                self._store.set(f"{what}/{self._rank}", json.dumps(value))
+            except RuntimeError:
+                self.is_orphan = True
+
+    def get(self, what: str, rank: int) -> Any:
+        """The value that a rank wrote into the store; None if there is none."""
+        key = f"{what}/{rank}"
         try:
-            return int(self._store.add(f"told/{self._faults}", 1)) == 1
+            if not self.is_orphan and self._store.check([key]):
+                return json.loads(self._store.get(key))
+        except RuntimeError:
+            self.is_orphan = True
+        return None
+
+    def _of_all(self, what: str) -> list[Any]:
+        return [self.get(what, rank) for rank in range(self._size)]
+
+    def _is_first_to_report(self) -> bool:
+        try:
+            return int(self._store.add(f"reported/{self._faults}", 1)) == 1
         except RuntimeError:
             return self._rank == 0
 
-    def _named(self, rank: int) -> str:
-        name = self.hear("name", rank)
-        return (
-            f"rank {rank}"
-            if not isinstance(name, dict)
-            else f"rank {rank} (process {name['pid']} on {name['host']})"
-        )
+    def _name_of(self, rank: int) -> str:
+        name = self.get("name", rank)
+        where = f" (process {name['pid']} on {name['host']})" if isinstance(name, dict) else ""
+        return f"rank {rank}{where}"
 
-    def _beating(self) -> None:
+    def _beat(self) -> None:
         beats = 0
         while not self._ended.wait(BETWEEN_BEATS) and not self.is_orphan:
             beats += 1
-            self._beat(beats)
+            self.set("beat", [beats, self.begun])
 
-    def _beat(self, beats: int) -> None:
-        self.say("beat", [beats, self.begun])
 
-    def say(self, what: str, value: Any) -> None:
-        if self.is_orphan:
-            return
-        try:
-            self._store.set(f"{what}/{self._rank}", json.dumps(value))
-        except RuntimeError:
-            self.is_orphan = True
-
-    def hear(self, what: str, rank: int) -> Any:
-        key = f"{what}/{rank}"
-        if self.is_orphan:
-            return None
-        try:
-            return json.loads(self._store.get(key)) if self._store.check([key]) else None
-        except RuntimeError:
-            self.is_orphan = True
-        except ValueError:
-            pass
-        return None
+def restart_count() -> str:
+    """How often torchrun has restarted the ranks."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def short(error: BaseException) -> str:
-    """The reason without the place in somebody's C++."""
+    """The reason without the position in C++ source."""
     text = " ".join(str(error).split())
     text = text.split("] ", 1)[1] if text.startswith("[/") and "] " in text else text
     return text.split(". This is typically", 1)[0][:120]
