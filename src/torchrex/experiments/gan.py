@@ -216,10 +216,6 @@ class GanConfig(NetworkConfig):
             return sampler
         return AdamStart(sampler, self.warm_start, n_data=self.n_data)
 
-    @property
-    def energy_key(self) -> tuple[Any, ...]:
-        return self.method == "supervised", self.prior_precision
-
     def energy(self) -> PosteriorEnergy:
         prior = GaussianPrior(self.prior_precision) if self.prior_precision else None
         losses = supervised_losses if self.method == "supervised" else gan_losses

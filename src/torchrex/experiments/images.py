@@ -206,10 +206,6 @@ class ImageConfig(NetworkConfig):
             noise=None if self.noise_follows_lr else initial_lr,
         )
 
-    @property
-    def energy_key(self) -> tuple[Any, ...]:
-        return self.weight_decay, self.prior_in_swaps
-
     def energy(self) -> PosteriorEnergy:
         prior = from_sgd(n_data=self.n_data, lr=1.0, weight_decay=self.weight_decay).prior
         return PosteriorEnergy(

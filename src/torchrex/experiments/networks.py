@@ -112,18 +112,13 @@ class NetworkConfig(ExperimentConfig):
     def intervals(self) -> Intervals:
         raise NotImplementedError
 
-    @property
-    def energy_key(self) -> tuple[Any, ...]:
-        """Runs with equal keys share one energy object, which compiles once."""
-        raise NotImplementedError
-
     def energy(self) -> PosteriorEnergy:
         raise NotImplementedError
 
     def run(
         self, seed: int, device: torch.device, energy: PosteriorEnergy | None = None
     ) -> ModuleExchange:
-        """The run of one seed. `energy` is that of a run with an equal `energy_key`."""
+        """The run of one seed. `energy` is an equal one of another run: it compiles once."""
         raise NotImplementedError
 
     def batches(self, seed: int, device: torch.device) -> Batches:
@@ -220,11 +215,13 @@ class NetworkConfig(ExperimentConfig):
         batches = self.batches(runs[0].seed, on)
         if on.type == "cpu":
             self.warn_about_cpu()
-        energies: dict[tuple[Any, ...], PosteriorEnergy] = {}
+        energies: list[PosteriorEnergy] = []
         training = []
         for run in runs:
-            energy = energies.setdefault(run.config.energy_key, run.config.energy())
-            exchange = run.config.run(run.seed, on, energy)
+            own: PosteriorEnergy = run.config.energy()
+            equal = [each for each in energies if each.settings() == own.settings()]
+            energies += [] if equal else [own]
+            exchange = run.config.run(run.seed, on, equal[0] if equal else own)
             training.append(_training_run(run, exchange, batches.test))
         try:
             with few_threads(0) if self.one_thread else nullcontext():
