@@ -247,7 +247,7 @@ def test_seeds_become_chains(digits_traces):
 
 
 def thinned_trace(**changes):
-    """Steps 0, 3 and 6 of eight; swaps of pair 0 at steps 0, 1, 2, 3 and 7, of pair 1 at 4 and 6."""
+    """Steps 0, 3 and 6 of eight; swaps of pair 0 at 0, 1, 2, 3 and 7, of pair 1 at 4 and 6."""
     tensors = {
         "steps": torch.tensor([0, 3, 6]),
         "energy": torch.arange(9.0).view(3, 3),
@@ -298,7 +298,7 @@ N_CHAINS, N_DRAWS, N_REPEATS = 4, 2000, 60
 
 
 def autoregression(rho, *, seed, n_repeats=N_REPEATS):
-    """Stationary x' = rho x + sqrt(1 - rho^2) z of variance 1: (chains, draws, independent repeats)."""
+    """Stationary x' = rho x + sqrt(1 - rho^2) z of variance 1: (chains, draws, repeats)."""
     generator = torch.Generator().manual_seed(seed)
     z = torch.randn(N_DRAWS, N_CHAINS, n_repeats, generator=generator, dtype=torch.float64)
     x = [z[0]]

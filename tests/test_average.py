@@ -31,7 +31,7 @@ def make_model() -> nn.Module:
 
 
 class WalkingRun:
-    """Modules take random steps. Like a captured graph, it gives every output in the same memory."""
+    """Modules take random steps. Outputs share one memory, as those of a captured graph."""
 
     def __init__(self, n_rungs: int = 2, seed: int = 0) -> None:
         torch.manual_seed(seed)

@@ -65,13 +65,13 @@ def test_configurational_temperatures_of_exact_draws(draws, tau):
     x, gradient, laplacian = draws()
     zero = torch.zeros(DIM)
     assert_mean_is(each_chain(equipartition_temperature, x, gradient, centre=zero), tau)
-    assert_mean_is(
-        each_chain(equipartition_temperature, x, gradient, centre=zero + 5.0), tau
-    )  # any centre will do
+    # Any centre will do.
+    assert_mean_is(each_chain(equipartition_temperature, x, gradient, centre=zero + 5.0), tau)
     assert_mean_is_not(each_chain(equipartition_temperature, x, 1.3 * gradient, centre=zero), tau)
+    # Of other positions.
     assert_mean_is_not(
         each_chain(equipartition_temperature, x, gradient.roll(1, 1), centre=zero), tau
-    )  # of other positions
+    )
     value, error = hypervirial_temperature(gradient, laplacian)
     assert abs(float(value) - tau) < 5 * float(error)
     assert abs(float(hypervirial_temperature(gradient, 1.1 * laplacian).value) - tau) > 5 * float(
@@ -102,15 +102,12 @@ def test_the_stated_errors_are_those_of_repetitions():
         readings = [thermometer(*(tensor[block] for tensor in tensors)) for block in blocks]
         spread = torch.stack([reading.value for reading in readings]).std()
         stated = torch.stack([reading.error for reading in readings]).square().mean().sqrt()
-        assert float(stated) == pytest.approx(
-            float(spread), rel=0.5
-        )  # 50 blocks: 10 % each way, times 5
+        # 50 blocks: 10 % each way, times 5.
+        assert float(stated) == pytest.approx(float(spread), rel=0.5)
 
 
 def test_a_ratio_of_proportional_terms_has_no_error():
-    """Where |g|^2 is tau times the Laplacian draw by draw, their ratio does not fluctuate although
-    both do.
-    """
+    """Where |g|^2 is tau times the Laplacian, their ratio does not fluctuate although both do."""
     laplacian = normal(8, 50).square() + 0.1
     value, error = hypervirial_temperature((TAU * laplacian).sqrt()[..., None], laplacian)
     assert float(value) == pytest.approx(TAU)
@@ -118,9 +115,7 @@ def test_a_ratio_of_proportional_terms_has_no_error():
 
 
 def test_minibatch_gradients():
-    """Noise on the gradients leaves equipartition alone, spoils |g|^2, and a second minibatch mends
-    it.
-    """
+    """Noise leaves equipartition alone, spoils |g|^2, and a second minibatch mends it."""
     x, gradient, laplacian = mixture()
     first, second = (gradient + 0.8 * normal(*gradient.shape, seed=seed) for seed in (1, 2))
     assert_mean_is(each_chain(equipartition_temperature, x, first, centre=torch.zeros(DIM)), 1.0)
@@ -131,18 +126,13 @@ def test_minibatch_gradients():
 
 
 def test_sgld_is_as_hot_as_its_step_makes_it():
-    """Stiffness a: tau / (1 - lr a / 2). The thermometers say so; rung 0 is not at its temperature."""
+    """Stiffness a: tau / (1 - lr a / 2), and the thermometers say so."""
     stiffness, lr = 2.0, 0.3
     true = TAU / (1 - lr * stiffness / 2)
     x = math.sqrt(true / stiffness) * normal(CHAINS, 20, DIM)
     for step in range(5):
-        x = sgld(
-            x,
-            stiffness * x,
-            normal(*x.shape, seed=step + 1),
-            lr=torch.tensor(lr),
-            temperature=torch.tensor(TAU),
-        )
+        noise, rates = normal(*x.shape, seed=step + 1), {"lr": torch.tensor(lr)}
+        x = sgld(x, stiffness * x, noise, temperature=torch.tensor(TAU), **rates)
     readings = each_chain(equipartition_temperature, x, stiffness * x, centre=torch.zeros(DIM))
     assert_mean_is(readings, true)
     assert_mean_is_not(readings, TAU)
@@ -162,37 +152,28 @@ def test_kinetic_temperature():
     sampler = tr.SGHMC(friction=FRICTION)
     soft, _ = stationary_velocities(1e-4, LR)
     assert_mean_is(each_chain(kinetic_temperature, soft, lr=LR, sampler=sampler), TAU)
-    assert_mean_is_not(
-        soft.square().mean((1, 2)) / LR, TAU
-    )  # the mutant: without the factor 2 / (2 - friction)
+    # The mutant: without the factor 2 / (2 - friction).
+    assert_mean_is_not(soft.square().mean((1, 2)) / LR, TAU)
     stiff, variance = stationary_velocities(8.0, LR)
     assert_mean_is(
         each_chain(kinetic_temperature, stiff, lr=LR, sampler=sampler),
         variance * (2 - FRICTION) / 2 / LR,
     )
-    assert_mean_is_not(
-        each_chain(kinetic_temperature, stiff, lr=LR, sampler=sampler), TAU
-    )  # a step too large shows
+    # A step too large shows.
+    assert_mean_is_not(each_chain(kinetic_temperature, stiff, lr=LR, sampler=sampler), TAU)
 
 
 def test_kinetic_temperature_of_a_run():
     """All rungs at once, from the recursion itself."""
-    sampler, temperature = (
-        tr.SGHMC(friction=FRICTION),
-        torch.tensor([1.0, 4.0], dtype=torch.float64).view(2, 1, 1, 1),
-    )
-    x = v = torch.zeros(2, 100, 1, DIM, dtype=torch.float64)
-    kept = []
+    sampler = tr.SGHMC(friction=FRICTION)
+    temperature = torch.tensor([1.0, 4.0], dtype=torch.float64).view(2, 1, 1, 1)
+    rates = {"lr": torch.tensor(0.01), "temperature": temperature}
+    x = torch.zeros(2, 100, 1, DIM, dtype=torch.float64)
+    state, kept = sampler.init(x), []
     for step in range(300):
-        x, v = sampler.move(
-            x,
-            v,
-            0.1 * x,
-            normal(*x.shape, seed=step),
-            lr=torch.tensor(0.01),
-            temperature=temperature,
-        )
-        kept += [v] if step >= 100 else []
+        noise = normal(*x.shape, seed=step)
+        x, state = sampler.move(x, state, 0.1 * x, noise, step=step, **rates)
+        kept += [state.velocity] if step >= 100 else []
     value, error = kinetic_temperature(torch.cat(kept, dim=2), lr=0.01, sampler=sampler)
     assert value.shape == error.shape == (2,)
     assert bool(((value - torch.tensor([1.0, 4.0])).abs() < 5 * error).all())
@@ -206,29 +187,17 @@ def test_one_chain_has_batch_means():
     assert float(error) == pytest.approx(math.sqrt(2 / 3000), rel=0.6)
 
 
+FLAT, POINTS = torch.zeros(3, 4), torch.zeros(2, 3, 4)
+
+
 @pytest.mark.parametrize(
     ("make", "word"),
     [
-        (
-            lambda: kinetic_temperature(torch.zeros(2, 3, 4), lr=0.1, sampler=tr.SGLD()),
-            "no velocities",
-        ),
-        (
-            lambda: kinetic_temperature(torch.zeros(2, 3, 4), lr=0.0, sampler=tr.SGHMC()),
-            "must be positive",
-        ),
-        (
-            lambda: equipartition_temperature(torch.zeros(3, 4), torch.zeros(3, 4)),
-            "chains, draws, dim",
-        ),
-        (
-            lambda: equipartition_temperature(torch.zeros(2, 3, 4), torch.zeros(2, 3, 1)),
-            "equal shape",
-        ),
-        (
-            lambda: hypervirial_temperature(torch.zeros(2, 3, 4), torch.zeros(2, 4)),
-            "one number per draw",
-        ),
+        (lambda: kinetic_temperature(POINTS, lr=0.1, sampler=tr.SGLD()), "velocities"),
+        (lambda: kinetic_temperature(POINTS, lr=0.0, sampler=tr.SGHMC()), "positive"),
+        (lambda: equipartition_temperature(FLAT, FLAT), "chains, draws, dim"),
+        (lambda: equipartition_temperature(POINTS, POINTS[..., :1]), "equal shape"),
+        (lambda: hypervirial_temperature(POINTS, torch.zeros(2, 4)), "one number per draw"),
     ],
 )
 def test_bad_input(make, word):

@@ -268,7 +268,7 @@ def test_a_log_is_json_whatever_the_numbers_and_is_read_up_to_the_damage(tmp_pat
 
 @pytest.fixture
 def in_order(monkeypatch):
-    """TensorBoard sorts files of one second by the text of a number: 10 before 9, 1000 before 1001."""
+    """TensorBoard sorts files of one second by the text of a number, in which 10 is before 9."""
     writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
     monkeypatch.setattr(writer, "_global_uid", writer.AtomicCounter(1000))
 

@@ -1,4 +1,4 @@
-"""Draws on disk: what stays, what a crash leaves, what a resume brings back, and what is refused."""
+"""Draws on disk: what stays, what a crash leaves, what a resume restores, what is refused."""
 
 from __future__ import annotations
 
@@ -367,7 +367,7 @@ def test_a_crash_at_any_file_operation_leaves_a_readable_store(tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_kill_during_add(tmp_path):
-    """Ten children add as fast as they can and are killed; the next continues where the last was."""
+    """Ten children add as fast as they can and are killed; each continues after the last."""
     chance, seen = random.Random(0), 0
     for _ in range(10):
         child = os.fork()

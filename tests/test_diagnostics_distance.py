@@ -1,4 +1,4 @@
-"""Wasserstein distances between clouds, against closed forms and brute force."""
+"""Wasserstein distances and disagreement, against closed forms and brute force."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from assertions import assert_mean_is, assert_mean_is_not
 from torchrex.diagnostics import (
     assigned_w2,
     line_distance,
+    replica_disagreement,
     same_law_distance,
     sliced_w2,
     transported,
@@ -34,14 +35,12 @@ def test_line_distance_of_a_shift_and_of_unequal_sizes():
     x = cloud(50, 1)[:, 0]
     for order in (1, 2):
         assert float(line_distance(x, x.flip(0) + 3.0, order)) == pytest.approx(3.0)
-        assert float(line_distance(x, x.repeat(3), order)) == pytest.approx(
-            0.0, abs=1e-12
-        )  # the same law
+        # The same law.
+        assert float(line_distance(x, x.repeat(3), order)) == pytest.approx(0.0, abs=1e-12)
     y = cloud(73, 1, seed=1)[:, 0]
     assert float(line_distance(x, y, 1)) == pytest.approx(stats.wasserstein_distance(x, y))
-    once = line_distance(
-        x.repeat_interleave(73), y.repeat_interleave(50), 2
-    )  # the same laws with equal sizes
+    # The same laws with equal sizes.
+    once = line_distance(x.repeat_interleave(73), y.repeat_interleave(50), 2)
     assert float(line_distance(x, y, 2)) == pytest.approx(float(once))
     # Masses 1/2, 1/2 at 0, 1 against 1/3 at 0, 1, 2: moved by hand, 1/6 from 0 to 1 and 1/3 from 1
     # to 2.
@@ -65,9 +64,8 @@ def test_sliced_distance_of_a_shift():
     assert float((2 * value * error).square().mean().sqrt()) == pytest.approx(
         float(value.square().std()), rel=0.12
     )
-    assert_mean_is_not(
-        value.square(), float(SHIFT.square().sum())
-    )  # the mutant: directions that are not of length 1
+    # The mutant: directions that are not of length 1.
+    assert_mean_is_not(value.square(), float(SHIFT.square().sum()))
     assert torch.equal(sliced_w2(x, y, seed=3).value, sliced_w2(x, y, seed=3).value)
     same = sliced_w2(x, x)
     assert (float(same.value), float(same.error)) == (0.0, 0.0)
@@ -145,9 +143,7 @@ def test_without_pot(monkeypatch):
 
 
 def test_same_law_distance_is_the_floor():
-    """W2 on the line between two samples of 500 of N(0, 1): far from 0, near what fresh samples
-    show.
-    """
+    """W2 between two samples of 500 of N(0, 1): far from 0, near what fresh samples show."""
 
     def on_the_line(x, y):
         return float(line_distance(x[:, 0], y[:, 0]))
@@ -186,10 +182,81 @@ def test_bad_clouds(make, word):
         make()
 
 
-@pytest.mark.parametrize(
-    "weights", [torch.ones(3), -torch.ones(4), torch.zeros(4), torch.full((4,), math.nan)]
-)
-def test_bad_weights(monkeypatch, weights):
+def test_bad_weights(monkeypatch):
     monkeypatch.setitem(sys.modules, "ot", LinearProgram("ot"))
-    with pytest.raises(InvalidArgumentError, match="y_weights"):
-        transported(cloud(2, 2), cloud(4, 2), y_weights=weights)
+    for weights in (torch.ones(3), -torch.ones(4), torch.zeros(4), torch.full((4,), math.nan)):
+        with pytest.raises(InvalidArgumentError, match="y_weights"):
+            transported(cloud(2, 2), cloud(4, 2), y_weights=weights)
+
+
+SURE = torch.eye(3, dtype=torch.float64)  # row c: class c for certain
+
+
+def test_certain_replicas():
+    """Three replicas, four examples: 0 and 1 differ on one, 0 and 2 on all, 1 and 2 on three."""
+    choices = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 2], [1, 2, 0, 2]])
+    result = replica_disagreement(SURE[choices])
+    expected = torch.tensor(
+        [[0.0, 0.25, 1.0], [0.25, 0.0, 0.75], [1.0, 0.75, 0.0]], dtype=torch.float64
+    )
+    assert torch.allclose(result.differing, expected)
+    # Two different certainties: log 2.
+    assert torch.allclose(result.divergence, expected * math.log(2))
+    assert float(result.mean_differing.value) == pytest.approx(2 / 3)
+    split = math.log(3) - 2 / 3 * math.log(2)  # entropy of 1/3, 2/3
+    # Every example splits the three 1 : 2.
+    assert float(result.mutual_information.value) == pytest.approx(split)
+
+
+def test_no_disagreement():
+    p = (
+        torch.rand(1, 20, 5, generator=torch.Generator().manual_seed(0))
+        .softmax(-1)
+        .expand(4, 20, 5)
+    )
+    result = replica_disagreement(p)
+    assert not result.differing.any()
+    assert float(result.divergence.abs().max()) < 1e-12
+    assert float(result.mutual_information.value) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_two_probabilities_by_hand_and_two_replicas_have_one_number():
+    p, q = torch.tensor([0.9, 0.1]), torch.tensor([0.4, 0.6])
+    result = replica_disagreement(torch.stack([p, q])[:, None])
+
+    def kl(a, b):
+        return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True))
+
+    middle = [0.65, 0.35]
+    exact = 0.5 * kl([0.9, 0.1], middle) + 0.5 * kl([0.4, 0.6], middle)
+    assert float(result.divergence[0, 1]) == pytest.approx(exact, rel=1e-6)
+    assert float(result.mutual_information.value) == pytest.approx(exact, rel=1e-6)
+    assert result.mutual_information.error.isnan()  # of one example there is no spread
+
+
+def test_the_information_of_independent_guesses():
+    """Two replicas certain of random classes of three differ with probability 2/3."""
+    choices = torch.randint(3, (400, 2, 100), generator=torch.Generator().manual_seed(0))
+    results = [replica_disagreement(SURE[choice]) for choice in choices]
+    differing = torch.stack([result.mean_differing.value for result in results])
+    information = torch.stack([result.mutual_information.value for result in results])
+    assert_mean_is(differing, 2 / 3)
+    assert_mean_is(information, 2 / 3 * math.log(2))
+    assert_mean_is_not(information, 2 / 3)  # in bits
+    stated = torch.stack([result.mean_differing.error for result in results]).square()
+    assert_mean_is(stated, (2 / 9) / 100)
+
+
+@pytest.mark.parametrize(
+    "probabilities",
+    [
+        torch.full((1, 4, 2), 0.5),
+        torch.full((4, 2), 0.5),
+        torch.randn(2, 4, 3),
+        torch.full((2, 4, 3), math.nan),
+        torch.ones(2, 4, 3),
+    ],
+)
+def test_bad_probabilities(probabilities):
+    with pytest.raises(InvalidArgumentError, match="probabilities"):
+        replica_disagreement(probabilities)
