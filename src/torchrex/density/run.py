@@ -28,7 +28,7 @@ from torchrex.exchange.algorithm import ExchangeState, StepInfo
 from torchrex.exchange.ladder import Ladder
 from torchrex.exchange.noise import NoiseShape
 from torchrex.exchange.run import ReplicaExchange, RuleOptions, joined, require_every, require_known
-from torchrex.exchange.standing import take
+from torchrex.exchange.assignment import Selects
 from torchrex.rng import Streams, derive_seed
 from torchrex.settings import settings_of
 
@@ -198,12 +198,12 @@ class DensityExchange(ReplicaExchange):
         gap = (1.0 / self.temperatures_at(max(0, self.n_steps - 1))).neg().diff()
         if energy.per_example is None or target.n_data is None:
             return NoiseShape.of(
-                take(energy.total.movedim(0, -1), replica_at).cpu(), gap, paired=True
+                Selects.take(energy.total.movedim(0, -1), replica_at).cpu(), gap, paired=True
             )
         n, terms = energy.per_example.shape[-1], energy.per_example.movedim(0, -2).flatten(-2)
         scale, paired = float(target.n_data), target.shares_minibatch
         return NoiseShape.of(
-            take(terms, replica_at).cpu(), gap, paired=paired, scale=scale, n_summed=n
+            Selects.take(terms, replica_at).cpu(), gap, paired=paired, scale=scale, n_summed=n
         )
 
     # Which loop: compiled and eager steps agree to rounding only, so a run that is to go on exactly

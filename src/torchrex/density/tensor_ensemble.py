@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrex.errors import InvalidArgumentError
 from torchrex.exchange.algorithm import Exchanged
 from torchrex.exchange.momentum import MomentumPolicy, after_swap
-from torchrex.exchange.standing import take
+from torchrex.exchange.assignment import Selects
 from torchrex.samplers import SGLD, Sampler, State, named_tensors
 from torchrex.targets import Energy, Noise, Target
 
@@ -93,7 +93,7 @@ class TensorEnsemble:
 
     def draw_of(self, replica: Tensor) -> Tensor:
         """Position of one replica per run: replica (runs,) to (runs, dim)."""
-        return take(self.position, replica[None]).squeeze(0)
+        return Selects.take(self.position, replica[None]).squeeze(0)
 
     def move(
         self,

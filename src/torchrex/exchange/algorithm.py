@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
+from torchrex.exchange.assignment import Assignment, Selects
 from torchrex.exchange.correction import ConstantFactor, FactorRule
 from torchrex.exchange.criterion import acceptance_probability, log_swap_ratio
 from torchrex.exchange.ladder import Ladder
@@ -31,7 +32,6 @@ from torchrex.exchange.noise import (
     RepeatedDraws,
 )
 from torchrex.exchange.pairing import EvenOdd, NoSwaps, Pairing
-from torchrex.exchange.standing import change_places, invert, take
 from torchrex.targets import Energy, Noise
 
 
@@ -48,6 +48,8 @@ class Rules:
     swap_rest: int = 0  # a pair that has swapped is not tested for so many steps
     swap_intensity: float | None = None  # r of the paper; None fixes r * lr = 1
     momentum: MomentumPolicy = "rescale"
+    # How values are looked up by rung: a matter of speed, which the ensemble decides.
+    assignment: Assignment = field(default=Selects, compare=False)
 
     @property
     def swaps(self) -> bool:
@@ -67,7 +69,7 @@ class ExchangeState(NamedTuple):
     @property
     def rung_of(self) -> Tensor:
         """(replicas, runs): where each replica stands, the inverse of replica_at."""
-        return invert(self.replica_at)
+        return Selects.invert(self.replica_at)
 
     @staticmethod
     def start(
@@ -76,11 +78,10 @@ class ExchangeState(NamedTuple):
         *,
         device: torch.device,
         dtype: torch.dtype,
-        standing: torch.dtype = torch.int32,
     ) -> ExchangeState:
-        """Replica k stands on rung k. What the dtype of `standing` means, `standing.py` says."""
+        """Replica k is at rung k."""
         n_rungs, n_pairs = rules.ladder.n_rungs, rules.ladder.n_pairs
-        replica_at = torch.arange(n_rungs, device=device, dtype=standing)[:, None].repeat(1, n_runs)
+        replica_at = torch.arange(n_rungs, device=device, dtype=rules.assignment.dtype)[:, None].repeat(1, n_runs)
         per_pair = torch.ones(n_pairs, n_runs, device=device, dtype=dtype)
         return ExchangeState(
             replica_at=replica_at,
@@ -220,9 +221,12 @@ def exchange_rungs(
         state = state._replace(
             resting=torch.where(accepted, float(rules.swap_rest), (rested - 1).clamp(min=0))
         )
+    take = rules.assignment.take
     lr, temperature = inputs.lr[:, None], inputs.move_temperature[:, None]
     if rules.ladder.n_pairs:
-        rung_of, rung_before, scale = state.rung_of, invert(stood), (lr * temperature).sqrt()
+        invert = rules.assignment.invert
+        rung_of, rung_before = invert(state.replica_at), invert(stood)
+        scale = (lr * temperature).sqrt()
         exchanged = Exchanged(
             swapped=rung_of != rung_before,
             scale_before=take(scale, rung_before),
@@ -257,7 +261,7 @@ def noise_of_energies(
         return state, state.noise_variance, math.inf
     assert energy.per_example is not None
     assert n_data is not None
-    n, sample = energy.per_example.shape[-1], variance_of_pairs(state, energy, feed, n_data)
+    n, sample = energy.per_example.shape[-1], variance_of_pairs(state, energy, feed, n_data, rules.assignment)
     if isinstance(noise, BatchVariance):
         variance = noise.blended(state.noise_variance, state.noise_updates, sample)
     else:
@@ -278,18 +282,20 @@ def remember_pairs(
     if not isinstance(rules.noise, BatchVariance):
         return state
     assert n_data is not None
-    return sa_step(state, variance_of_pairs(state, energy, rules.noise.feed, n_data), rules)
+    return sa_step(state, variance_of_pairs(state, energy, rules.noise.feed, n_data, rules.assignment), rules)
 
 
 def variance_of_pairs(
-    state: ExchangeState, energy: Energy, feed: PerExample, n_data: int
+    state: ExchangeState, energy: Energy, feed: PerExample, n_data: int, assignment: Assignment
 ) -> Tensor:
     """(pairs, runs): of one example's term, for the replicas that are neighbours now."""
     assert energy.per_example is not None
-    sample, n = feed.sample(energy.per_example, state.replica_at), energy.per_example.shape[-1]
+    take, n = assignment.take, energy.per_example.shape[-1]
+    sample = feed.sample(energy.per_example, state.replica_at, take)
     if energy.repeated is None:
         return sample
-    return feed.shrunk(sample, energy.per_example, energy.repeated, state.replica_at, n / n_data)
+    change = take(energy.per_example - energy.repeated, state.replica_at)
+    return feed.shrunk(sample, change, n / n_data)
 
 
 def measure(ensemble: Ensemble, state: ExchangeState, noise: Noise, rules: Rules) -> ExchangeState:
@@ -299,7 +305,8 @@ def measure(ensemble: Ensemble, state: ExchangeState, noise: Noise, rules: Rules
     feed = rules.noise.feed
     assert isinstance(feed, RepeatedDraws)
     energies = ensemble.energies(noise).total.expand(feed.n_draws, *state.replica_at.shape)
-    return sa_step(state, feed.sample(energies, state.replica_at), rules)
+    sample = feed.sample(energies, state.replica_at, rules.assignment.take)
+    return sa_step(state, sample, rules)
 
 
 def sa_step(state: ExchangeState, sample: Tensor, rules: Rules) -> ExchangeState:
@@ -328,7 +335,7 @@ def swap_step(
     the corrections.
     """
     inverse_gap = (1.0 / inputs.temperature).neg().diff().unsqueeze(-1)
-    energy_at = take(energy, state.replica_at)
+    energy_at = rules.assignment.take(energy, state.replica_at)
     factor = rules.factor.factor(
         state.correction_factor, inverse_gap, inputs.first_gap.unsqueeze(-1)
     )
@@ -350,6 +357,6 @@ def swap_step(
         state.correction_factor, log_ratio.clamp(max=0.0).exp(), proposed, accepted
     )
     state = state._replace(
-        replica_at=change_places(state.replica_at, accepted), correction_factor=learnt
+        replica_at=rules.assignment.swap(state.replica_at, accepted), correction_factor=learnt
     )
     return state, accepted, inverse_gap * sigma2 / factor

@@ -16,15 +16,18 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from torchrex.errors import NoiseError
-from torchrex.exchange.standing import take
+from torchrex.exchange.assignment import Selects
 
 logger = logging.getLogger("torchrex")
+
+Take = Callable[[Tensor, Tensor], Tensor]  # looks values up, see `assignment.py`
 
 
 class SourceOfNoise(Protocol):
@@ -59,7 +62,7 @@ class RepeatedDraws:
         if self.n_draws < 2 or self.every < 1:
             raise NoiseError(f"RepeatedDraws needs n_draws >= 2 and every >= 1, got {self}")
 
-    def sample(self, energies: Tensor, replica_at: Tensor) -> Tensor:
+    def sample(self, energies: Tensor, replica_at: Tensor, take: Take = Selects.take) -> Tensor:
         """From energies (draws, replicas, runs) to variances (pairs, runs)."""
         at_rung = take(energies.movedim(0, -1), replica_at)  # (rungs, runs, draws)
         if self.paired:
@@ -81,7 +84,7 @@ class PerExample:
 
     paired: bool = True
 
-    def sample(self, per_example: Tensor, replica_at: Tensor) -> Tensor:
+    def sample(self, per_example: Tensor, replica_at: Tensor, take: Take = Selects.take) -> Tensor:
         """From per-example energies (replicas, runs, n) to variances of one example's term (pairs,
         runs).
         """
@@ -95,22 +98,15 @@ class PerExample:
         variance = at_rung.var(dim=-1)
         return 0.5 * (variance[:-1] + variance[1:])
 
-    def shrunk(
-        self,
-        sample: Tensor,
-        per_example: Tensor,
-        repeated: Tensor,
-        replica_at: Tensor,
-        share: float,
-    ) -> Tensor:
+    def shrunk(self, sample: Tensor, change: Tensor, share: float) -> Tensor:
         """The variance less what it loses because n different examples are a share n / N of all.
 
         Only the choice of examples loses it. What is random in the terms themselves is seen from
-        the same examples with other random numbers: half the mean square of the change.
+        the same examples with other random numbers: half the mean square of the `change`, which is
+        (rungs, runs, n).
 
             var - n / N * (var - within),    within = mean((d_i - d_i')^2) / 2,    d_i = l_i - l'_i if paired
         """
-        change = take(per_example - repeated, replica_at)
         if self.paired:
             within = 0.25 * (change[:-1] - change[1:]).square().mean(dim=-1)
         else:

@@ -201,7 +201,7 @@ class ReplicaExchange:
             )
         ]
         rules = ", ".join(
-            f"{field.name}: {getattr(self.rules, field.name)}" for field in fields(self.rules)[1:]
+            f"{field.name}: {getattr(self.rules, field.name)}" for field in fields(self.rules) if field.compare[1:]
         )
         return notebook.panel(
             type(self).__name__,
@@ -214,7 +214,7 @@ class ReplicaExchange:
     def _rule_settings(self) -> dict[str, Any]:
         """What must agree between a state and the run that loads it, as far as the rules go."""
         return {
-            field.name: settings_of(getattr(self.rules, field.name)) for field in fields(self.rules)
+            field.name: settings_of(getattr(self.rules, field.name)) for field in fields(self.rules) if field.compare
         }
 
     @staticmethod

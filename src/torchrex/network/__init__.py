@@ -1,8 +1,9 @@
 """Runs on modules: replicas, their step, its capture as a CUDA graph, and training them."""
 
-from torchrex.network.ensemble import ModuleEnsemble
+from torchrex.network.capture import compiled_or_plain, no_waiting
+from torchrex.network.group import SideBySide
+from torchrex.network.replicas import ModuleEnsemble, evaluating
 from torchrex.network.run import ModuleExchange
-from torchrex.network.side_by_side import SideBySide
 from torchrex.network.training import Outcome, TrainingRun, train, train_together
 
 __all__ = [
@@ -11,6 +12,9 @@ __all__ = [
     "Outcome",
     "SideBySide",
     "TrainingRun",
+    "compiled_or_plain",
+    "evaluating",
+    "no_waiting",
     "train",
     "train_together",
 ]

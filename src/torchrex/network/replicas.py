@@ -1,7 +1,8 @@
-"""The replicas of this process: their modules, and the rows of numbers that all their parameters
-are views of.
+"""The replicas of a user's module: what they are made from, and their weights, buffers and momenta.
 
-A row can be moved, copied, saved and sent whole, whatever the module looks like.
+A replica keeps its weights, buffers and momentum; a swap changes only its rung. All parameters of
+all replicas are rows of one tensor (see `rows.py`), and the modules see views of them. Everything
+else about a module stays as its author wrote it: it is called, not rewritten.
 """
 
 from __future__ import annotations
@@ -9,59 +10,177 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from torchrex.distributed import ReplicaMesh
 from torchrex.errors import InvalidArgumentError, TargetError
-from torchrex.network.flat import FlatLayout
-from torchrex.network.rows import Rows
-from torchrex.rng import Streams, derive_seed
-from torchrex.samplers import Sampler, State
+from torchrex.exchange import resolve_device
+from torchrex.network.randomness import keys_of
+from torchrex.network.rows import FlatLayout, Rows
+from torchrex.rng import derive_seed
+from torchrex.samplers import SGLD, Sampler, State
+from torchrex.settings import settings_of
+from torchrex.targets import GaussianPrior, PosteriorEnergy
 
 Model = nn.Module | Callable[[], nn.Module]
 Tensors = dict[str, dict[str, Tensor]]  # by part of a replica, then by name
 
 
-def copied(module: nn.Module) -> nn.Module:
-    """A copy that shares no memory with the module. What it keeps of its last pass
-    (`self.activations = ...`) is copied too.
+@dataclass(frozen=True, repr=False, eq=False)
+class ModuleEnsemble:
+    """What replicas of a module are made from; `ModuleExchange` makes one for each rung.
+
+    `model` is a function that builds a module, or a module to copy. All replicas begin with the
+    same weights, as in the paper, or with `initial="independent"` each with its own from the
+    function. With `shared_batches=False` every replica gets a minibatch of its own, and a step
+    takes a list of them. Minibatches are those of an epoch, each example once; say
+    `replacement=True` if yours are drawn with replacement, for then their sums vary more. Losses
+    that are random by themselves, by dropout, augmentation or latents, vary even where all examples
+    are used: say `random_losses=True` if your data set augments. With None what can be seen is
+    found out: whether the model draws random numbers, and whether a DeviceLoader augments. Weights
+    stay in float32 or float64; `autocast=torch.bfloat16` is for speed on a GPU, as is
+    `channels_last=True` for convolutions. A module stays in the mode (training or evaluation) it is
+    given in. With `mesh=replica_mesh(n)` under torchrun every process holds some of the replicas,
+    or a part of every minibatch. `shared` names (parts of) parameters that are the same in all
+    replicas: they follow the mean of the replicas' gradients at the coldest rung's learning rate
+    and temperature, so that the rungs of the replicas do not matter to them.
     """
-    kept = [
-        t
-        for part in module.modules()
-        for t in vars(part).values()
-        if isinstance(t, Tensor) and not t.is_leaf
-    ]
-    return copy.deepcopy(
-        module, {id(tensor): tensor.detach().clone() for tensor in kept}
-    )  # deepcopy refuses such tensors
+
+    model: Model
+    energy: PosteriorEnergy
+    sampler: Sampler = field(default_factory=SGLD)
+    _kw: KW_ONLY
+    initial: Literal["identical", "independent"] = "identical"
+    shared_batches: bool = True
+    shared: Sequence[str] = ()
+    replacement: bool = False
+    random_losses: bool | None = None
+    device: torch.device | str | None = None
+    autocast: torch.dtype | None = None
+    channels_last: bool = False
+    mesh: ReplicaMesh | None = None
+
+    has_noise = True
+    batch_size = None  # the data decide
+
+    def __post_init__(self) -> None:
+        if self.sampler is None:
+            object.__setattr__(self, "sampler", SGLD())
+        for name, right, expected in (
+            ("mesh", self.mesh is None or isinstance(self.mesh, ReplicaMesh), "replica_mesh(n)"),
+            ("model", callable(self.model), "an nn.Module or a function that makes one"),
+            (
+                "energy",
+                isinstance(self.energy, PosteriorEnergy),
+                "PosteriorEnergy(loss, n_data=...)",
+            ),
+            ("sampler", isinstance(self.sampler, Sampler), "a sampler such as SGLD(), SGHMC(0.1)"),
+            ("initial", self.initial in ("identical", "independent"), "identical or independent"),
+            (
+                "shared",
+                not isinstance(self.shared, str)
+                and all(isinstance(part, str) and part for part in self.shared),
+                "a sequence of (parts of) parameter names",
+            ),
+            (
+                "autocast",
+                self.autocast in (None, torch.bfloat16),
+                "torch.bfloat16 or None (float16 overflows)",
+            ),
+        ):
+            if not right:
+                raise InvalidArgumentError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+        if self.initial == "independent" and isinstance(self.model, nn.Module):
+            raise InvalidArgumentError(
+                "independent initial weights need a function that makes the model, "
+                "but a module was given"
+            )
+        if self.shared and (
+            not self.shared_batches or (self.mesh is not None and self.mesh.is_spread)
+        ):
+            raise InvalidArgumentError(
+                f"shared={tuple(self.shared)} needs all replicas in one process and on the same "
+                "minibatches; leave mesh and shared_batches=False out, or leave shared out"
+            )
+        if self.device is not None:
+            object.__setattr__(self, "device", resolve_device(self.device))
+
+    @property
+    def source_of_noise(self) -> ModuleEnsemble:
+        """What decides which noise estimators fit."""
+        return self
+
+    @property
+    def n_data(self) -> int:
+        return self.energy.n_data
+
+    @property
+    def shares_minibatch(self) -> bool:
+        return self.shared_batches
+
+    def __repr__(self) -> str:
+        return f"ModuleEnsemble({self.energy!r}, {self.sampler!r})"
 
 
-class ModuleReplicas:
-    """Modules and rows, built from a seed; `ModuleEnsemble` says what is done with them."""
+class Replicas:
+    """The replicas of this process: modules, and the rows that their parameters are views of."""
 
-    mesh: ReplicaMesh
-    rows: Rows  # a row for each replica of this process
-    common: Rows | None  # one row for what is the same in all of them, with a gradient from each
-    modules: list[nn.Module]
-    device: torch.device
-    shared: tuple[str, ...]  # parts of names
-    _model: Model
-    initial: Literal["identical", "independent"]
-    _device: torch.device | None
-    _channels_last: bool
-    _parameters: list[
-        list[nn.Parameter]
-    ]  # of each replica, in the order of its row and then of the common one
-    _parts: list[dict[str, nn.Module]]  # of each replica, by name
-    _at_work = False  # is what happens to the modules now the run's own doing?
-    _writes: list[list[tuple[int, int]]] | None = (
-        None  # of their buffers, until the run's own last work; None before the first
-    )
+    def __init__(self, source: ModuleEnsemble, n_replicas: int, seed: int) -> None:
+        """Initial weights come from the seed, whatever else the process draws."""
+        self.source, self.energy, self.sampler = source, source.energy, source.sampler
+        self.shared = tuple(source.shared)
+        self.mesh = ReplicaMesh(n_replicas) if source.mesh is None else source.mesh
+        if self.mesh.n_replicas != n_replicas:
+            raise InvalidArgumentError(
+                f"the mesh is one of {self.mesh.n_replicas} replicas, the ladder has {n_replicas} "
+                "rungs; make it for as many"
+            )
+        self.modules = _build(source, self.mesh.mine, seed)
+        first, n = self.modules[0], len(self.modules)
+        if not any(True for _ in first.parameters()):
+            raise TargetError(
+                f"{type(first).__name__} has no parameters, so there is nothing to sample"
+            )
+        self.device = next(first.parameters()).device
+        prior = self.energy.prior
+        precision_of = prior.precision_of if isinstance(prior, GaussianPrior) else None
+        if isinstance(prior, GaussianPrior):
+            prior.require_fit([name for name, _ in first.named_parameters()])  # frozen ones too
+        if self.shared:
+            self._require_some_shared()
+
+        def rows(seeds: list[int], wanted: Callable[[str], bool]) -> Rows:
+            layout = FlatLayout.of(first, channels_last=source.channels_last, only=wanted)
+            keys = keys_of(seeds, self.device)
+            return Rows.of(layout, self.sampler, gradients=n, precision_of=precision_of, keys=keys)
+
+        self.rows = rows(self._seeds(seed), lambda name: not self.is_shared(name))
+        # One row for what is the same in all replicas, with a gradient from each.
+        self.common = rows(self._common_seeds(seed), self.is_shared) if self.shared else None
+        # Of each replica, in the order of its row and then of the common one.
+        self.parameters = [self._adopt(k, module) for k, module in enumerate(self.modules)]
+        # Statistics and frozen weights that are shared are in no row.
+        for module in self.modules[1:] if self.shared else []:
+            one = {**dict(first.named_parameters()), **dict(first.named_buffers())}
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if self.is_shared(name):
+                    tensor.data.copy_(one[name].data)
+        # The number of the step, where a captured graph can read it.
+        self.clock = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._parts = [dict(module.named_modules()) for module in self.modules]
+        self._at_work = False  # does the run itself change the modules now?
+        self._modes = self._modes_now()
+        self._buffers: list[Tensor | None] = []
+        self._writes: list[list[tuple[int, int]]] | None = None  # None before the run's first work
+
+    @property
+    def n_data(self) -> int:
+        return self.energy.n_data
 
     @property
     def layout(self) -> FlatLayout:
@@ -72,108 +191,109 @@ class ModuleReplicas:
         return self.rows.position
 
     @property
-    def gradient(self) -> Tensor:
-        return self.rows.gradient
-
-    @property
     def sampler_state(self) -> State:
         return self.rows.state
 
-    def hold(self, streams: Streams, sampler: Sampler) -> list[nn.Module]:
-        """Build the replicas of this process, and rows for them."""
-        modules = self._build(streams)
-        if not any(True for _ in modules[0].parameters()):
-            raise TargetError(
-                f"{type(modules[0]).__name__} has no parameters, so there is nothing to sample"
-            )
-        if self._device is not None:
-            modules = [module.to(self._device) for module in modules]
-        if self._channels_last:
-            modules = [module.to(memory_format=torch.channels_last) for module in modules]  # type: ignore[call-overload]
-        self.device, n = next(modules[0].parameters()).device, len(modules)
-        if self.shared:
-            self._require_some_shared(modules[0])
-        own = FlatLayout.of(
-            modules[0],
-            channels_last=self._channels_last,
-            only=lambda name: not self.is_shared(name),
-        )
-        self.rows = Rows.of(own, n, self.device, gradients=n, sampler=sampler)
-        self.common = None
-        if self.shared:
-            common = FlatLayout.of(
-                modules[0], channels_last=self._channels_last, only=self.is_shared
-            )
-            self.common = Rows.of(common, 1, self.device, gradients=n, sampler=sampler)
-        self._parameters = [self._adopt(replica, module) for replica, module in enumerate(modules)]
-        for module in (
-            modules[1:] if self.shared else []
-        ):  # statistics and frozen weights too: they are in no row
-            first = {**dict(modules[0].named_parameters()), **dict(modules[0].named_buffers())}
-            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                if self.is_shared(name):
-                    tensor.data.copy_(first[name].data)
-        self._parts = [dict(module.named_modules()) for module in modules]
-        self._remember_modes()
-        return modules
+    @property
+    def all_rows(self) -> list[Rows]:
+        return [self.rows] if self.common is None else [self.rows, self.common]
 
-    def _build(self, streams: Streams) -> list[nn.Module]:
-        mine = self.mesh.mine
-        if isinstance(self._model, nn.Module):
-            return [copy.deepcopy(self._model) for _ in mine]
-        with torch.random.fork_rng():
-            torch.manual_seed(derive_seed(streams.seed, "initial"))
-            # Those of other processes are made too, for the random numbers that they take, but not
-            # kept.
-            n_made = mine.stop if self.initial == "independent" else 1
-            made = [
-                module
-                for replica, module in enumerate(self._model() for _ in range(n_made))
-                if replica in mine or n_made == 1
-            ]
-        if not all(isinstance(module, nn.Module) for module in made):
+    def _seeds(self, seed: int) -> list[int]:
+        return [derive_seed(seed, f"move.{replica}") for replica in self.mesh.mine]
+
+    def _common_seeds(self, seed: int) -> list[int]:
+        return [derive_seed(seed, "shared.move")]
+
+    def take_seed(self, seed: int) -> None:
+        """The counted noise of another seed, in place, because a captured step may read the keys."""
+        self.rows.keys.copy_(keys_of(self._seeds(seed), self.device))
+        if self.common is not None:
+            self.common.keys.copy_(keys_of(self._common_seeds(seed), self.device))
+
+    def is_shared(self, name: str) -> bool:
+        """Is that the name of a parameter or a buffer that all replicas have in common?"""
+        return any(part in name for part in self.shared)
+
+    def _require_some_shared(self) -> None:
+        names = [name for name, p in self.modules[0].named_parameters() if p.requires_grad]
+        n_shared = sum(map(self.is_shared, names))
+        if not 0 < n_shared < len(names):
+            some = ", ".join([*names[:4], *(["..."] if len(names) > 4 else [])])
+            which = "all parameters, so that nothing is left to sample" if n_shared else "no parameter"
             raise InvalidArgumentError(
-                f"model must make an nn.Module, but made {type(made[0]).__name__}"
+                f"shared={self.shared} names {which}; those of the model are {some}"
             )
-        return (
-            made if len(made) == len(mine) else [*made, *(copy.deepcopy(made[0]) for _ in mine[1:])]
-        )
 
-    # What somebody else did to the replicas
+    def _adopt(self, k: int, module: nn.Module) -> list[nn.Parameter]:
+        """Move a module's parameters into its row; the common row begins as the first module's."""
+        named = dict(module.named_parameters())
+        views = self.layout.views(self.position[k])
+        common = {} if self.common is None else self.common.layout.views(self.common.position[0])
+        if {name for name, p in named.items() if p.requires_grad} != {*views, *common}:
+            raise TargetError(
+                "the model function makes modules with different parameters; "
+                "all replicas must be alike"
+            )
+        for name, view in {**views, **common}.items():
+            if named[name].shape != view.shape:
+                raise TargetError(
+                    f"the model function makes modules of different sizes, in {name}; "
+                    "all replicas must be alike"
+                )
+            if name in views or k == 0:
+                view.copy_(named[name].detach())
+            named[name].data = view
+        return [named[name] for name in (*views, *common)]
+
+    @contextlib.contextmanager
+    def casting(self) -> Iterator[None]:
+        """Autocast, if it was asked for."""
+        if self.source.autocast is None:
+            yield
+            return
+        with torch.autocast(self.device.type, dtype=self.source.autocast):
+            yield
+
+    # What others did to the modules
 
     @contextlib.contextmanager
     def own_work(self) -> Iterator[None]:
-        """Around all that the run itself does to its modules, so that what others do to them in
-        between is noticed.
+        """Around all that the run does to its modules, so that what others do to them is noticed.
 
         Replicas in different modes are an error, because modes can be put back. Changed buffers are
-        a warning, as is another mode of all replicas here, which may be on purpose. Torch counts
-        what is written, on every device, whether steps are captured or not. It does not count what
-        goes through `.data`; BatchNorm in training mode counts in `num_batches_tracked` alone.
+        a warning, as is another mode of all replicas, which may be on purpose. Torch counts what is
+        written, on every device, whether steps are captured or not. It does not count what goes
+        through `.data`; BatchNorm in training mode counts in `num_batches_tracked` alone.
         """
         if self._at_work:
             yield
             return
         self._require_modes()
-        self._warn_of_buffers()
+        writes = self.buffer_writes()
+        for replica, before, after in zip(
+            self.mesh.mine, self._writes or writes, writes, strict=True
+        ):
+            if before != after:
+                warnings.warn(
+                    f"a buffer of replica {replica} was changed between two steps and not by the "
+                    "run, as a forward pass in training mode does; this changes the run. "
+                    "Look at a copy: run.module_at(rung)",
+                    stacklevel=2,
+                )
         self._at_work = True
         try:
             yield
         finally:  # also after a step that failed half-way: what it did is the run's own work
             self._at_work = False
-            self._remember_modes()
+            self._modes = self._modes_now()
             self._remember_buffers()
-
-    def _remember_modes(self) -> None:
-        self._modes = self._modes_now()
 
     def _modes_now(self) -> list[list[bool]]:
         return [[part.training for part in parts.values()] for parts in self._parts]
 
     def _remember_buffers(self) -> None:
-        self._buffers = [
-            buffer for parts in self._parts for buffer in _buffers_of(parts)
-        ]  # so that no other gets their ids
+        # The buffers themselves are kept, so that no other tensor gets their ids.
+        self._buffers = [buffer for parts in self._parts for buffer in _buffers_of(parts)]
         self._writes = self.buffer_writes()
 
     def buffer_writes(self) -> list[list[tuple[int, int]]]:
@@ -201,142 +321,81 @@ class ModuleReplicas:
         changed = f"is in {words[part.training]} mode, but the run left it in {words[was]} mode"
         if all(modes == now[0] for modes in now):  # somebody may want that, for all replicas
             warnings.warn(
-                f"{which} of every replica {changed}; if you only want to look, use run.module_at(rung)",
+                f"{which} of every replica {changed}; to look at a copy, use run.module_at(rung)",
                 stacklevel=2,
             )
             return
         raise InvalidArgumentError(
-            f"{which} of replica {self.mesh.mine[k]} {changed}; put it back with .{'train' if was else 'eval'}(), and look at a "
-            f"copy: run.module_at(rung)"
+            f"{which} of replica {self.mesh.mine[k]} {changed}; put it back with "
+            f".{'train' if was else 'eval'}(), and look at a copy: run.module_at(rung)"
         )
 
-    def _warn_of_buffers(self) -> None:
-        now = self.buffer_writes()
-        for replica, before, after in zip(self.mesh.mine, self._writes or now, now, strict=True):
-            if before != after:
-                warnings.warn(
-                    f"a buffer of replica {replica} was changed between two steps and not by the run, as a forward pass in "
-                    f"training mode does; this run is not what it would have been. Look at a copy: run.module_at(rung)",
-                    stacklevel=2,
-                )
-
-    def is_shared(self, name: str) -> bool:
-        """Is that the name of a parameter or a buffer that all replicas have in common?"""
-        return any(part in name for part in self.shared)
-
-    def _require_some_shared(self, module: nn.Module) -> None:
-        names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-        n_shared = sum(map(self.is_shared, names))
-        if 0 < n_shared < len(names):
-            return
-        some = ", ".join([*names[:4], *(["..."] if len(names) > 4 else [])])
-        how_many = (
-            "all parameters, so that nothing is left to sample" if n_shared else "no parameter"
-        )
-        raise InvalidArgumentError(
-            f"shared={self.shared} names {how_many}; those of the model are {some}"
-        )
-
-    def _adopt(self, replica: int, module: nn.Module) -> list[nn.Parameter]:
-        """Move a module's parameters into its row, of which they are views from now on; the common
-        row begins as the first's.
-        """
-        named = dict(module.named_parameters())
-        views = self.layout.views(self.position[replica])
-        common = {} if self.common is None else self.common.layout.views(self.common.position[0])
-        if {name for name, p in named.items() if p.requires_grad} != {*views, *common}:
-            raise TargetError(
-                "the model function makes modules with different parameters; all replicas must be alike"
-            )
-        for name, view in {**views, **common}.items():
-            if named[name].shape != view.shape:
-                raise TargetError(
-                    f"the model function makes modules of different sizes, in {name}; all replicas must be alike"
-                )
-            if name in views or replica == 0:
-                view.copy_(named[name].detach())
-            named[name].data = view
-        return [named[name] for name in (*views, *common)]
+    # Tensors
 
     def tensors_of(self, k: int) -> Tensors:
-        """Weights, all buffers, frozen weights and momentum, not copied, of the k-th replica of
-        this process.
-
-        What all replicas have in common is among those of the first.
+        """Weights, all buffers, frozen weights and sampler state, not copied, of the k-th replica
+        of this process. What all replicas have in common is among those of the first.
         """
         parts = self.rows.parts_of(k)
         common = self.common.parts_of(0) if self.common is not None and k == 0 else {}
+        frozen = {n: p.data for n, p in self.modules[k].named_parameters() if not p.requires_grad}
         return {
             **{part: {**tensors, **common.get(part, {})} for part, tensors in parts.items()},
             "buffers": dict(self.modules[k].named_buffers()),
-            "frozen": {
-                name: p.data
-                for name, p in self.modules[k].named_parameters()
-                if not p.requires_grad
-            },
+            "frozen": frozen,
         }
 
     def load_tensors(self, states: list[Tensors]) -> None:
-        """Overwrite the replicas of this process with tensors of that form, after all of them were
-        found to fit.
-        """
+        """Overwrite the replicas of this process, after all tensors were found to fit."""
         for k, state in enumerate(states):
             for part, tensors in self.tensors_of(k).items():
                 given = state.get(part, {})
-                wrong = [
-                    name for name in {*given, *tensors} if name not in given or name not in tensors
-                ]
-                wrong += [
-                    name
-                    for name in tensors
-                    if not wrong and given[name].shape != tensors[name].shape
+                wrong = sorted(given.keys() ^ tensors.keys()) or [
+                    name for name in tensors if given[name].shape != tensors[name].shape
                 ]
                 if wrong:
                     raise InvalidArgumentError(
-                        f"the state is that of another model: its {part} differ, for example {wrong[0]!r}"
+                        f"the state is that of another model: its {part} differ, "
+                        f"for example {wrong[0]!r}"
                     )
         for k, state in enumerate(states):
-            for part, tensors in self.tensors_of(k).items():
-                for name, tensor in tensors.items():
-                    tensor.copy_(state[part][name])
+            self._overwrite(k, state)
+
+    def _overwrite(self, k: int, state: Tensors) -> None:
+        for part, tensors in self.tensors_of(k).items():
+            for name, tensor in tensors.items():
+                tensor.copy_(state[part][name])
         self._remember_buffers()
 
     def copy_replica(self, source: int, to: int) -> None:
         """Make one replica a copy of another, wherever they are."""
         other = self.tensors_from(source)
         if to in self.mesh.mine:
-            for part, tensors in self.tensors_of(self.mesh.mine.index(to)).items():
-                for name, tensor in tensors.items():
-                    tensor.copy_(other[part][name])
-            self._remember_buffers()
+            self._overwrite(self.mesh.mine.index(to), other)
 
     def tensors_from(self, replica: int) -> Tensors:
-        """The tensors of any replica. Every process must ask: they are sent by the one that has
-        them.
-        """
+        """The tensors of any replica. Every process must ask: the one that has them sends them."""
         here = replica in self.mesh.mine
         tensors = self.tensors_of(self.mesh.mine.index(replica) if here else 0)
         if not self.mesh.is_spread:
             return tensors
-        owner = self.mesh.owner_of(replica)
+        owner, group = self.mesh.owner_of(replica), self.mesh.process_group
         return {
             part: {
-                name: self.mesh.process_group.broadcast(
-                    t.detach().clone(), owner, "copy of a replica"
-                )
+                name: group.broadcast(t.detach().clone(), owner, "copy of a replica")
                 for name, t in named.items()
             }
             for part, named in tensors.items()
         }
 
-    def what_broke(self, replica: int) -> str | None:
-        """What a replica's module says of itself, if it has a method of that name: the part that
-        was not finite first.
+    def nonfinite_part(self, replica: int) -> str | None:
+        """What a replica's module reports by a method of that name: its first part that is not
+        finite.
         """
         if replica not in self.mesh.mine:
             return None
-        asked = getattr(self.modules[self.mesh.mine.index(replica)], "nonfinite_part", None)
-        return asked() if callable(asked) else None
+        ask = getattr(self.modules[self.mesh.mine.index(replica)], "nonfinite_part", None)
+        return ask() if callable(ask) else None
 
     def finite(self) -> list[bool]:
         """Of each replica: are all its weights finite? Every process must ask."""
@@ -349,6 +408,100 @@ class ModuleReplicas:
             for row in range(self.mesh.n_replica_ranks)
             for fine in gathered[row * self.mesh.n_data_ranks]
         ]
+
+    def setting(self) -> dict[str, Any]:
+        """What must agree between a state and the replicas that load it."""
+        source = self.source
+        size = sum(rows.layout.size for rows in self.all_rows)
+        return {
+            "model": f"{type(self.modules[0]).__name__} with {size:,} parameters",
+            "dtype": str(self.layout.dtype).removeprefix("torch."),
+            "energy": settings_of(self.energy),
+            "sampler": settings_of(self.sampler),
+            **({"shared": ", ".join(self.shared)} if self.shared else {}),
+            "minibatches": "shared" if source.shared_batches else "independent",
+            "replacement": str(source.replacement),
+            "random_losses": str(source.random_losses),
+            "device": self.device.type,
+            "autocast": str(source.autocast),
+        }
+
+    def __repr__(self) -> str:
+        setting = self.setting()
+        shared = f", {setting['shared']} shared" if self.shared else ""
+        return (
+            f"Replicas({self.mesh.n_replicas} x {setting['model']} of {setting['dtype']}{shared}, "
+            f"{self.energy!r}, {self.sampler!r}, {setting['minibatches']} minibatches)"
+        )
+
+
+def _build(source: ModuleEnsemble, mine: range, seed: int) -> list[nn.Module]:
+    """Modules for the replicas `mine`, on their device."""
+    if isinstance(source.model, nn.Module):
+        modules = [copy.deepcopy(source.model) for _ in mine]
+    else:
+        with torch.random.fork_rng():
+            torch.manual_seed(derive_seed(seed, "initial"))
+            # Those of other processes are made too, for the random numbers that they take.
+            n_made = mine.stop if source.initial == "independent" else 1
+            modules = [
+                module
+                for replica, module in enumerate(source.model() for _ in range(n_made))
+                if replica in mine or n_made == 1
+            ]
+        if not all(isinstance(module, nn.Module) for module in modules):
+            raise InvalidArgumentError(
+                f"model must make an nn.Module, but made {type(modules[0]).__name__}"
+            )
+        modules += [copy.deepcopy(modules[0]) for _ in range(len(mine) - len(modules))]
+    if source.device is not None:
+        modules = [module.to(source.device) for module in modules]
+    if source.channels_last:
+        modules = [module.to(memory_format=torch.channels_last) for module in modules]  # type: ignore[call-overload]
+    return modules
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """A copy that shares no memory with the module, with what it keeps of its last pass
+    (`self.activations = ...`).
+    """
+    kept = [
+        t
+        for part in module.modules()
+        for t in vars(part).values()
+        if isinstance(t, Tensor) and not t.is_leaf
+    ]
+    # deepcopy refuses such tensors
+    return copy.deepcopy(module, {id(tensor): tensor.detach().clone() for tensor in kept})
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; every part of the module goes back to the mode it was in."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+@contextlib.contextmanager
+def untouched_buffers(module: nn.Module) -> Iterator[None]:
+    """Put the buffers (BatchNorm statistics) back to what they were."""
+    kept = [
+        (part, name, buffer, buffer.clone())
+        for part in module.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        for part, name, buffer, before in kept:
+            buffer.copy_(before)
+            part._buffers[name] = buffer  # a module may have put another tensor in its place
 
 
 def _buffers_of(parts: dict[str, nn.Module]) -> Iterator[Tensor | None]:

@@ -1,49 +1,63 @@
-"""The run of an ensemble of modules: batches in, steps of Algorithm 1 out, eagerly or as one
-captured graph.
+"""The run of Algorithm 1 on replicas of a network: steps on batches, looking at it, exact resume.
 
 Nothing waits for the device inside a step. What the exchange takes from outside (schedules, pairs,
 uniforms) is drawn for a block of steps at once; energies, swaps and variances are looked at when a
-stretch of steps is over.
+stretch of steps is over. `SideBySide` drives one to n runs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import logging
+import time
 from collections.abc import Iterable, Iterator
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchrex.errors import InvalidArgumentError
-from torchrex.exchange import ExchangeInputs, draw_exchange_inputs, n_usable
+from torchrex.errors import InvalidArgumentError, NonFiniteEnergyError, TargetError
+from torchrex.exchange import ExchangeInputs, Ladder, draw_exchange_inputs, n_usable
 from torchrex.exchange.algorithm import ExchangeState, StepInfo, StepInputs, sa_step, step
-from torchrex.exchange.ladder import Ladder
-from torchrex.exchange.noise import (
-    BatchVariance,
-    NoiseShape,
-    PerExample,
-    RepeatedDraws,
-    warn_of_no_measurement,
-)
+from torchrex.exchange.assignment import Indexing
+from torchrex.exchange.noise import NoiseShape, PerExample, RepeatedDraws, warn_of_no_measurement
 from torchrex.exchange.run import ReplicaExchange, RuleOptions, require_known
-from torchrex.exchange.standing import take
-from torchrex.network.capture import Workings
-from torchrex.network.compiling import compiled_or_plain
-from torchrex.network.cuda_modes import convolutions
-from torchrex.network.divergence import Divergence, first_failure, respawn
-from torchrex.network.ensemble import ModuleEnsemble
-from torchrex.network.forward_rng import ForwardRandomness
-from torchrex.network.records import Records
-from torchrex.network.replicas import copied
-from torchrex.network.side_by_side import BLOCK, SideBySide
-from torchrex.network.work import evaluating, telling_of_one, untouched_buffers
+from torchrex.network.capture import CaptureState, Records, compiled_or_plain, convolutions
+from torchrex.network.group import BLOCK, Graphs, SideBySide
+from torchrex.network.randomness import ForwardRandomness, RandomLosses
+from torchrex.network.replicas import (
+    ModuleEnsemble,
+    Replicas,
+    copied,
+    evaluating,
+    untouched_buffers,
+)
+from torchrex.network.step import Functions, NetworkStep, explain_batchnorm_error
 from torchrex.rng import Streams
-from torchrex.targets import Batch
+from torchrex.targets import Batch, Energy
 
+logger = logging.getLogger("torchrex")
+
+Divergence = Literal["stop", "respawn"]
 BLOCK_STREAMS = ("pairing", "swap")
 REPLICA_STREAMS = ("move", "refresh")  # one of each for every replica, move.0, move.1, ...
+# Seconds of a forward pass on a CPU. Below, calling autograd costs more than its work, and one call
+# for all replicas saves time (a third at four replicas); above, activations of all replicas at once
+# fall out of the caches. The numbers are the same.
+QUICK = 5e-4
+
+LOWER_IT = "Lower the learning rate of that rung, or check model, loss and data."
+NOT_MOVED = (
+    "Nothing has moved yet, so that no learning rate can help: "
+    "check the loss, the data and the initial weights."
+)
+IN_THE_BATCH = "The batch of this step holds NaN or infinite values: look at the data."
+ALL_AT_ONCE = (
+    "All replicas failed at this step: look for NaN or infinite values in its data first, "
+    "then at the learning rates."
+)
 
 
 class ModuleExchange(ReplicaExchange):
@@ -75,55 +89,64 @@ class ModuleExchange(ReplicaExchange):
         own = ("seed", "compiled", "divergence", "deterministic")
         require_known(options, "ModuleExchange", own)
         super().__init__(ensemble, ladder, **options)
-        rules = self.rules
+        # A single run: indexing takes the fewest operations from Python.
+        self.rules = rules = dataclasses.replace(self.rules, assignment=Indexing)
         if divergence not in ("stop", "respawn"):
             raise InvalidArgumentError(f"divergence must be stop or respawn, got {divergence!r}")
         if divergence == "respawn" and ensemble.shared:
             raise InvalidArgumentError(
-                f'divergence="respawn" copies a healthy replica, but through what they share (shared={ensemble.shared}) all of '
-                f"them break with the first; leave it out, or let every replica have its own"
+                'divergence="respawn" copies a healthy replica, but through what they share '
+                f"(shared={tuple(ensemble.shared)}) all of them break with the first; "
+                "leave one of the two out"
             )
         if rules.pairing.n_rounds(rules.ladder.n_pairs) > 1:
             raise InvalidArgumentError(
-                f"{rules.pairing!r} needs fresh minibatch energies for every pair, which a step on one batch cannot give; use "
-                f"EvenOdd() or RandomPair()"
+                f"{rules.pairing!r} needs fresh minibatch energies for every pair, "
+                "which a step on one batch cannot give; use EvenOdd() or RandomPair()"
             )
         self.streams = Streams(seed)
-        ensemble.start(rules.ladder.n_rungs, self.streams, gpu_only=bool(compiled))
-        self._ensemble, self.device = ensemble, ensemble.device
+        self.ensemble = Replicas(ensemble, rules.ladder.n_rungs, seed)
+        self.mesh, self.device = self.ensemble.mesh, self.ensemble.device
         on_gpu = self.device.type == "cuda"
+        if compiled and not on_gpu:
+            raise InvalidArgumentError(
+                f"compiled=True captures a CUDA graph, but the ensemble is on {self.device}; "
+                "leave it out"
+            )
         # Energies are sums over all data: single precision would lose what the swap test looks at.
-        self._state = ExchangeState.start(
-            rules, 1, device=self.device, dtype=torch.float64, standing=torch.int64
-        )
-        self.mesh = ensemble.mesh
-        self.forward = ForwardRandomness(self.streams, self.device, self.mesh)
-        ensemble.turn_of = self.forward.turn_of
-        ensemble.shares_losses = isinstance(rules.noise.feed, PerExample)
-        ensemble.separates_noise = isinstance(rules.noise, BatchVariance)
-        self._guest: nn.Module | None = None  # for a replica of another process
-        self._looking_writes: bool | None = (
-            None  # does a module in evaluation mode write its buffers? None until one was seen
+        self._state = ExchangeState.start(rules, 1, device=self.device, dtype=torch.float64)
+        self.forward = ForwardRandomness(seed, self.device, self.mesh)
+        self.random_losses = RandomLosses(ensemble.random_losses, rules)
+        self._network = NetworkStep(
+            self.ensemble,
+            self.forward,
+            self.random_losses,
+            rules,
+            Functions.plain(self.ensemble.energy),
+            self.streams,
+            counted_noise=on_gpu,
         )
         self._block_start, self._streams_at_block = -1, self.streams.state_dict()
         self._table: ExchangeInputs | None = None
         self._rows: list[ExchangeInputs] = []
+        self._n_usable = 0
         self.records = Records(rules, BLOCK, self.device) if on_gpu else None
         self.capturing = on_gpu and compiled is not False and not self.mesh.is_spread
         self.deterministic = deterministic
         # Without a compiled form the predictions of a thinned average took 5 % of the time of
         # ResNet-20.
-        self._output = (
-            compiled_or_plain(ensemble.energy.output) if self.capturing else ensemble.energy.output
-        )
+        output = self.ensemble.energy.output
+        self._output = compiled_or_plain(output) if self.capturing else output
+        # Does a module in evaluation mode write its buffers? None until one was seen.
+        self._looking_writes: bool | None = None
+        self._guest: nn.Module | None = None  # for a replica of another process
+        self._replica_at: tuple[int, list[int]] | None = None  # at that step
         self._divergence = divergence
         self.respawns: list[dict[str, int]] = []
-        self._standing: tuple[int, list[int]] | None = None
         # The step of the first measurement of repeated energies, until one is made or it is said
         # that there is none.
-        self._first_measurement = (
-            rules.noise.first_measurement if isinstance(rules.noise.feed, RepeatedDraws) else None
-        )
+        feed, first = rules.noise.feed, rules.noise.first_measurement
+        self._first_measurement = first if isinstance(feed, RepeatedDraws) else None
         self.alone = SideBySide([self])
 
     # Looking at it
@@ -134,26 +157,24 @@ class ModuleExchange(ReplicaExchange):
         return self._divergence == "respawn"
 
     @property
-    def ensemble(self) -> ModuleEnsemble:
-        return self._ensemble
+    def graphs(self) -> Graphs | None:
+        """What this run has captured by itself."""
+        return self.alone.graphs
 
     def replica_at(self, rung: int) -> int:
-        """Who stands on that rung now."""
+        """The replica at that rung now."""
         if not 0 <= rung < self.n_rungs:
             raise InvalidArgumentError(
                 f"rung must lie between 0 and {self.n_rungs - 1}, got {rung}"
             )
-        if (
-            self._standing is None or self._standing[0] != self.n_steps
-        ):  # asked once a step: asking waits for the device
-            self._standing = (self.n_steps, self._state.replica_at[:, 0].tolist())
-        return self._standing[1][rung]
+        # Asked once a step: asking waits for the device.
+        if self._replica_at is None or self._replica_at[0] != self.n_steps:
+            self._replica_at = (self.n_steps, self._state.replica_at[:, 0].tolist())
+        return self._replica_at[1][rung]
 
     def module_at(self, rung: int = 0) -> nn.Module:
-        """A copy of the module that stands on that rung now, in evaluation mode: nothing done to it
-        changes the run.
-
-        On several processes all of them must ask.
+        """A copy of the module at that rung now, in evaluation mode: nothing done to it changes the
+        run. On several processes all of them must ask.
         """
         return copied(self.live_module_at(rung)).eval()
 
@@ -165,10 +186,10 @@ class ModuleExchange(ReplicaExchange):
         training mode changes the statistics of BatchNorm. On several processes all of them must
         ask: those that do not hold it get a copy.
         """
-        replica, modules = self.replica_at(rung), self._ensemble.modules
+        replica, modules = self.replica_at(rung), self.ensemble.modules
         if not self.mesh.is_spread:
             return modules[replica]
-        sent = self._ensemble.tensors_from(replica)
+        sent = self.ensemble.tensors_from(replica)
         if replica in self.mesh.mine:
             return modules[self.mesh.mine.index(replica)]
         self._guest = copied(modules[0]) if self._guest is None else self._guest
@@ -185,31 +206,57 @@ class ModuleExchange(ReplicaExchange):
         replica = self.replica_at(rung)
         if not self.mesh.is_spread:
             return self._output_of(replica, batch)
-        output = (
-            self._output_of(self.mesh.mine.index(replica), batch)
-            if replica in self.mesh.mine
-            else None
-        )
+        here = replica in self.mesh.mine
+        output = self._output_of(self.mesh.mine.index(replica), batch) if here else None
         return self.mesh.send_from(self.mesh.owner_of(replica), output, self.device)
 
     def _output_of(self, k: int, batch: Batch) -> Any:
-        module, ensemble = self._ensemble.modules[k], self._ensemble
+        replicas, module = self.ensemble, self.ensemble.modules[k]
         with contextlib.ExitStack() as looking:
-            if (
-                self._looking_writes is not False
-            ):  # a module may count its calls, say: what looking writes is taken back
-                looking.enter_context(ensemble.own_work())
+            # A module may count its calls, say: what looking writes is taken back.
+            if self._looking_writes is not False:
+                looking.enter_context(replicas.own_work())
                 looking.enter_context(untouched_buffers(module))
-            before = ensemble.buffer_writes() if self._looking_writes is None else None
-            with evaluating(module), ensemble.casting():
+            before = replicas.buffer_writes() if self._looking_writes is None else None
+            with evaluating(module), replicas.casting():
                 output = self._output(module, self.to_device(batch))
             if before is not None:
-                self._looking_writes = ensemble.buffer_writes() != before
-        return (
-            output.float()
-            if isinstance(output, Tensor) and output.dtype == torch.bfloat16
-            else output
-        )
+                self._looking_writes = replicas.buffer_writes() != before
+        is_half = isinstance(output, Tensor) and output.dtype == torch.bfloat16
+        return output.float() if is_half else output
+
+    def energies(self, batch: Batch) -> Energy:
+        """Energies (replicas, 1) of all replicas on a batch, in the mode of a step; nothing else
+        changes but what dropout draws.
+        """
+        with self._working(), explain_batchnorm_error():
+            return self._network.energies({"batch": self.to_device(batch)})
+
+    @property
+    def finite_population(self) -> bool:
+        """Has the energy of all data together no noise?"""
+        return self._network.finite_population
+
+    def noise_shape(self, batch: Any = None, *more: Any) -> NoiseShape | None:
+        """Is the energy noise Gaussian, by the losses of this batch and more of its size? None if
+        there is nothing to compare. On several processes all of them must ask.
+        """
+        if batch is None:
+            raise InvalidArgumentError(
+                "the noise of a network's energy is that of a batch: run.noise_shape((x, y))"
+            )
+        if not self.rules.swaps or not isinstance(self.rules.noise.feed, PerExample):
+            return None
+        with self.forward.restored():
+            seen = [self.energies(each).per_example for each in (batch, *more)]
+        losses = [each for each in seen if each is not None]
+        if not losses or losses[0].shape[-1] < 2:
+            return None
+        n, terms = losses[0].shape[-1], torch.cat(losses, -1)
+        gap = (1.0 / self.temperatures_at(max(0, self.n_steps - 1))).neg().diff()
+        at_rung = self.rules.assignment.take(terms, self._state.replica_at).cpu()
+        paired, scale = self.ensemble.source.shared_batches, float(self.ensemble.n_data)
+        return NoiseShape.of(at_rung, gap, paired=paired, scale=scale, n_summed=n)
 
     # Going on
 
@@ -223,12 +270,8 @@ class ModuleExchange(ReplicaExchange):
         if self._first_measurement is not None and self.n_steps > self._first_measurement:
             self._first_measurement, noise = None, self.rules.noise
             if isinstance(noise.feed, RepeatedDraws) and self.mesh.process_group.is_main:
-                warn_of_no_measurement(
-                    noise,
-                    noise.feed,
-                    self.n_steps,
-                    shares_minibatch=self._ensemble.shares_minibatch,
-                )
+                shares = self.ensemble.source.shared_batches
+                warn_of_no_measurement(noise, noise.feed, self.n_steps, shares_minibatch=shares)
         info = self.alone.step(batch)
         if self.records is None:
             self.look(StepInfo(*(values[None] for values in info)), batch)
@@ -257,89 +300,105 @@ class ModuleExchange(ReplicaExchange):
         feed = self.rules.noise.feed
         if not isinstance(feed, RepeatedDraws):
             raise InvalidArgumentError(
-                f"{self.rules.noise!r} measures no repeated energies; use Smoothing(0.3, RepeatedDraws(10))"
+                f"{self.rules.noise!r} measures no repeated energies; "
+                "use Smoothing(0.3, RepeatedDraws(10))"
             )
         batches = list(batches)
         if len(batches) != feed.n_draws:
             raise InvalidArgumentError(f"{feed!r} needs {feed.n_draws} batches, got {len(batches)}")
-        with torch.no_grad(), self.forward, self._eager_algorithms(), telling_of_one():
-            energies = [
-                self._ensemble.energies({"batch": self.to_device(batch)}).total for batch in batches
-            ]
-        self.learn_variance(torch.stack(energies))
-
-    def noise_shape(self, batch: Any = None, *more: Any) -> NoiseShape | None:
-        """Is the energy noise Gaussian, by the losses of this batch and more of its size? None if
-        there is nothing to compare.
-
-        On several processes all of them must ask.
-        """
-        if batch is None:
-            raise InvalidArgumentError(
-                "the noise of a network's energy is that of a batch: run.noise_shape((x, y))"
-            )
-        if not self.rules.swaps or not self._ensemble.shares_losses:
-            return None
-        state = self.forward.state_dict()
-        try:
-            with torch.no_grad(), self.forward, self._eager_algorithms():
-                seen = [
-                    self._ensemble.energies({"batch": self.to_device(each)}).per_example
-                    for each in (batch, *more)
-                ]
-        finally:
-            self.forward.load_state_dict(state)
-        losses = [each for each in seen if each is not None]
-        if not losses or losses[0].shape[-1] < 2:
-            return None
-        n, terms = losses[0].shape[-1], torch.cat(losses, -1)
-        gap = (1.0 / self.temperatures_at(max(0, self.n_steps - 1))).neg().diff()
-        at_rung = take(terms, self._state.replica_at).cpu()
-        paired, scale = self._ensemble.shares_minibatch, float(self._ensemble.n_data)
-        return NoiseShape.of(at_rung, gap, paired=paired, scale=scale, n_summed=n)
+        self.learn_variance(torch.stack([self.energies(batch).total for batch in batches]))
 
     # What `SideBySide` asks of a run
+
+    def try_batch(self, batch: Batch) -> int:
+        """Evaluate the first batch without consequences, so that a wrong loss or model is reported
+        before anything moves. Returns how many examples it has.
+        """
+        replicas, network = self.ensemble, self._network
+        if not replicas.source.shared_batches and not (
+            isinstance(batch, list | tuple) and len(batch) == self.n_rungs
+        ):
+            raise InvalidArgumentError(
+                f"with shared_batches=False a step takes a list of {self.n_rungs} batches, "
+                "one for each replica"
+            )
+        module, (mine, n) = replicas.modules[0], network.batch_of({"batch": batch}, 0)
+        with (
+            self.forward.restored(),
+            torch.no_grad(),
+            self.forward,
+            self.forward.turn_of(0),
+            untouched_buffers(module),
+            replicas.casting(),
+            explain_batchnorm_error(),
+        ):
+            before = self.forward.now()
+            losses = replicas.energy.tried(module, mine)
+            if not all(map(torch.equal, before, self.forward.now())):
+                self.random_losses.note("model")
+            if self.device.type == "cpu":
+                began = time.perf_counter()
+                replicas.energy.per_example(module, mine)
+                quick = time.perf_counter() - began < QUICK
+                self._network = dataclasses.replace(network, backward_at_once=quick)
+        if len(losses) > replicas.n_data:
+            raise TargetError(
+                f"a minibatch of {len(losses)} examples is larger than n_data={replicas.n_data}, "
+                "which counts all examples"
+            )
+        leaves = pytree.tree_leaves(mine)
+        sizes = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
+        if sizes and len(losses) not in sizes:
+            raise TargetError(
+                f"the loss gave {len(losses)} values for a batch of {sizes[0]} examples; "
+                f"it must give one per example, shape ({sizes[0]},)"
+            )
+        return len(losses) if n is None else n
 
     def learn_variance(self, energies: Tensor) -> None:
         """SA step from repeated energies (draws, replicas, 1)."""
         feed = self.rules.noise.feed
         assert isinstance(feed, RepeatedDraws)
         self._first_measurement = None
-        self._set_state(
-            sa_step(self._state, feed.sample(energies, self._state.replica_at), self.rules)
-        )
+        take = self.rules.assignment.take
+        sample = feed.sample(energies, self._state.replica_at, take)
+        self._set_state(sa_step(self._state, sample, self.rules))
 
     def eager_step(self, batch: Batch) -> StepInfo:
         """One step on a batch that is on the device, not captured."""
-        inputs = self.prepare()
-        self._ensemble.clock.fill_(self.n_steps)
-        with torch.no_grad(), self.forward, self._eager_algorithms(), telling_of_one():
-            _, state, info = step(
-                self._ensemble,
-                self._state,
-                StepInputs(*inputs, self._ensemble.clock, ({"batch": batch},), move_noise={}),
-                self.rules,
-            )
+        clock = self.ensemble.clock.fill_(self.n_steps)
+        inputs = StepInputs(*self.prepare(), clock, ({"batch": batch},), move_noise={})
+        with self._working(), explain_batchnorm_error():
+            _, state, info = step(self._network, self._state, inputs, self.rules)
         self._set_state(state)
         if self.records is not None:
             self.records.write(self.n_steps % BLOCK, info)
-            self._ensemble.clock += 1
-        self.n_steps += 1
+            clock += 1
+        self.count_step()
         return info
 
-    def workings(self) -> Workings:
+    def count_step(self) -> None:
+        self.n_steps += 1
+
+    def capture_state(self) -> CaptureState:
         """What a captured step of this run reads and writes."""
         self.prepare()
         assert self._table is not None
         assert self.records is not None
-        self._ensemble.clock.fill_(self.n_steps)
-        return Workings(self._ensemble, self._state, self._table, self.records, self.rules)
+        self.ensemble.clock.fill_(self.n_steps)
+        return CaptureState(self._network, self._state, self._table, self.records)
 
-    def _eager_algorithms(self) -> contextlib.AbstractContextManager[None]:
-        """Deterministic convolutions where they are asked for; otherwise torch as the user has set
-        it.
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        """No gradients unless asked for, the run's own randomness, and deterministic convolutions
+        where they are wanted; otherwise torch as the user has set it.
         """
-        return convolutions(deterministic=True) if self.deterministic else contextlib.nullcontext()
+        with contextlib.ExitStack() as modes:
+            modes.enter_context(torch.no_grad())
+            modes.enter_context(self.forward)
+            if self.deterministic:
+                modes.enter_context(convolutions(deterministic=True))
+            yield
 
     def _set_state(self, state: ExchangeState) -> None:
         """Take over a new state; where there may be a graph that reads the old one's memory, by
@@ -371,30 +430,34 @@ class ModuleExchange(ReplicaExchange):
         self._n_usable = n_usable(block)
         if self._table is None:
             self._table = ExchangeInputs(*(tensor.contiguous().to(self.device) for tensor in block))
-            self._rows = [
-                ExchangeInputs(*row)
-                for row in zip(*(tensor.unbind(0) for tensor in self._table), strict=True)
-            ]
+            columns = [tensor.unbind(0) for tensor in self._table]
+            self._rows = [ExchangeInputs(*row) for row in zip(*columns, strict=True)]
         else:
             for mine, drawn in zip(self._table, block, strict=True):
                 mine.copy_(drawn)
         self._block_start = start
 
+    def to_device(self, batch: Batch) -> Batch:
+        def move(leaf: Any) -> Any:
+            elsewhere = isinstance(leaf, Tensor) and leaf.device != self.device
+            return leaf.to(self.device, non_blocking=True) if elsewhere else leaf
+
+        return pytree.tree_map(move, batch)
+
+    # Divergence. It never spreads: the swap test refuses an energy that is not finite by itself.
+
     def look(self, infos: StepInfo, batch: Batch = None) -> None:
         """Are the energies of these latest steps finite? If it is one step, its batch tells whether
         they could be.
         """
-        failure = first_failure(
-            infos, self.n_steps, batch=batch, together=bool(self._ensemble.shared)
-        )
+        failure = first_failure(infos, self.n_steps, batch=batch, together=bool(self.ensemble.shared))
         if failure is None:
             return
-        if self._divergence == "stop":
-            culprit = self._ensemble.what_broke(failure.replica)
-            raise failure if culprit is None else failure.because(culprit)
-        self.respawns += respawn(
-            self._ensemble, self._state.replica_at, infos.energy[-1], self.n_steps, batch=batch
-        )
+        if not self.can_respawn:
+            part = self.ensemble.nonfinite_part(failure.replica)
+            raise failure if part is None else failure.because(part)
+        energy, replica_at = infos.energy[-1], self._state.replica_at
+        self.respawns += respawn(self.ensemble, replica_at, energy, self.n_steps, batch=batch)
 
     # Stopping and going on exactly
 
@@ -403,6 +466,12 @@ class ModuleExchange(ReplicaExchange):
         it, and None for the others.
         """
         here = {replica: self._state_of(k, replica) for k, replica in enumerate(self.mesh.mine)}
+        # The generators now, but those of the block as they were before it was drawn, unless it is
+        # used up.
+        streams = self.streams.state_dict()
+        if self._block_start >= 0 and self.n_steps < self._block_start + BLOCK:
+            drawn = {name: s for name, s in streams.items() if name not in BLOCK_STREAMS}
+            streams = drawn | self._streams_at_block
         return {
             "setting": self.setting,
             "seed": self.streams.seed,
@@ -410,9 +479,7 @@ class ModuleExchange(ReplicaExchange):
             "exchange": {name: tensor.clone() for name, tensor in self._state._asdict().items()},
             "replicas": [here.get(replica) for replica in range(self.n_rungs)],
             "streams": {
-                name: s
-                for name, s in self._streams_at_step().items()
-                if name.split(".")[0] not in REPLICA_STREAMS
+                name: s for name, s in streams.items() if name.split(".")[0] not in REPLICA_STREAMS
             },
             "respawns": [dict(event) for event in self.respawns],
         }
@@ -425,7 +492,7 @@ class ModuleExchange(ReplicaExchange):
             for name in REPLICA_STREAMS
             if f"{name}.{replica}" in states
         }
-        tensors = pytree.tree_map(torch.clone, self._ensemble.tensors_of(k))
+        tensors = pytree.tree_map(torch.clone, self.ensemble.tensors_of(k))
         return {**tensors, "generators": generators, "forward": self.forward.state_of(k)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -436,7 +503,7 @@ class ModuleExchange(ReplicaExchange):
                 f"the state has {len(replicas)} replicas, this run has {self.n_rungs}"
             )
         here = [replicas[replica] for replica in self.mesh.mine]
-        self._ensemble.load_tensors(here)
+        self.ensemble.load_tensors(here)
         exchange = {
             name: state["exchange"][name].to(self.device, copy=True)
             for name in ExchangeState._fields
@@ -446,47 +513,101 @@ class ModuleExchange(ReplicaExchange):
             self._first_measurement = None
         self.n_steps = int(state["n_steps"])
         self.streams.seed = int(state["seed"])
-        self._ensemble.take_seed(self.streams.seed)
+        self.ensemble.take_seed(self.streams.seed)
         streams = dict(state["streams"])
         for k, (replica, saved) in enumerate(zip(self.mesh.mine, here, strict=True)):
-            streams |= {
-                f"{name}.{replica}": generator for name, generator in saved["generators"].items()
-            }
+            generators = saved["generators"].items()
+            streams |= {f"{name}.{replica}": generator for name, generator in generators}
             self.forward.load_state_of(k, saved["forward"])
         self.streams.load_state_dict(streams)
         self.respawns = [dict(event) for event in state["respawns"]]
-        self._block_start, self._standing = -1, None
+        self._block_start, self._replica_at = -1, None
         self.alone.begin_data_anew()
         if self.records is not None:
             for values in self.records.info:
                 values.zero_()
-        self._ensemble.clock.fill_(self.n_steps)
-
-    def _streams_at_step(self) -> dict[str, Tensor]:
-        """The generators now, but those of the block as they were before it was drawn, unless it is
-        used up.
-        """
-        states = self.streams.state_dict()
-        if self._block_start >= 0 and self.n_steps < self._block_start + BLOCK:
-            states = {
-                name: state for name, state in states.items() if name not in BLOCK_STREAMS
-            } | self._streams_at_block
-        return states
+        self.ensemble.clock.fill_(self.n_steps)
 
     @property
     def setting(self) -> dict[str, Any]:
         """What must agree between a state and the run that loads it."""
-        return {**self._ensemble.setting(), **self._rule_settings()}
-
-    def to_device(self, batch: Batch) -> Batch:
-        def move(leaf: Any) -> Any:
-            return (
-                leaf.to(self.device, non_blocking=True)
-                if isinstance(leaf, Tensor) and leaf.device != self.device
-                else leaf
-            )
-
-        return pytree.tree_map(move, batch)
+        return {**self.ensemble.setting(), **self._rule_settings()}
 
     def __repr__(self) -> str:
-        return f"ModuleExchange({self._ensemble!r}, {self.rules.ladder!r}, step {self.n_steps})"
+        return f"ModuleExchange({self.ensemble!r}, {self.rules.ladder!r}, step {self.n_steps})"
+
+
+def first_failure(
+    infos: StepInfo, steps_done: int, *, batch: Batch = None, together: bool = False
+) -> NonFiniteEnergyError | None:
+    """The first energy that is not finite among the latest steps, which are stacked along the first
+    axis.
+
+    `batch` is that of a single step, where it is at hand. `together` says that replicas break
+    together, whatever the reason.
+    """
+    bad = ~infos.energy.isfinite()
+    if not bool(bad.any()):
+        return None
+    k, rung, run = (int(i) for i in bad.nonzero()[0])
+    step = steps_done - len(infos.energy) + k
+    return NonFiniteEnergyError(
+        replica=int(infos.replica_at[k, rung, run]),  # such a replica has not swapped at this step
+        rung=rung,
+        run=run,
+        step=step,
+        value=float(infos.energy[k, rung, run]),
+        advice=_advice(step, bad[k], batch, together=together),
+    )
+
+
+def _advice(step: int, bad: Tensor, batch: Batch, *, together: bool) -> str:
+    leaves = pytree.tree_leaves(batch)
+    numbers = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if not all(bool(leaf.isfinite().all()) for leaf in numbers):
+        return IN_THE_BATCH
+    if step == 0:
+        return NOT_MOVED
+    all_of_several = len(bad) > 1 and bool(bad.all())
+    return ALL_AT_ONCE if batch is None and all_of_several and not together else LOWER_IT
+
+
+def respawn(
+    replicas: Replicas, replica_at: Tensor, energy: Tensor, step: int, *, batch: Batch = None
+) -> list[dict[str, int]]:
+    """Copy the nearest healthy replica, by rungs and then the colder one, over each broken one;
+    what was done is returned.
+
+    Weights, buffers and momentum are copied, the noise is not: the two part from the next move on.
+    """
+    at = [int(replica) for replica in replica_at[:, 0]]
+    rungs = range(len(at))
+    weights = replicas.finite()
+    finite = [bool(energy[r, 0].isfinite()) and weights[at[r]] for r in rungs]
+    events = []
+    for rung in rungs:
+        if finite[rung]:
+            continue
+        near = [other for other in rungs if finite[other]]
+        if not near:
+            raise NonFiniteEnergyError(
+                replica=at[rung],
+                rung=rung,
+                run=0,
+                step=step - 1,
+                value=float(energy[rung, 0]),
+                advice=_advice(step - 1, ~energy.isfinite(), batch, together=False)
+                + " No replica is left to copy it from.",
+            )
+        source = at[min(near, key=lambda other: (abs(other - rung), other))]
+        replicas.copy_replica(source, at[rung])
+        events.append({"step": step, "replica": at[rung], "rung": rung, "copied_from": source})
+        logger.warning(
+            "replica %d on rung %d diverged before step %d and is now a copy of replica %d; "
+            "if it repeats, lower that rung's lr",
+            at[rung],
+            rung,
+            step,
+            source,
+        )
+    return events
