@@ -42,7 +42,7 @@ def ratios(seed: int) -> dict[str, float]:
             module.train(training)
         with torch.no_grad():
             for _ in range(BATCHES):
-                energy = run.ensemble.energies({"batch": loader.next()})
+                energy = run.energies(loader.next())
                 assert energy.per_example is not None
                 totals.append(energy.total[:, 0])
                 scale = feed.scale(energy.per_example.shape[-1], config.n_data)

@@ -46,7 +46,7 @@ def measure(config: GanConfig, *, captured: bool, n_steps: int, repeats: int) ->
     advance()
     torch.cuda.synchronize()
     setup = time.perf_counter() - began
-    graphs = run.alone.graphs
+    graphs = run.graphs
     assert not captured or (graphs is not None and not graphs.failed)
     times = sorted(1000 * seconds_of(advance) / n_steps for _ in range(repeats))
     profiled = profile_of(run, loader) if captured else {}

@@ -2,7 +2,7 @@
 
     python benchmarks/ladder_growth.py --out benchmarks/results/ladder_growth.json
 
-Swaps are simulated with the package's own pairings and `change_places`; only the swap test is
+Swaps are simulated with the package's own pairings and `Indexing.swap`; only the swap test is
 replaced by a coin of the right acceptance. A target has a barrier Lambda, the sum of the rejection
 rates of all pairs of a fine ladder (Syed et al. 2022), here spread evenly. Minibatch noise adds to
 it: if the exponent of the swap ratio has standard deviation d without noise and its noise has s,
@@ -31,7 +31,9 @@ from scaling_model import bytes_each, ring_seconds
 from scaling_pages import PAGE
 from torchrex import EvenOdd, RandomPair
 from torchrex.diagnostics import even_odd_rate
-from torchrex.exchange.standing import change_places
+from torchrex.exchange.assignment import Indexing
+
+swapped = Indexing.swap
 
 RESULT = HERE / "results" / "ladder_growth.json"
 RUNGS = (64, 128, 256, 512, 1024)
@@ -133,7 +135,7 @@ def simulate(
         if attempt % BLOCK == 0:
             block = proposals(scheme, generator, attempt, pairs, runs)
         accepted = block[attempt % BLOCK] & (torch.rand(pairs, runs, generator=generator) < chance)
-        replica_at = change_places(replica_at, accepted)
+        replica_at = swapped(replica_at, accepted)
         coldest, hottest = replica_at[:1], replica_at[-1:]
         if attempt >= burn_in:
             arrivals += comes_from_top.gather(0, coldest)[0]

@@ -134,7 +134,7 @@ def captured(
     average.update(run)
     torch.cuda.synchronize()
     setup = time.perf_counter() - began
-    graphs = run.alone.graphs
+    graphs = run.graphs
     assert graphs is not None
     assert not graphs.failed
     times = sorted(seconds_of(advance) / n_steps for _ in range(repeats))

@@ -13,7 +13,7 @@ import torch
 import torchrex
 from assertions import assert_mean_is, assert_mean_is_not
 from torchrex.errors import InvalidArgumentError
-from torchrex.network.cuda_modes import no_waiting
+from torchrex.network import no_waiting
 from torchrex.vision.augment import (
     CIFAR_MEAN,
     CIFAR_STD,

@@ -94,9 +94,9 @@ def test_captured_and_eager_agree(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     captured, eager = make(), make(compiled=False)
     a, b = infos(captured, 20, data()), infos(eager, 20, data())
-    assert captured.alone.graphs is not None
-    assert not captured.alone.graphs.failed
-    assert eager.alone.graphs is None
+    assert captured.graphs is not None
+    assert not captured.graphs.failed
+    assert eager.graphs is None
     assert a["accepted"].any()
     assert torch.equal(a["accepted"], b["accepted"])
     assert torch.equal(a["replica_at"], b["replica_at"])
@@ -146,7 +146,7 @@ def test_resume_is_exact(dropout, stop):
 def test_a_smaller_last_batch_is_a_graph_of_its_own():
     run, eager = make(), make(compiled=False)
     a, b = infos(run, 14, data("keep")), infos(eager, 14, data("keep"))
-    assert len(run.alone.graphs._graphs) == 2
+    assert len(run.graphs) == 2
     torch.testing.assert_close(a["energy"], b["energy"], rtol=1e-4, atol=0)
 
 
@@ -170,7 +170,7 @@ def test_a_module_that_cannot_be_captured_runs_eagerly_with_the_same_numbers(cap
     a, b = infos(run, 10, data()), infos(eager, 10, data())
     (record,) = ours(caplog)
     assert "cannot be captured" in record.message
-    assert run.alone.graphs.failed
+    assert run.graphs.failed
     torch.rand(1, device="cuda")  # torch's own generator has survived
     torch.testing.assert_close(a["energy"], b["energy"], rtol=1e-4, atol=0)
 
@@ -231,7 +231,7 @@ def test_data_on_the_cpu_are_copied_into_the_graph():
     runs = [make(deterministic=True), make(deterministic=True)]
     for run, loader in zip(runs, (inside, outside), strict=True):
         list(run.advance(20, loader))
-        assert not run.alone.graphs.failed
+        assert not run.graphs.failed
     assert_same(*runs)
 
 
@@ -243,5 +243,5 @@ def test_a_graph_made_late_in_a_block_leaves_the_records_alone():
     first = infos(run, 254, loader)["energy"]
     x, y = torch.randn(7, 3, 8, 8, device="cuda"), torch.randint(5, (7,), device="cuda")
     run.step((x, y))
-    assert len(run.alone.graphs._graphs) == 2
+    assert len(run.graphs) == 2
     assert torch.equal(run.records.read(0, 254).energy, first)

@@ -25,7 +25,7 @@ from modules import (
     weights_of,
 )
 from torchrex.errors import InvalidArgumentError, NonFiniteEnergyError
-from torchrex.network.divergence import first_failure
+from torchrex.network.run import first_failure
 
 NAN, INF = float("nan"), float("inf")
 LADDER = tr.Ladder((0.5, 0.7, 1.0), (1e-3, 1e-3, 1e-3))

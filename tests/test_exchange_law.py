@@ -15,8 +15,8 @@ from assertions import FALSE_ALARM_SIGMAS, assert_mean_is, assert_mean_is_not, i
 from torchrex.density.block import draw_block
 from torchrex.exchange import ExchangeInputs
 from torchrex.exchange.algorithm import ExchangeState, Rules, step
+from torchrex.exchange.assignment import Selects
 from torchrex.exchange.correction import as_rule
-from torchrex.exchange.standing import take
 from torchrex.rng import Streams
 from torchrex.samplers import Momentum
 
@@ -72,7 +72,7 @@ def one_swap_step(
     )
     ensemble, state, info = step(ensemble, state, inputs, rules)
     assert info.accepted.double().mean() > 0.05
-    at_rung = take(ensemble.position, state.replica_at)
+    at_rung = Selects.take(ensemble.position, state.replica_at)
     return at_rung.square().sum(-1) / (dim * tau[..., 0])
 
 
@@ -209,8 +209,11 @@ def rung0_phase_space(lr, policy, swap_interval, *, ratio=3.0, n_runs=8192, n_st
             pass
         if k >= 300:
             now, cold = run.ensemble, run.state.replica_at[:1]
-            x2 += take(now.position, cold)[0, :, 0].square()
-            v2 += take(now.sampler_state.velocity, cold)[0, :, 0].square() / float(scale[0]) ** 2
+            x2 += Selects.take(now.position, cold)[0, :, 0].square()
+            v2 += (
+                Selects.take(now.sampler_state.velocity, cold)[0, :, 0].square()
+                / float(scale[0]) ** 2
+            )
             n += 1
     return x2 / n, v2 / n
 

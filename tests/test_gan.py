@@ -18,6 +18,7 @@ from torchrex.errors import InvalidArgumentError, NonFiniteEnergyError, TargetEr
 from torchrex.exchange import StepInfo
 from torchrex.experiments import gan
 from torchrex.experiments.gan import digits_gan_recipes
+from torchrex.network.step import NetworkStep
 from torchrex.targets import without_tracking
 from torchrex.vision.bayesian_gan import (
     BayesianGAN,
@@ -269,7 +270,7 @@ def test_a_broken_generator_is_named(part, shared):
     run = gan_run(shared=shared)
     data = [batch_of(seed=k) for k in range(4)]
     list(run.advance(2, data))
-    assert run.ensemble.what_broke(1) is None
+    assert run.ensemble.nonfinite_part(1) is None
     for module in run.ensemble.modules if shared else run.ensemble.modules[1:]:
         dict(module.generators.named_parameters())[part].data[2] = float("nan")
     with pytest.raises(NonFiniteEnergyError, match=r"It began with generator 2 of 3\.") as caught:
@@ -282,14 +283,14 @@ def test_a_broken_generator_is_named(part, shared):
 def test_a_generator_that_breaks_at_the_last_move_is_named(monkeypatch):
     """No energy follows; the weights show it at the end of the training."""
     run = gan_run()
-    move = run.ensemble.move
+    move = NetworkStep.move
 
     def too_far(*arguments, **options):
         moved = move(*arguments, **options)
         run.ensemble.modules[0].generators.layers[0].weight.data[1] = float("inf")
         return moved
 
-    monkeypatch.setattr(run.ensemble, "move", too_far)
+    monkeypatch.setattr(NetworkStep, "move", too_far)
     with pytest.raises(NonFiniteEnergyError, match=r"It began with generator 1 of 3\."):
         tr.train(run, [batch_of()], 1)
 
@@ -472,8 +473,8 @@ def test_captured_and_eager_agree(monkeypatch, generators, warm_start, tolerance
     monkeypatch.setattr(gan, "ModuleExchange", functools.partial(tr.ModuleExchange, compiled=False))
     eager, again = on_gpu(generators=generators, warm_start=warm_start)
     a, b = infos(captured, data, 20), infos(eager, again, 20)
-    assert not captured.alone.graphs.failed
-    assert eager.alone.graphs is None
+    assert not captured.graphs.failed
+    assert eager.graphs is None
     assert torch.equal(a["accepted"], b["accepted"])
     torch.testing.assert_close(a["energy"], b["energy"], rtol=tolerance, atol=0)
     for one, other in zip(captured.ensemble.modules, eager.ensemble.modules, strict=True):
@@ -491,7 +492,7 @@ def test_resume_is_exact_on_a_gpu(stop, precision):
     """Bit for bit: inside the warm start, at its end, at the end of a block and within the next."""
     whole, data = on_gpu(precision=precision)
     list(whole.advance(310, data))
-    assert not whole.alone.graphs.failed
+    assert not whole.graphs.failed
     first, data = on_gpu(precision=precision)
     list(first.advance(stop, data))
     saved, position = first.state_dict(), data.state_dict()
@@ -499,7 +500,7 @@ def test_resume_is_exact_on_a_gpu(stop, precision):
     second.load_state_dict(saved)
     data.load_state_dict(position)
     list(second.advance(310 - stop, data))
-    assert not second.alone.graphs.failed
+    assert not second.graphs.failed
     assert same(whole.state_dict()["replicas"], second.state_dict()["replicas"])
     assert same(whole.state_dict()["exchange"], second.state_dict()["exchange"])
 

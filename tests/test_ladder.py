@@ -15,8 +15,8 @@ from assertions import assert_mean_is
 from modules import batches, cross_entropy, make_run, mlp, same
 from torchrex.diagnostics import History
 from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyError
+from torchrex.exchange.assignment import Indexing, Selects
 from torchrex.exchange.momentum import after_swap
-from torchrex.exchange.standing import change_places, invert, take
 from torchrex.network import ModuleExchange
 from torchrex.samplers import Momentum
 
@@ -98,19 +98,20 @@ def test_all_in_turn_takes_one_pair_a_round():
     assert tr.AllInTurn().n_rounds(3) == 3
 
 
+@pytest.mark.parametrize("assignment", [Selects, Indexing])
 @given(st.permutations(range(5)), st.lists(st.booleans(), min_size=4, max_size=4))
-def test_changing_places_keeps_a_permutation(standing, wanted):
-    replica_at = torch.tensor(standing, dtype=torch.int32)[:, None]
+def test_swaps_keep_a_permutation(assignment, standing, wanted):
+    replica_at = torch.tensor(standing, dtype=assignment.dtype)[:, None]
     accepted = torch.tensor(wanted)[:, None]
     for pair in range(1, 4):  # a round has disjoint pairs
         accepted[pair] &= ~accepted[pair - 1]
-    after = change_places(replica_at, accepted)
+    after = assignment.swap(replica_at, accepted)
     expected = list(standing)
     for pair in range(4):
         if accepted[pair]:
             expected[pair], expected[pair + 1] = expected[pair + 1], expected[pair]
     assert after[:, 0].tolist() == expected
-    rung_of = invert(after)
+    rung_of = assignment.invert(after)
     assert all(rung_of[replica, 0] == expected.index(replica) for replica in range(5))
 
 
@@ -119,8 +120,10 @@ def test_take_is_indexing(n):
     values = torch.randn(n, 7, 3)
     index = torch.randint(n, (4, 7), dtype=torch.int32)
     expected = values[index.long(), torch.arange(7)]
-    assert torch.equal(take(values, index), expected)
-    assert torch.equal(take(values[:, :1, 0], index), values[:, 0, 0][index.long()])
+    assert torch.equal(Selects.take(values, index), expected)
+    assert torch.equal(Selects.take(values[:, :1, 0], index), values[:, 0, 0][index.long()])
+    one = index[:, :1].long()
+    assert torch.equal(Indexing.take(values[:, :1], one), values[one, 0])
 
 
 def test_replicas_travel_the_whole_ladder():

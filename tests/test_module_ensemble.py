@@ -5,6 +5,7 @@ going on exactly.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 import warnings
 from itertools import pairwise
@@ -193,11 +194,12 @@ def test_bad_arguments():
         make_run(lambda: 3)
 
 
-def test_an_ensemble_belongs_to_one_run():
-    run = make_run()
-    with pytest.raises(InvalidArgumentError, match="belongs to a run already; make another"):
-        tr.ModuleExchange(run.ensemble, THREE)
-    assert run.n_rungs == len(run.ensemble.modules) == 2
+def test_an_ensemble_serves_many_runs():
+    """It is what replicas are made from: every run has its own."""
+    ensemble = tr.ModuleEnsemble(linear, cross_entropy())
+    runs = [tr.ModuleExchange(ensemble, tr.Ladder((0.5, 1.0), 1e-3)) for _ in range(2)]
+    runs[0].step(batches(1)[0])
+    assert not torch.equal(runs[0].ensemble.position, runs[1].ensemble.position)
 
 
 def test_a_refused_run_does_not_use_up_its_ensemble():
@@ -1458,7 +1460,7 @@ def test_frozen_parameters_belong_to_the_state():
 
 
 def test_it_prints_usefully():
-    words = r"ModuleEnsemble\(2 x Linear with 15 parameters of float32, PosteriorEnergy\(.*\), SGHMC\(friction=0\.1\), shared .*\)"
+    words = r"Replicas\(2 x Linear with 15 parameters of float32, PosteriorEnergy\(.*\), SGHMC\(friction=0\.1\), shared .*\)"
     assert re.fullmatch(
         rf"ModuleExchange\({words}, Ladder\(\(0\.5, 1\), .*\), step 0\)",
         repr(make_run(sampler=tr.SGHMC(0.1))),
@@ -1476,7 +1478,7 @@ def test_one_backward_pass_for_all_replicas_gives_the_same_numbers():
     ]
     for run, at_once in zip(runs, (True, False), strict=True):
         run.step(batches(1)[0])
-        run.ensemble.backward_at_once = at_once
+        run._network = dataclasses.replace(run._network, backward_at_once=at_once)
         for batch in batches(20):
             run.step(batch)
     assert torch.equal(runs[0].ensemble.position, runs[1].ensemble.position)

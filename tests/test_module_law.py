@@ -80,7 +80,7 @@ def begin(temperatures, lrs, sampler, seed, **options):
             sampler.velocity_std
             * (torch.tensor(lrs) * torch.tensor(temperatures)).double().sqrt()[:, None]
         )
-        ensemble.sampler_state.velocity.copy_(
+        run.ensemble.sampler_state.velocity.copy_(
             scale * torch.randn(2, 2, generator=torch.Generator().manual_seed(seed))
         )
     return run

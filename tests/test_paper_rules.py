@@ -38,7 +38,7 @@ def threshold_in_the_log(rules):
     """Two swaps at the first steps of epoch 10, then the correction with the variances of the log:
     6.41e6 and 5.86e6.
     """
-    state = ExchangeState.start(rules, 1, device=CPU, dtype=torch.float64, standing=torch.int64)
+    state = ExchangeState.start(rules, 1, device=CPU, dtype=torch.float64)
     table = draw_exchange_inputs(
         Streams(0), rules, 10 * EPOCH, 3, runs=1, device=CPU, dtype=torch.float64
     )
@@ -94,9 +94,7 @@ def test_the_threshold_does_not_change_when_the_ladder_cools():
     for each, growth in ((rules, 1.0), (constant_factor, 1.02**400)):
         corrections = []
         for epoch in (50, 450):
-            state = ExchangeState.start(
-                each, 1, device=CPU, dtype=torch.float64, standing=torch.int64
-            )
+            state = ExchangeState.start(each, 1, device=CPU, dtype=torch.float64)
             state = state._replace(noise_variance=torch.full_like(state.noise_variance, 1e6))
             table = draw_exchange_inputs(
                 Streams(0), each, epoch * EPOCH, 1, runs=1, device=CPU, dtype=torch.float64
@@ -384,9 +382,7 @@ def test_descent_shrinks_whether_or_not_the_prior_is_in_the_swaps():
 
 def test_repeated_energies_leave_the_prior_out_too():
     run = pulled(tr.GaussianPrior(8.0), prior_in_swaps=False)
-    assert torch.equal(
-        run.ensemble.energies({"batch": BATCH}).total, torch.zeros(2, 1, dtype=torch.float64)
-    )
+    assert torch.equal(run.energies(BATCH).total, torch.zeros(2, 1, dtype=torch.float64))
 
 
 def test_the_recipes_say_where_the_prior_is():
@@ -522,7 +518,7 @@ def estimates():
         without replacement.
         """
         index = [torch.randperm(N, generator=generator)[:SIZE] for _ in range(n)]
-        seen = [ensemble.energies({"batch": (x[i], y[i])}) for i in index]
+        seen = [run.energies((x[i], y[i])) for i in index]
         return torch.stack([each.total for each in seen]), torch.stack(
             [each.per_example for each in seen]
         )
@@ -537,7 +533,7 @@ def estimates():
         )
         _, terms = batches(200)
         feed = PerExample(paired=paired)
-        assert ensemble.finite_population
+        assert run.finite_population
         variance, n = torch.cat([feed.sample(one, standing)[0] for one in terms]), terms.shape[-1]
         found["per example", paired] = feed.scale(n, N, finite_population=True) * variance
         found["mutant", paired] = feed.scale(n, N) * variance

@@ -4,14 +4,16 @@ counted, and exact runs.
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 import torchrex as tr
 from assertions import assert_mean_is, assert_mean_is_not
 from modules import batches, flat_energy, joined, linear, make_run, same, with_everything
-from torchrex.network import philox as counted
-from torchrex.network.philox import MASK, keys_of, normals, philox
+from torchrex.network import randomness as counted
+from torchrex.network.randomness import MASK, keys_of, normals, philox
 from torchrex.rng import derive_seed
 
 CPU = torch.device("cpu")
@@ -137,7 +139,7 @@ def test_all_bits_of_a_seed_count():
 
 def counted_run(model=linear, energy=None, **options):
     run = make_run(model, energy, **options)
-    run.ensemble.counted_noise = True
+    run._network = dataclasses.replace(run._network, counted_noise=True)
     return run
 
 
@@ -190,8 +192,8 @@ def test_counted_noise_leaves_the_generators_of_the_moves_alone():
 
 
 def test_refreshed_momenta_are_not_the_noise_of_the_move():
-    ensemble = counted_run(sampler=tr.SGHMC(0.1), momentum="refresh").ensemble
-    move, refresh = (ensemble._normals(name) for name in ("move", "refresh"))
+    keys = counted_run(sampler=tr.SGHMC(0.1), momentum="refresh").ensemble.rows.keys
+    move, refresh = (normals(each, torch.tensor(3), 50) for each in (keys, keys ^ MASK))
     assert not bool((move == refresh).any())
 
 

@@ -22,6 +22,7 @@ def objects(tmp_path):
     # fmt: off
     return [
         run, average, trace, outcome, ensemble, repeated, mixture, run.ensemble,
+        run.ensemble.source,
         tr.TrainingRun(run), tr.SideBySide([run]), tr.SGHMC(0.1), tr.SGLD(),
         tr.AdamStart(tr.SGHMC(0.5), 9, n_data=40), tr.AllInTurn(), tr.EvenOdd(), tr.NoSwaps(),
         tr.RandomPair(), tr.KnownVariance(), tr.RunningMean(repeated), tr.Smoothing(0.3, repeated),

@@ -154,13 +154,13 @@ def test_arrivals_are_counted_as_the_diagnostics_count_them(monkeypatch):
     """The same swaps, kept and counted by `count_trips`, which begins without knowing where a
     replica comes from.
     """
-    kept, change_places = [], ladder_growth.change_places
+    kept, swapped = [], ladder_growth.swapped
 
     def keeping(replica_at, accepted):
-        kept.append(change_places(replica_at, accepted))
+        kept.append(swapped(replica_at, accepted))
         return kept[-1]
 
-    monkeypatch.setattr(ladder_growth, "change_places", keeping)
+    monkeypatch.setattr(ladder_growth, "swapped", keeping)
     attempts, runs = 500, 40
     accept = ladder_growth.acceptance(5, 1.0, 0.0)
     found = ladder_growth.simulate(

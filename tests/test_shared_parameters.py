@@ -19,7 +19,7 @@ from assertions import assert_mean_is, assert_mean_is_not
 from modules import N_CLASSES, N_DATA, N_FEATURES, batches, same
 from torchrex.distributed import ProcessGroup
 from torchrex.errors import InvalidArgumentError
-from torchrex.network import work as module_work
+from torchrex.network import step as network_step
 
 TEMPERATURES, LRS = (0.5, 0.7, 1.0), (1e-3, 2e-3, 4e-3)
 FRICTION, PRECISION, SEED = 0.3, 2.0, 8
@@ -270,11 +270,11 @@ def test_stopped_and_resumed_equals_never_stopped(tmp_path, stop):
 def test_a_state_brings_the_noise_of_its_seed():
     """On a CPU its generators, on a GPU the keys of counted noise."""
     first, second = make(), make(seed=SEED + 1)
-    assert not torch.equal(first.ensemble._common_keys, second.ensemble._common_keys)
+    assert not torch.equal(first.ensemble.common.keys, second.ensemble.common.keys)
     data = batches(3, dtype=torch.float64)
     first.step(data[0])
     second.load_state_dict(first.state_dict())
-    assert torch.equal(first.ensemble._common_keys, second.ensemble._common_keys)
+    assert torch.equal(first.ensemble.common.keys, second.ensemble.common.keys)
     for batch in data[1:]:
         first.step(batch)
         second.step(batch)
@@ -384,12 +384,12 @@ def test_mutants_miss_it(monkeypatch):
     """Noise of what is shared that leaks makes replicas follow each other; its lr and temperature
     cool the hot rung.
     """
-    plain = module_work.update_rows
+    plain = network_step.update_rows
 
     def leaking(position, state, gradient, numbers, *rest):
         return plain(position, state, gradient, numbers[:1].expand_as(numbers), *rest)
 
-    monkeypatch.setattr("torchrex.network.ensemble.update_rows", leaking)
+    monkeypatch.setattr("torchrex.network.step.update_rows", leaking)
     _, v, _, _ = stationary()
     assert_mean_is_not(v[0] * v[1], 0.0)
 
@@ -398,7 +398,7 @@ def test_mutants_miss_it(monkeypatch):
         coldest = (each[:1].expand_as(each) for each in exchanged)
         return plain(*rest, type(exchanged)(*coldest), policy, sampler)
 
-    monkeypatch.setattr("torchrex.network.ensemble.update_rows", cold)
+    monkeypatch.setattr("torchrex.network.step.update_rows", cold)
     x, _, laws, _ = stationary()
     assert_mean_is_not(x[1].square(), laws[1][0, 0])
     assert_mean_is(x[0].square(), laws[0][0, 0])

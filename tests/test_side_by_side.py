@@ -140,7 +140,7 @@ def test_captured_repeated_energies_are_the_eager_ones():
     captured, eager = make("re", 0, "cuda"), make("re", 0, "cuda", compiled=False)
     for run in (captured, eager):
         advance([run], 30, "cuda")
-    assert captured.alone.graphs is None or not captured.alone.graphs.failed
+    assert captured.graphs is None or not captured.graphs.failed
     torch.testing.assert_close(
         captured.state.noise_variance, eager.state.noise_variance, rtol=1e-3, atol=0.0
     )
@@ -159,8 +159,8 @@ def test_runs_with_dropout_are_captured_one_by_one(caplog):
         advance(together, 12, "cuda")
     assert "one after another" in caplog.text
     for seed, run in enumerate(together):
-        assert run.alone.graphs is not None
-        assert not run.alone.graphs.failed
+        assert run.graphs is not None
+        assert not run.graphs.failed
         alone = make("paired", seed, "cuda", model)
         data, _ = loaders("cuda")
         for _ in range(12):

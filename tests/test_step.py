@@ -15,7 +15,7 @@ from assertions import assert_mean_is
 from torchrex.density import run as density_run
 from torchrex.density.block import draw_block, measured_steps
 from torchrex.exchange.algorithm import ExchangeState, Rules, measure
-from torchrex.exchange.standing import take
+from torchrex.exchange.assignment import Selects
 from torchrex.rng import Streams
 from torchrex.samplers import Momentum
 from torchrex.targets import Energy
@@ -138,7 +138,7 @@ def test_measurement_looks_at_the_replicas_on_the_rungs():
         )["z"][0]
     }
     after = measure(ensemble, state, noise, rules)
-    at_rung = take(loudness[..., 0], state.replica_at)[:, 0].square()
+    at_rung = Selects.take(loudness[..., 0], state.replica_at)[:, 0].square()
     expected = 0.5 * (at_rung[:-1] + at_rung[1:])
     assert torch.allclose(after.noise_variance[:, 0], expected, rtol=0.15)  # 10 standard errors
     assert (after.noise_updates == 1.0).all()

@@ -4,6 +4,7 @@ happened.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import multiprocessing
@@ -534,14 +535,15 @@ def test_draws_of_another_run_are_not_thrown_away(tmp_path):
 
 def test_a_last_move_into_nowhere_is_not_called_finished(tmp_path):
     run, loader, average, trace = parts()
-    update = run.ensemble._update
+    update = run._network.functions.update
 
     def last_one_fails(position, *rest):
         update(position, *rest)
         if run.n_steps == 29:
             position[1].fill_(float("inf"))
 
-    run.ensemble._update = last_one_fails
+    functions = run._network.functions._replace(update=last_one_fails)
+    run._network = dataclasses.replace(run._network, functions=functions)
     with pytest.raises(
         NonFiniteEnergyError, match=r"replica 1 on rung . .* at step 30 .*step=000000020"
     ):

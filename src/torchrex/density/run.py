@@ -25,10 +25,10 @@ from torchrex.density.tensor_ensemble import TensorEnsemble
 from torchrex.density.threads import few_threads
 from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyError
 from torchrex.exchange.algorithm import ExchangeState, StepInfo
+from torchrex.exchange.assignment import Selects
 from torchrex.exchange.ladder import Ladder
 from torchrex.exchange.noise import NoiseShape
 from torchrex.exchange.run import ReplicaExchange, RuleOptions, joined, require_every, require_known
-from torchrex.exchange.assignment import Selects
 from torchrex.rng import Streams, derive_seed
 from torchrex.settings import settings_of
 

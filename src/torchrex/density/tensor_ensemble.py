@@ -10,8 +10,8 @@ from torch import Tensor
 
 from torchrex.errors import InvalidArgumentError
 from torchrex.exchange.algorithm import Exchanged
-from torchrex.exchange.momentum import MomentumPolicy, after_swap
 from torchrex.exchange.assignment import Selects
+from torchrex.exchange.momentum import MomentumPolicy, after_swap
 from torchrex.samplers import SGLD, Sampler, State, named_tensors
 from torchrex.targets import Energy, Noise, Target
 

@@ -73,15 +73,13 @@ class ExchangeState(NamedTuple):
 
     @staticmethod
     def start(
-        rules: Rules,
-        n_runs: int,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
+        rules: Rules, n_runs: int, *, device: torch.device, dtype: torch.dtype
     ) -> ExchangeState:
         """Replica k is at rung k."""
         n_rungs, n_pairs = rules.ladder.n_rungs, rules.ladder.n_pairs
-        replica_at = torch.arange(n_rungs, device=device, dtype=rules.assignment.dtype)[:, None].repeat(1, n_runs)
+        replica_at = torch.arange(n_rungs, device=device, dtype=rules.assignment.dtype)[
+            :, None
+        ].repeat(1, n_runs)
         per_pair = torch.ones(n_pairs, n_runs, device=device, dtype=dtype)
         return ExchangeState(
             replica_at=replica_at,
@@ -261,7 +259,10 @@ def noise_of_energies(
         return state, state.noise_variance, math.inf
     assert energy.per_example is not None
     assert n_data is not None
-    n, sample = energy.per_example.shape[-1], variance_of_pairs(state, energy, feed, n_data, rules.assignment)
+    n, sample = (
+        energy.per_example.shape[-1],
+        variance_of_pairs(state, energy, feed, n_data, rules.assignment),
+    )
     if isinstance(noise, BatchVariance):
         variance = noise.blended(state.noise_variance, state.noise_updates, sample)
     else:
@@ -282,7 +283,9 @@ def remember_pairs(
     if not isinstance(rules.noise, BatchVariance):
         return state
     assert n_data is not None
-    return sa_step(state, variance_of_pairs(state, energy, rules.noise.feed, n_data, rules.assignment), rules)
+    return sa_step(
+        state, variance_of_pairs(state, energy, rules.noise.feed, n_data, rules.assignment), rules
+    )
 
 
 def variance_of_pairs(

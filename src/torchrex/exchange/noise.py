@@ -15,8 +15,8 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch

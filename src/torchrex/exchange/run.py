@@ -201,7 +201,9 @@ class ReplicaExchange:
             )
         ]
         rules = ", ".join(
-            f"{field.name}: {getattr(self.rules, field.name)}" for field in fields(self.rules) if field.compare[1:]
+            f"{field.name}: {getattr(self.rules, field.name)}"
+            for field in fields(self.rules)[1:]
+            if field.compare
         )
         return notebook.panel(
             type(self).__name__,
@@ -214,7 +216,9 @@ class ReplicaExchange:
     def _rule_settings(self) -> dict[str, Any]:
         """What must agree between a state and the run that loads it, as far as the rules go."""
         return {
-            field.name: settings_of(getattr(self.rules, field.name)) for field in fields(self.rules) if field.compare
+            field.name: settings_of(getattr(self.rules, field.name))
+            for field in fields(self.rules)
+            if field.compare
         }
 
     @staticmethod

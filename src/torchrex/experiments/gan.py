@@ -42,8 +42,7 @@ from torchrex.experiments.networks import (
     require_all_images,
     split_images,
 )
-from torchrex.network import ModuleEnsemble, ModuleExchange
-from torchrex.network.work import evaluating
+from torchrex.network import ModuleEnsemble, ModuleExchange, evaluating
 from torchrex.rng import derive_seed
 from torchrex.samplers import SGHMC, AdamStart, Sampler
 from torchrex.targets import (

@@ -292,9 +292,7 @@ class SideBySide:
         # A run that failed stays in the graph: without it there would be another one to compile and
         # to capture.
         measuring = [
-            k
-            for k, run in enumerate(self.runs)
-            if isinstance(run.rules.noise.feed, RepeatedDraws)
+            k for k, run in enumerate(self.runs) if isinstance(run.rules.noise.feed, RepeatedDraws)
         ]
         going = {k: self.runs[k] for k in measuring if k not in self.failures}
         if not going:

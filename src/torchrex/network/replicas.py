@@ -11,7 +11,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 import torch
@@ -53,7 +53,7 @@ class ModuleEnsemble:
 
     model: Model
     energy: PosteriorEnergy
-    sampler: Sampler = field(default_factory=SGLD)
+    sampler: Sampler | None = None  # None is SGLD()
     _kw: KW_ONLY
     initial: Literal["identical", "independent"] = "identical"
     shared_batches: bool = True
@@ -94,7 +94,9 @@ class ModuleEnsemble:
             ),
         ):
             if not right:
-                raise InvalidArgumentError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+                raise InvalidArgumentError(
+                    f"{name} must be {expected}, got {getattr(self, name)!r}"
+                )
         if self.initial == "independent" and isinstance(self.model, nn.Module):
             raise InvalidArgumentError(
                 "independent initial weights need a function that makes the model, "
@@ -132,6 +134,7 @@ class Replicas:
 
     def __init__(self, source: ModuleEnsemble, n_replicas: int, seed: int) -> None:
         """Initial weights come from the seed, whatever else the process draws."""
+        assert source.sampler is not None
         self.source, self.energy, self.sampler = source, source.energy, source.sampler
         self.shared = tuple(source.shared)
         self.mesh = ReplicaMesh(n_replicas) if source.mesh is None else source.mesh
@@ -219,7 +222,9 @@ class Replicas:
         n_shared = sum(map(self.is_shared, names))
         if not 0 < n_shared < len(names):
             some = ", ".join([*names[:4], *(["..."] if len(names) > 4 else [])])
-            which = "all parameters, so that nothing is left to sample" if n_shared else "no parameter"
+            which = (
+                "all parameters, so that nothing is left to sample" if n_shared else "no parameter"
+            )
             raise InvalidArgumentError(
                 f"shared={self.shared} names {which}; those of the model are {some}"
             )

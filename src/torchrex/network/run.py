@@ -24,8 +24,8 @@ from torchrex.exchange.algorithm import ExchangeState, StepInfo, StepInputs, sa_
 from torchrex.exchange.assignment import Indexing
 from torchrex.exchange.noise import NoiseShape, PerExample, RepeatedDraws, warn_of_no_measurement
 from torchrex.exchange.run import ReplicaExchange, RuleOptions, require_known
-from torchrex.network.capture import CaptureState, Records, compiled_or_plain, convolutions
-from torchrex.network.group import BLOCK, Graphs, SideBySide
+from torchrex.network.capture import CaptureState, Graphs, Records, compiled_or_plain, convolutions
+from torchrex.network.group import BLOCK, SideBySide
 from torchrex.network.randomness import ForwardRandomness, RandomLosses
 from torchrex.network.replicas import (
     ModuleEnsemble,
@@ -450,7 +450,9 @@ class ModuleExchange(ReplicaExchange):
         """Are the energies of these latest steps finite? If it is one step, its batch tells whether
         they could be.
         """
-        failure = first_failure(infos, self.n_steps, batch=batch, together=bool(self.ensemble.shared))
+        failure = first_failure(
+            infos, self.n_steps, batch=batch, together=bool(self.ensemble.shared)
+        )
         if failure is None:
             return
         if not self.can_respawn:

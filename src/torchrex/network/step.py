@@ -218,9 +218,9 @@ class NetworkStep:
         terms, prior = torch.stack(losses), None
         if self.replicas.energy.prior_in_swaps:
             prior = prior_terms(extra, rows.position, rows.precision)
-        own = (terms.new_zeros(len(terms), dtype=torch.float64) if prior is None else prior.double())[
-            :, None
-        ]
+        own = (
+            terms.new_zeros(len(terms), dtype=torch.float64) if prior is None else prior.double()
+        )[:, None]
         if not isinstance(self.rules.noise.feed, PerExample):
             # The sums of the losses will do, one from each process.
             summed = terms.sum(1, keepdim=True, dtype=torch.float64)

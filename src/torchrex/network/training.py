@@ -39,9 +39,8 @@ from torchrex.exchange import (
     report_pairs,
     warn_of_dead_pairs,
 )
-from torchrex.network.divergence import LOWER_IT
-from torchrex.network.run import ModuleExchange
-from torchrex.network.side_by_side import SideBySide
+from torchrex.network.group import SideBySide
+from torchrex.network.run import LOWER_IT, ModuleExchange
 from torchrex.posterior import PosteriorAverage
 from torchrex.recording import LiveDisplay, Observer, Trace, Watched, counted_so_far, on_host
 
@@ -577,7 +576,7 @@ def _nonfinite_weights(run: ModuleExchange) -> NonFiniteEnergyError | None:
     failure = NonFiniteEnergyError(
         replica=replica, rung=rung, run=0, step=run.n_steps, value=nan, advice=LOWER_IT
     )
-    part = run.ensemble.what_broke(replica)
+    part = run.ensemble.nonfinite_part(replica)
     return failure if part is None else failure.because(part)
 
 

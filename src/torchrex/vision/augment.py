@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchrex.errors import InvalidArgumentError, require_whole
-from torchrex.network.compiling import compiled_or_plain
+from torchrex.network import compiled_or_plain
 
 CIFAR_MEAN = (0.4914, 0.4822, 0.4465)  # CIFAR-10's; the authors use them for CIFAR-100 too
 CIFAR_STD = (0.2023, 0.1994, 0.2010)

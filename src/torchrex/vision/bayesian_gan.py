@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchrex.errors import InvalidArgumentError, TargetError
-from torchrex.network.work import evaluating
+from torchrex.network import evaluating
 from torchrex.targets import frozen, without_tracking
 from torchrex.vision.augment import Normalise
 
