@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+# A shell starts background jobs with SIGINT ignored, and their children inherit that. Tests send
+# Ctrl-C to themselves and to processes they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
