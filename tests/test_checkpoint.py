@@ -79,7 +79,7 @@ def snapshot(folder):
 
 
 def reseal(path, change):
-    """Change the manifest of a checkpoint, and DONE with it, as someone would who knows the format."""
+    """Change the manifest of a checkpoint, and DONE with it."""
     manifest = json.loads((path / "manifest.json").read_text())
     changed = change(manifest)
     data = json.dumps(manifest if changed is None else changed).encode()

@@ -1,5 +1,4 @@
-"""Every error torchrex raises on purpose: one small tree, each also the builtin a caller would
-expect.
+"""Every error torchrex raises on purpose: one small tree, each also the builtin a caller expects.
 
 A message says what is wrong, what was given, and what to do. The command line prints it as one line
 and exits with 2.
@@ -10,9 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import Any, Literal
 
-OnInterrupt = Literal[
-    "raise", "return"
-]  # what Ctrl-C does to `train`, `sample` and `collect`, once everything is saved
+# What Ctrl-C does to `train`, `sample` and `collect`, once everything is saved.
+OnInterrupt = Literal["raise", "return"]
 
 
 class TorchrexError(Exception):
@@ -87,54 +85,41 @@ class NonFiniteEnergyError(TorchrexError, FloatingPointError):
         draws: Any = None,
         advice: str = "",
     ) -> None:
-        self.replica, self.rung, self.run, self.step, self.value, self.draws = (
-            replica,
-            rung,
-            run,
-            step,
-            value,
-            draws,
-        )
+        self.replica, self.rung, self.run, self.step, self.value = replica, rung, run, step, value
+        self.draws, self.advice = draws, advice
         self.checkpoint: Any = None
-        self.advice = advice
-        kept = (
-            ""
-            if draws is None
-            else f" The {draws.n_draws} draws before it are in the error's `draws`."
-        )
         if value == float("-inf"):
-            advice = "An energy of -infinity may be a log density with the wrong sign, or a density without an upper bound."
-        advice = advice or (
-            "Lower the learning rate of that rung, or check the density there."
-            if step > 0
-            else "The starting point lies outside the support: choose another with initial=..."
-        )
+            advice = "Is the sign of the log density wrong, or has it no upper bound?"
+        elif not advice and step > 0:
+            advice = "Lower the learning rate of that rung, or check the density there."
+        elif not advice:
+            advice = "The starting point is outside the support: choose another with initial=..."
+        if draws is not None:
+            advice += f" The {draws.n_draws} draws before it are in the error's `draws`."
         super().__init__(
-            f"the energy of replica {replica} on rung {rung} became {value} at step {step} (run {run}). {advice}{kept}"
+            f"the energy of replica {replica} on rung {rung} became {value} at step {step} "
+            f"(run {run}). {advice}"
         )
 
-    def because(self, culprit: str) -> NonFiniteEnergyError:
-        """The same error, naming the part of the replica that it came from."""
-        self.args = (f"{self} It began with {culprit}.",)
+    def because(self, part: str) -> NonFiniteEnergyError:
+        """The same error, naming the part of the replica where it began."""
+        self.args = (f"{self} It began with {part}.",)
         return self
 
     def with_checkpoint(self, path: Any) -> NonFiniteEnergyError:
         """The same error, naming the last checkpoint before it."""
-        where = (
-            "There is no checkpoint before it."
-            if path is None
-            else f"The last checkpoint before it is {path}."
+        none, last = (
+            "There is no checkpoint before it.",
+            f"The last checkpoint before it is {path}.",
         )
-        self.checkpoint, self.args = path, (f"{self} {where}",)
+        self.checkpoint, self.args = path, (f"{self} {none if path is None else last}",)
         return self
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """Ctrl-C, after everything was saved: a KeyboardInterrupt, so that a loop over several runs
-    ends.
+    """Ctrl-C, after everything was saved: a KeyboardInterrupt, so that a loop over runs ends.
 
-    What `sample` and `collect` have drawn so far is in `draws`, how far `train` came is in
-    `outcome`.
+    What `sample` and `collect` have drawn is in `draws`, how far `train` came is in `outcome`.
     """
 
     def __init__(self, message: str, *, draws: Any = None, outcome: Any = None) -> None:

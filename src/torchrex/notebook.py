@@ -5,18 +5,17 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
+# No colours: those of the notebook hold, light or dark.
+STYLE = "text-align:right;padding:0.1em 0.6em"
+
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    style = "text-align:right;padding:0.1em 0.6em"  # no colours: those of the notebook hold, light or dark
-
     def line(cells: Sequence[str], tag: str) -> str:
-        return (
-            "<tr>"
-            + "".join(f'<{tag} style="{style}">{html.escape(cell)}</{tag}>' for cell in cells)
-            + "</tr>"
-        )
+        inner = (f'<{tag} style="{STYLE}">{html.escape(cell)}</{tag}>' for cell in cells)
+        return f"<tr>{''.join(inner)}</tr>"
 
-    return f"<table><thead>{line(head, 'th')}</thead><tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
+    body = "".join(line(row, "td") for row in rows)
+    return f"<table><thead>{line(head, 'th')}</thead><tbody>{body}</tbody></table>"
 
 
 def paragraph(text: str) -> str:
@@ -25,9 +24,10 @@ def paragraph(text: str) -> str:
 
 def details(summary: str, text: str) -> str:
     """Something that opens at a click."""
-    return f"<details><summary>{html.escape(summary)}</summary><code>{html.escape(text)}</code></details>"
+    head = f"<summary>{html.escape(summary)}</summary>"
+    return f"<details>{head}<code>{html.escape(text)}</code></details>"
 
 
-def panel(name: str, told: str, *parts: str) -> str:
+def panel(name: str, line: str, *parts: str) -> str:
     """An object called `name`, one line about it, and tables."""
-    return f"<div><p><b>{html.escape(name)}</b>: {html.escape(told)}</p>{''.join(parts)}</div>"
+    return f"<div><p><b>{html.escape(name)}</b>: {html.escape(line)}</p>{''.join(parts)}</div>"

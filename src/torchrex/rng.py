@@ -18,9 +18,7 @@ from torchrex.errors import InvalidArgumentError
 
 
 def derive_seed(seed: int, name: str) -> int:
-    """A 63-bit seed for the stream `name` of `seed`; a hash, so that neighbouring seeds share
-    nothing.
-    """
+    """A 63-bit seed for the stream `name`; a hash, so that neighbouring seeds share nothing."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

@@ -1,8 +1,5 @@
-"""Schedules: plain functions of the step, multiplied into temperatures and learning rates or used
-as gains.
-
-Each maker returns a function from a step (0, 1, 2, ...) to a float. Any function of your own will
-do as well.
+"""Schedules: functions of the step (0, 1, 2, ...) that multiply temperatures and learning rates, or
+are gains. Any function of your own will do as well.
 """
 
 from __future__ import annotations
@@ -21,9 +18,7 @@ def constant(value: float = 1.0) -> Schedule:
 
 
 def geometric(rate: float, *, every: int = 1, start: float = 1.0) -> Schedule:
-    """`start * rate ** (step // every)`; the paper's annealing is `geometric(1 / 1.02,
-    every=steps_per_epoch)`.
-    """
+    """`start * rate ** (step // every)`; the paper has `geometric(1 / 1.02, every=epoch)`."""
     if not (math.isfinite(rate) and rate > 0):
         raise InvalidArgumentError(f"rate must be positive and finite, got {rate}")
     _require_count("every", every)
@@ -43,13 +38,10 @@ def inverse(*, start: int = 1) -> Schedule:
 
 
 def cyclical(length: int, *, start: float = 1.0, end: float = 0.0) -> Schedule:
-    """Cosine from `start` to `end` over each cycle of `length` steps, then back to `start` (Zhang
-    et al. 2020).
-    """
+    """Cosine from `start` to `end` over each cycle of `length` steps (Zhang et al. 2020)."""
     _require_count("length", length)
-    return lambda step: (
-        end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * (step % length) / length))
-    )
+    half = 0.5 * (start - end)
+    return lambda step: end + half * (1.0 + math.cos(math.pi * (step % length) / length))
 
 
 def _require_count(name: str, value: int) -> None:

@@ -1,6 +1,6 @@
 """The settings of an object as plain fields, by which a saved state is known to belong to a run.
 
-Fields and not `repr`, which rounds: runs whose settings differ in the last digit are different runs.
+Fields and not `repr`, which rounds: runs that differ in the last digit are different runs.
 """
 
 from __future__ import annotations

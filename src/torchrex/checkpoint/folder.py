@@ -86,10 +86,10 @@ class Checkpoints:
         setting: Mapping[str, Any] | None = None,
         process_group: ProcessGroup = ALONE,
     ) -> Path:
-        """Save a state. When this returns it is on the disk; if this raises the folder is as before.
+        """Save a state. When this returns it is on the disk; if it raises, the folder is as before.
 
-        Of this and the earlier steps the newest `keep` stay. Later steps, which a run that went back
-        will reach again, are left alone. All processes of a group must call this, each with its own
+        Of this and the earlier steps the newest `keep` stay. Later steps, which a run that went
+        back will reach again, are left alone. All processes of a group must call this, each with its own
         replicas in the state and None for the others: it is saved for all of them or for none.
         """
         step = operator.index(step)
@@ -168,7 +168,7 @@ class Checkpoints:
         process_group: ProcessGroup = ALONE,
         replicas: Collection[int] | None = None,
     ) -> Checkpoint | None:
-        """The newest checkpoint (`among` some steps) that passes every check, or None if none exists.
+        """The newest checkpoint (`among` some steps) that passes every check, or None without one.
 
         Damaged ones are skipped with a warning, but one of another `setting` or schema version is
         an error: older ones would have it too. Each process of a group reads the `replicas` it is
@@ -279,8 +279,8 @@ def read(
         manifest = parse_json(data)
         if (found := (manifest["schema"], manifest["version"])) != (SCHEMA, VERSION):
             raise CheckpointError(
-                f"{folder} has schema {shown(found[0])} version {shown(found[1])}, but this torchrex "
-                f"reads version {VERSION}; use the torchrex that wrote it, or another folder"
+                f"{folder} has schema {shown(found[0])} version {shown(found[1])}, but this "
+                f"torchrex reads version {VERSION}; use the torchrex that wrote it, or another folder"
             )
         if manifest["step"] != step:
             raise DamagedError(f"is that of step {shown(manifest['step'])}, not of step {step}")

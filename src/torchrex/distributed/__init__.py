@@ -1,4 +1,4 @@
-"""Replicas on several processes: `torchrun --nproc-per-node 4 script.py`, over torch.distributed."""
+"""Replicas on several processes: `torchrun --nproc-per-node 4 script.py`."""
 
 from torchrex.distributed.mesh import ReplicaMesh, replica_mesh
 from torchrex.distributed.process_group import (

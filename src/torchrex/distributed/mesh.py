@@ -1,7 +1,7 @@
 """Which process holds which replicas, and which part of every minibatch: a mesh replica x data.
 
-With as many ranks as replicas or fewer, each rank holds some complete replicas. With more, the ranks
-of one replica share every minibatch, and add their gradients. Weights stay where they are.
+With as many ranks as replicas or fewer, each rank holds some complete replicas. With more, the
+ranks of one replica share every minibatch, and add their gradients. Weights stay where they are.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ReplicaMesh:
         sent = self.process_group.gather(form, what)[owner]
         if sent is None:
             raise InvalidArgumentError(
-                "on several processes the model's output must be one tensor; return the logits alone"
+                "on several processes the model's output must be one tensor; return only the logits"
             )
         if form is None:
             tensor = torch.empty(sent[1], dtype=getattr(torch, sent[0]), device=device)

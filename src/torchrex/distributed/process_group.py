@@ -1,4 +1,4 @@
-"""The processes of a job: how they join, what they say to each other outside a step, how they leave.
+"""The processes of a job: how they join, what they exchange outside a step, how they leave.
 
 Plain values travel as JSON, nothing is pickled, and errors reach every process. With one process
 every method is its trivial case, so that there is one code path. gloo carries what is on CPUs, NCCL
@@ -186,8 +186,8 @@ def _initialize(backend: str) -> None:
     except (RuntimeError, ValueError) as error:
         rank_name, others = os.environ.get("RANK", "?"), int(os.environ["WORLD_SIZE"]) - 1
         raise RankError(
-            f"rank {rank_name} did not meet the other {others} within {seconds:g} s ({short(error)}); "
-            f"check whether one of them failed to start, or set TORCHREX_TIMEOUT=SECONDS",
+            f"rank {rank_name} did not meet the other {others} within {seconds:g} s "
+            f"({short(error)}); check whether one of them failed to start, or set TORCHREX_TIMEOUT=SECONDS",
             speaks=os.environ.get("RANK", "0") == "0",
         ) from None
 

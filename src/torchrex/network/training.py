@@ -249,7 +249,7 @@ class _Watching:
         self.report("on_steps", here)
 
     def warn_of_swaps(self, name: str) -> None:
-        """Which pairs of rungs made no swap, by the trace if it saw all steps, else in this call."""
+        """Name the pairs without swaps, by the trace if it saw all steps, else in this call."""
         run = self.one.run
         if self._swaps is None or not run.rules.ladder.n_pairs:
             return
@@ -405,8 +405,8 @@ class _Loop:
     # Checkpoints
 
     def save(self) -> None:
-        """Save all runs that go on, if they have folders. Weights that are not finite are not saved,
-        unless the run will replace them.
+        """Save all runs that go on. Weights that are not finite are not saved, unless the run will
+        replace them.
         """
         for each in self.going if self.saves else ():
             one, run = each.one, each.one.run
@@ -466,8 +466,8 @@ class _Loop:
             mine = _contents(len(one.averages), one.trace is not None)
             if stored != mine:
                 raise CheckpointError(
-                    f"{path} was written with {stored}, but this call has {mine}; give the same, or "
-                    f"another folder"
+                    f"{path} was written with {stored}, but this call has {mine}; give the "
+                    f"same, or another folder"
                 )
             one.run.load_state_dict({**state["run"], "replicas": state["replicas"]})
             for average, saved in zip(one.averages, state["averages"], strict=True):
