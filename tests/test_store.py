@@ -616,9 +616,9 @@ def test_wrong_models_and_data_are_named(stored, tmp_path):
     store = DrawStore.load(stored[0])
     wider = make_model()
     wider[4] = nn.Linear(4, 7)
-    with pytest.raises(InvalidArgumentError, match=r"4.weight \(3, 4\) for \(7, 4\)"):
+    with pytest.raises(InvalidArgumentError, match=r"4.weight.*\[7, 4\]"):
         store.predict(wider, batches())
-    with pytest.raises(InvalidArgumentError, match=r"weight missing .* 5 more unknown"):
+    with pytest.raises(InvalidArgumentError, match=r"Missing key.* Unexpected key"):
         store.predict(Counter, batches())
     shuffled = iter([batches(), batches()[::-1]])
 

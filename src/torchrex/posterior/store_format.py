@@ -30,7 +30,6 @@ from torchrex.rng import derive_seed
 
 SCHEMA, VERSION = "torchrex.draws", 1
 INDEX = "index.json"
-MOST_SHOWN = 4  # names in one message
 
 Keep = Literal["newest", "reservoir"]
 
@@ -242,29 +241,13 @@ def draw_as_bytes(module: nn.Module, *, step: int, rung: int) -> bytes:
 
 def load_into(module: nn.Module, state: Mapping[str, Tensor], file: str) -> None:
     """Put a draw into a module of the same form; `file` is for the message if it does not fit."""
-    own: dict[str, Tensor] = module.state_dict()
-    names = {_plain(name): name for name in own}
-    shapes = {
-        name: (tuple(state[name].shape), tuple(own[names[name]].shape))
-        for name in names
-        if name in state
-    }
-    problems = {
-        "missing from the draw": [name for name in names if name not in state],
-        "unknown to the model": [name for name in state if name not in names],
-        "of another shape": [
-            f"{name} {its} for {our}" for name, (its, our) in shapes.items() if its != our
-        ],
-    }
-    words = []
-    for problem, found in problems.items():
-        more = f" and {len(found) - MOST_SHOWN} more" if len(found) > MOST_SHOWN else ""
-        words += [f"{', '.join(found[:MOST_SHOWN])}{more} {problem}"] if found else []
-    if words:
+    names = {_plain(name): name for name in module.state_dict()}
+    try:
+        module.load_state_dict({names.get(name, name): value for name, value in state.items()})
+    except RuntimeError as error:  # it names missing and unknown tensors, and other shapes
         raise InvalidArgumentError(
-            f"{file} does not fit the model: {'; '.join(words)}. Give the model of that run"
-        )
-    module.load_state_dict({full_name: state[name] for name, full_name in names.items()})
+            f"{file} is not a draw of this model: {one_line(error)}"
+        ) from None
 
 
 def _plain(name: str) -> str:
