@@ -447,10 +447,6 @@ def test_what_the_generators_make_is_in_the_page(four, tmp_path):
         (lambda data: b"<svg onload='window.hacked=1'>", "it is no PNG file"),
         (lambda data: data[:-20], "it is cut short"),
         (
-            lambda data: data[:60] + bytes([data[60] ^ 1]) + data[61:],
-            "it is damaged: a checksum does not hold",
-        ),
-        (
             lambda data: png(torch.zeros(5000, 1000, 1, dtype=torch.uint8)),
             "it has 1,000 x 5,000 pixels",
         ),

@@ -176,8 +176,8 @@ def test_unfinished_unknown_and_newer(density, tmp_path):
 
 def test_nothing_at_all(tmp_path):
     for call, path, words in (
-        (load_run, tmp_path, "holds nothing of a run"),
-        (load_run, tmp_path / "none", "there is no run folder"),
+        (load_run, tmp_path, "holds no run"),
+        (load_run, tmp_path / "none", "holds no run"),
         (find_runs, tmp_path / "none", "there is no folder"),
     ):
         with pytest.raises(RunFolderError, match=words):

@@ -2,7 +2,7 @@
 
 Runs of one seed share what the seed decides, so differences are taken seed by seed:
 
-    d_s = other_s - first_s,    se = std(d) / sqrt(n),    t = mean(d) / se,    n - 1 degrees of freedom
+    d_s = other_s - first_s,    se = std(d) / sqrt(n),    t = mean(d) / se with n - 1 degrees
 
 One comparison looks at many metrics. Verdicts rest on Holm's adjusted p: with k tests and
 p_(1) <= ... <= p_(k),
@@ -281,7 +281,7 @@ def with_known_settings(runs: Sequence[LoadedRun]) -> list[LoadedRun]:
 
 
 def decides_the_problem(key: str, config: Mapping[str, Any]) -> bool:
-    """Are runs that differ in `key` different problems? A `data_seed` makes data in some configs."""
+    """Are runs that differ in `key` different problems? `data_seed` is only in some configs."""
     if key == "data_seed":
         chosen = config.get("validation") or config.get("test_subset") is not None
         return "n_data" in config or bool(chosen)

@@ -35,8 +35,14 @@ from torchrex.report.findings import (
     percent,
     several,
 )
-from torchrex.report.reader import LoadedRun, checkpoints_of, find_empty, find_runs, load_run
-from torchrex.report.repeat import command_to_repeat
+from torchrex.report.reader import (
+    LoadedRun,
+    checkpoints_of,
+    command_to_repeat,
+    find_empty,
+    find_runs,
+    load_run,
+)
 from torchrex.report.swap_checks import FEWEST_TESTS, WANTED, check_ladder
 
 BURN_IN = 0.1  # of the steps of a density is left out
@@ -263,8 +269,8 @@ def check_tail(run: LoadedRun) -> Iterable[Finding]:
     numbers["sigmas"] = tail.sigmas
     if tail.too_heavy:
         words = (
-            f"Of {REPEATED:,} energies drawn again at one place, the tail has index {tail.index:.2g};"
-            f" a Gaussian has {tail.gaussian_index:.2g} ({tail.sigmas:.0f} standard deviations off)."
+            f"The tail of {REPEATED:,} energies drawn again at one place has index {tail.index:.2g};"
+            f" a Gaussian has {tail.gaussian_index:.2g} ({tail.sigmas:.0f} sd off)."
             f" So swaps are biased at any F; a smaller gap between temperatures reduces it."
         )
         yield Finding("warning", "the energy noise has heavy tails", words, numbers)
@@ -401,7 +407,7 @@ class Saved:
 
 
 def look_at_checkpoints(run: LoadedRun) -> list[Saved]:
-    """Read every complete checkpoint of a run as a resume would; folders without any are left out."""
+    """Read every complete checkpoint of a run as a resume would."""
     found = []
     for checkpoints in checkpoints_of(run.path):
         saved = Saved(checkpoints.folder.name if checkpoints.folder.parent != run.path else "")

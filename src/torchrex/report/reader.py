@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shlex
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from torchrex.diagnostics import History
 from torchrex.errors import ConfigError, RecipeError, RunFolderError, TorchrexError
 from torchrex.exchange import Ladder
 from torchrex.experiments import ExperimentConfig, get_recipe
+from torchrex.experiments.config import override, to_json
 from torchrex.experiments.folder import UNREADABLE, added_later, read_tensors
 from torchrex.posterior import Draws
 
@@ -35,7 +37,12 @@ OPTIONAL: dict[str, Any] = {
     **{"steps_done": int, "replicas_side_by_side": int, "curves": dict},
 }
 LARGEST = 1e150  # of a number: its square is finite
-IN_HISTORY = ("steps", "energy", "noise_variance", "correction", "replica_at", "swap_steps")
+# Of a trace: axes, and whether its numbers are whole.
+TRACE = {
+    **dict.fromkeys(("steps", "swap_steps", "swap_pairs", "accepted", "proposed"), (1, True)),
+    **dict.fromkeys(("energy", "noise_variance", "correction"), (2, False)),
+    "replica_at": (2, True),
+}
 T = TypeVar("T")
 
 
@@ -125,7 +132,7 @@ def recipe_in(path: Path) -> str:
 def _folders(root: Path) -> list[Path]:
     if not root.is_dir():
         raise RunFolderError(
-            f"there is no folder {root}; give a run folder, or one that holds run folders"
+            f"there is no folder {root}; give a run folder, or one that holds some"
         )
     found = []
     for folder, inner, _ in os.walk(root):
@@ -133,7 +140,7 @@ def _folders(root: Path) -> list[Path]:
         found.append(path)
         # Next to a run are those that replace it or were replaced by it.
         waiting = {f"{name}{end}" for name in inner for end in (".new", ".old", ".replaced")}
-        inner[:] = [] if holds_a_run(path) else sorted(set(inner) - waiting)
+        inner[:] = [] if holds_a_run(path) else set(inner) - waiting
     return sorted(found, key=lambda path: (str(path.parent), seed_in(path) or 0, path.name))
 
 
@@ -142,18 +149,10 @@ def _folders(root: Path) -> list[Path]:
 
 def load_run(path: Path) -> LoadedRun:
     """Read a run folder; `problems` says what is missing or damaged."""
-    if not path.is_dir():
-        raise RunFolderError(
-            f"there is no run folder {path}; it should hold config.json and result.json"
-        )
-    if not holds_a_run(path):
-        raise RunFolderError(
-            f"{path} holds nothing of a run ({', '.join(FILES)}); give OUT/RECIPE/seed=S of a run"
-        )
+    if not path.is_dir() or not holds_a_run(path):
+        raise RunFolderError(f"{path} holds no run ({', '.join(FILES)}); give OUT/RECIPE/seed=S")
     if not str(path).isprintable():  # terminals and pages would obey what is in the name
-        raise RunFolderError(
-            f"the name of {one_line(path)} has control characters in it; rename the folder"
-        )
+        raise RunFolderError(f"{one_line(path)} has control characters in its name; rename it")
     problems: list[str] = []
     damaged: list[str] = []
 
@@ -171,7 +170,7 @@ def load_run(path: Path) -> LoadedRun:
             return None
 
     config = read("config.json", _read_object) or {}
-    if not config and "config.json" not in damaged:
+    if not config and not damaged:
         problems.append("there is no config.json: its settings are not known")
     result = read("result.json", _read_result)
     names: tuple[Any, ...] = (config.get("recipe"), (result or {}).get("recipe"), recipe_in(path))
@@ -180,44 +179,42 @@ def load_run(path: Path) -> LoadedRun:
     if seed is None:
         problems.append("the seed is not known: no result.json and no folder name such as seed=0")
     settings = ladder = None
-    if config:
-        try:
+    try:
+        if config:
             settings = config_from_json(get_recipe(recipe), config, problems)
             settings.check()
             ladder = settings.ladder()
-        except RecipeError as error:
-            problems.append(f"{one_line(error)}; so its ladder is not known")
-        except (TorchrexError, ValueError, TypeError, ArithmeticError, RuntimeError) as error:
-            settings = None
-            problems.append(f"the settings in config.json cannot be used: {one_line(error)}")
-            damaged.append("config.json")
-    if result is None and "result.json" not in damaged:
+    except RecipeError as error:
+        problems.append(f"{one_line(error)}; so its ladder is not known")
+    except (TorchrexError, ValueError, TypeError, ArithmeticError, RuntimeError) as error:
+        settings = None
+        problems.append(f"the settings in config.json cannot be used: {one_line(error)}")
+        damaged.append("config.json")
+    status = "damaged" if "result.json" in damaged else "unfinished"
+    if result is None and status == "unfinished":
         problems.append(f"there is no result.json: the run goes on, or was killed; {_saved(path)}")
-    draws = read("draws.safetensors", Draws.load)
-    trace = read("trace.safetensors", _read_trace) or {}
-    history = None
-    try:
-        history = _history(settings, ladder, draws, trace, result)
-    except (TorchrexError, RuntimeError, LookupError, ValueError, TypeError) as error:
-        problems.append(f"its draws or trace do not fit its settings: {one_line(error)}")
-    status = (
-        "damaged" if "result.json" in damaged else (result or {"status": "unfinished"})["status"]
-    )
-    return LoadedRun(
+    draws, trace = read("draws.safetensors", Draws.load), read("trace.safetensors", _read_trace)
+    run = LoadedRun(
         path=path,
         recipe=recipe,
         seed=-1 if seed is None else seed,
         config=config,
         result=result,
-        status=status,
+        status=status if result is None else result["status"],
         ladder=ladder,
         draws=draws,
-        trace=trace,
-        history=history,
-        problems=tuple(problems),
+        trace=trace or {},
+        history=None,
+        problems=(),
         settings=settings,
         damaged=tuple(damaged),
     )
+    history = None
+    try:
+        history = _history(run)
+    except (TorchrexError, RuntimeError, LookupError, ValueError, TypeError) as error:
+        problems.append(f"its draws or trace do not fit its settings: {one_line(error)}")
+    return dataclasses.replace(run, history=history, problems=tuple(problems))
 
 
 def checkpoints_of(path: Path) -> list[Checkpoints]:
@@ -260,24 +257,18 @@ def _is_possible(name: str, value: Any) -> bool:
     """Are counts counts, and shares shares? What is computed from them relies on it."""
     if name in ("seed", "steps_done", "wall_seconds", "replicas_side_by_side"):
         return bool(0 <= value <= LARGEST)
-    if name == "metrics":
-        return all(_is_metric(*each) for each in value.items())
     if name == "swaps":
-        return all(isinstance(each, dict) and _is_pair(**each) for each in value)
-    if name == "curves":  # a list, or one for each rung or pair
-        lists = {key: each if isinstance(each, list) else [each] for key, each in value.items()}
-        return all(
-            _is_metric(key, number) and number not in ("inf", "-inf")
-            for key, each in lists.items()
-            for row in each
-            for number in (row if isinstance(row, list) else [row])
-        )
+        return all(isinstance(each, dict) and _is_pair(each) for each in value)
+    if name in ("metrics", "curves"):  # a curve is a list, or has one for each rung or pair
+        return all(_is_metric(key, each, name == "curves") for key, each in value.items())
     return True
 
 
-def _is_metric(name: str, value: Any) -> bool:
+def _is_metric(name: str, value: Any, curve: bool) -> bool:
     """JSON has no NaN and no infinities: they are null and text."""
-    if value is None or value in ("inf", "-inf") or isinstance(value, bool):
+    if curve and isinstance(value, list):
+        return all(_is_metric(name, each, curve) for each in value)
+    if value is None or isinstance(value, bool) or (value in ("inf", "-inf") and not curve):
         return True
     if not isinstance(value, NUMBER) or abs(value) > LARGEST:
         return False
@@ -286,71 +277,58 @@ def _is_metric(name: str, value: Any) -> bool:
     return not name.endswith(("accuracy", "acceptance_rate")) or 0 <= value <= 1
 
 
-def _is_pair(
-    pair: Any = None,
-    accepted: Any = None,
-    proposed: Any = None,
-    acceptance_rate: Any = None,
-    **_: Any,
-) -> bool:
-    counts = _is(accepted, int) and _is(proposed, int) and 0 <= accepted <= proposed
-    rungs = isinstance(pair, list) and len(pair) == 2 and all(_is(r, int) and r >= 0 for r in pair)
-    return counts and rungs and (acceptance_rate is None or _is(acceptance_rate, NUMBER))
+def _is_pair(pair: dict[str, Any]) -> bool:
+    accepted, proposed, rungs = pair.get("accepted", -1), pair.get("proposed"), pair.get("pair")
+    if not (isinstance(rungs, list) and len(rungs) == 2):
+        return False
+    rate = pair.get("acceptance_rate")
+    counts = all(_is(each, int) and each >= 0 for each in (accepted, proposed, *rungs))
+    return counts and bool(accepted <= proposed) and (rate is None or _is(rate, NUMBER))
 
 
 def _read_trace(path: Path) -> dict[str, Tensor]:
     """The tensors of a trace; ValueError if no run can have recorded them."""
     tensors = read_tensors(path)
-    for name, x in tensors.items():
-        if name in ("energy", "noise_variance", "correction"):
-            fits = x.ndim == 2 and x.is_floating_point()
-        elif name in ("steps", "swap_steps", "swap_pairs", "accepted", "proposed", "replica_at"):
-            fits = x.ndim == (2 if name == "replica_at" else 1)
-            fits = fits and not x.is_floating_point() and not x.is_complex()
-            fits = fits and bool((x >= 0).all())
-            if fits and name == "replica_at":
-                fits = bool((x < max(1, x.shape[1])).all())
-            if fits and name.endswith("steps"):
-                fits = name == "curve_steps" or bool((x[1:] >= x[:-1]).all())
-        else:
+    for name, (axes, whole) in TRACE.items():
+        x = tensors.get(name)
+        if x is None:
             continue
+        fits = x.ndim == axes and x.is_floating_point() != whole and not x.is_complex()
+        if fits and whole:
+            fits = bool((x >= 0).all()) and (axes == 1 or bool((x < max(1, x.shape[1])).all()))
+        if fits and name.endswith("steps"):
+            fits = bool((x[1:] >= x[:-1]).all())
         if not fits:
             raise ValueError(f"no run can have recorded its {name}")
     return tensors
 
 
-def _history(
-    settings: ExperimentConfig | None,
-    ladder: Ladder | None,
-    draws: Draws | None,
-    trace: dict[str, Tensor],
-    result: dict[str, Any] | None,
-) -> History | None:
-    if ladder is None or settings is None:
+def _history(run: LoadedRun) -> History | None:
+    draws, trace = run.draws, run.trace
+    if run.ladder is None or run.settings is None:
         return None
     if draws is not None and draws.n_draws:
-        factor = float(settings.correction_factor)
-        return History.from_draws(draws, ladder, correction_factor=factor)
-    if not all(name in trace for name in (*IN_HISTORY, "swap_pairs", "accepted", "proposed")):
+        factor = float(run.settings.correction_factor)
+        return History.from_draws(draws, run.ladder, correction_factor=factor)
+    if not set(TRACE) <= set(trace) or len(trace["steps"]) == 0:
         return None
-    # Round trips need all swaps.
-    if len(trace["steps"]) == 0 or len(trace["swap_steps"]) < int(trace["accepted"].sum()):
+    if len(trace["swap_steps"]) < int(trace["accepted"].sum()):  # round trips need all swaps
         return None
-    return History.from_traces([trace], ladder, n_steps=(result or {}).get("steps_done"))
+    return History.from_traces([trace], run.ladder, n_steps=(run.result or {}).get("steps_done"))
 
 
-# The config object from its JSON
+# The config object from its JSON, and the command from the config
 
 
-def config_from_json(base: Any, values: Mapping[str, Any], problems: list[str]) -> ExperimentConfig:
+def config_from_json(
+    base: ExperimentConfig, values: Mapping[str, Any], problems: list[str]
+) -> ExperimentConfig:
     """`base` with the values of a config.json, the inverse of `to_json`. Fields that only one side
     has are problems.
     """
     known = {field.name for field in dataclasses.fields(base)}
-    if unknown := sorted(set(values) - known):
-        problems.append(
-            f"config.json has settings that this version does not know: {one_line(', '.join(unknown))}"
-        )
+    if unknown := one_line(", ".join(sorted(set(values) - known))):
+        problems.append(f"config.json has settings that this version does not know: {unknown}")
     if missing := sorted(known - set(values) - set(added_later(base))):
         problems.append(f"config.json lacks {', '.join(missing)}: those of the recipe are taken")
     return typing.cast(ExperimentConfig, _from_json(base, values))
@@ -359,13 +337,10 @@ def config_from_json(base: Any, values: Mapping[str, Any], problems: list[str]) 
 def _from_json(base: Any, values: Mapping[str, Any]) -> Any:
     hints = typing.get_type_hints(type(base))
     changes = {}
-    for field in dataclasses.fields(base):
-        if field.name in values:
-            value, now = values[field.name], getattr(base, field.name)
-            nested = dataclasses.is_dataclass(now) and isinstance(value, dict)
-            changes[field.name] = (
-                _from_json(now, value) if nested else _plain(value, hints[field.name], field.name)
-            )
+    for name in (field.name for field in dataclasses.fields(base) if field.name in values):
+        value, now = values[name], getattr(base, name)
+        nested = dataclasses.is_dataclass(now) and isinstance(value, dict)
+        changes[name] = _from_json(now, value) if nested else _plain(value, hints[name], name)
     return dataclasses.replace(base, **changes)
 
 
@@ -386,3 +361,49 @@ def _plain(value: Any, kind: Any, name: str) -> Any:
         return value
     wanted = str(kind).removeprefix("typing.") if args else getattr(kind, "__name__", kind)
     raise ConfigError(f"{name} is {one_line(repr(value), 80)} and not {wanted}")
+
+
+class Command(NamedTuple):
+    """A line for a shell, empty if there is none, and what to know about it."""
+
+    line: str
+    note: str
+
+
+def command_to_repeat(run: LoadedRun, out: str = "runs/again") -> Command:
+    """The recipe, the seed, and every setting that is not the recipe's. The settings, applied to
+    the recipe, give back the config, or the note says which do not.
+    """
+    try:
+        recipe = get_recipe(run.recipe)
+    except RecipeError:
+        return Command("", "This version has no recipe of that name.")
+    if not run.config:
+        return Command("", "Its config.json is missing or damaged: its settings are not known.")
+    assignments = list(_differences(recipe, to_json(recipe), run.config))
+    try:
+        again = to_json(override(recipe, assignments))
+    except (TorchrexError, ValueError, TypeError, ArithmeticError) as error:
+        return Command("", f"This version refuses the settings of its config.json ({error}).")
+    keys = {*again, *run.config}
+    different = sorted(key for key in keys if again.get(key) != run.config.get(key))
+    note = f"Not the same in this version: {', '.join(different)}." if different else ""
+    words = ["torchrex", "run", run.recipe, "--seed", str(max(0, run.seed))]
+    words += [word for assignment in assignments for word in ("--set", assignment)]
+    return Command(shlex.join([*words, "--out", out]), note)
+
+
+def _differences(
+    recipe: Any, usual: Mapping[str, Any], there: Mapping[str, Any], prefix: str = ""
+) -> Iterator[str]:
+    for field in dataclasses.fields(recipe):
+        name, value = field.name, there.get(field.name)
+        if not field.metadata.get("settable", True) or name not in there or value == usual[name]:
+            continue
+        part = getattr(recipe, name)
+        if dataclasses.is_dataclass(part) and isinstance(value, dict):
+            yield from _differences(part, usual[name], value, f"{prefix}{name}.")
+        else:
+            each = value if isinstance(value, list) else [value]
+            words = (str(x).lower() if x is None or isinstance(x, bool) else str(x) for x in each)
+            yield f"{prefix}{name}={','.join(words)}"

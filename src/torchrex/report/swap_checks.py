@@ -583,7 +583,7 @@ def advise_from_counts(counted: Counted, temperatures: Sequence[float], factor: 
 
 
 def _needed_ladder(evidence: Evidence) -> tuple[str, int | None]:
-    """The ladder that F = 1 needs between the coldest and the hottest rung, at the largest sigma2."""
+    """The ladder that F = 1 needs from the coldest to the hottest rung, at the largest sigma2."""
     late = evidence.late
     cold, hot = float(late.temperature[-1, 0]), float(late.temperature[-1, -1])
     variance = float(settled_noise(late)[0].value.max())
@@ -604,7 +604,7 @@ def sentence(
 ) -> str:
     """`low` and `high` are the F of WANTED. What the run has already is no advice."""
     if not math.isfinite(low):
-        return f"No F gives {percent(WANTED[0])}: the energies are too far apart; F = 1 needs {ladder}."
+        return f"No F gives {percent(WANTED[0])}: energies are too far apart; F = 1 needs {ladder}."
     each = zip((low, high), WANTED, strict=True)
     wanted = [(f, share) for f, share in each if NOTABLY * factor < f < math.inf and share > rate]
     if not wanted:

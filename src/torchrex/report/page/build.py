@@ -12,8 +12,8 @@ import hashlib
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,15 +33,37 @@ HERE = Path(__file__).parent
 ASSETS = ("charts.js", "tables.js", "page.js")
 STATUSES = ("finished", "paused", "interrupted", "failed", "unfinished", "damaged", "empty")
 SECONDS = 8.0  # for doctor, all runs together; importing ArviZ takes half of it on a busy machine
-NOT_ASKED = (
-    "doctor was not asked, to keep this page quick; `torchrex doctor` with its folder says more"
-)
 OPEN = 8  # so many lines are shown without a click
 FIRST_SHOWN = 2  # runs whose charts are open at the start
-HEAD = (
-    *("show", "recipe", "seed", "status", "doctor", "swaps", "accepted, %", "time, s", "date"),
+HEAD = [
+    "show",
+    "recipe",
+    "seed",
+    "status",
+    "doctor",
+    "swaps",
+    "accepted, %",
+    "time, s",
+    "date",
     "folder",
-)
+]
+PAGE = """<!doctype html>{mark}
+<html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>{style}</style></head>
+<body>
+<main>
+<h1>{title}</h1>
+{body}
+</main>
+<footer>Written by torchrex {version} from the run folders named above.</footer>
+{data}
+<script>{script}</script>
+</body></html>
+"""
 
 Cell = tuple[str, Any]  # HTML, and what to sort by
 # "verdict"; "quick": something was left out; "problems" and "warnings": how many, None if not
@@ -73,31 +95,27 @@ def write_page(
         raise RunFolderError(f"--out {out} is a folder; give a file, such as {out / 'page.html'}")
     if out.exists() and MARK.encode() not in out.read_bytes()[:200]:
         raise RunFolderError(f"--out {out} is not a report of torchrex; give another name")
-    paths = list(dict.fromkeys(path.resolve() for root in roots for path in find_runs(root)))
-    named = [find_empty(root) for root in roots]
+    paths, empty = list[Path](), list[Path]()
+    for root in roots:
+        runs, bare = find_runs(root), find_empty(root)
+        paths += [path.resolve() for path in runs if path.resolve() not in paths]
+        empty += [path.resolve() for path in (bare if runs or bare else [root])]
     if not paths:
-        n = sum(map(len, named))
-        hint = f" (run folders without a run: {n})" if n else ""
-        asked = ", ".join(map(str, roots))
-        raise RunFolderError(f"there is no run in {asked}{hint}; give a folder with RECIPE/seed=S")
-    # A folder that was asked for and holds no run is empty too.
-    found = [
-        each or ([] if find_runs(root) else [root]) for root, each in zip(roots, named, strict=True)
-    ]
-    empty = list(dict.fromkeys(path.resolve() for each in found for path in each))
-    runs = []
+        named = f"{', '.join(map(str, roots))} (run folders without a run: {len(empty)})"
+        raise RunFolderError(f"there is no run in {named}; give a folder with RECIPE/seed=S")
+    loaded = []
     for done, path in enumerate(paths):
-        runs.append(load_run(path))
+        loaded.append(load_run(path))
         if progress is not None:
             progress(done + 1, len(paths))
     title = title or f"torchrex: {', '.join(root.resolve().name for root in roots)}"
-    text = page_of(runs, out, title=title, empty=empty, doctor_seconds=doctor_seconds)
+    text = page_of(loaded, out, title=title, empty=empty, doctor_seconds=doctor_seconds)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         replace_file(out, text.encode())
     except OSError as error:
         raise RunFolderError(f"cannot write {out} ({error}); choose another --out") from None
-    return Written(len(runs), sum(not is_complete(run) for run in runs), len(empty))
+    return Written(len(loaded), sum(not is_complete(run) for run in loaded), len(empty))
 
 
 def page_of(
@@ -112,7 +130,7 @@ def page_of(
     advice = advice_for(runs, doctor_seconds)
     details = {id(run): {**details_of(run, out), "doctor": advice[id(run)]} for run in runs}
     within_the_page([each["pictures"] for each in details.values()])
-    parts = [f"<h1>{escape(title)}</h1>", _summary(runs, details, empty, out)]
+    parts = [_summary(runs, details, empty, out)]
     data = {f"run-{k}": details[id(run)] for k, run in enumerate(runs)}
     for k, family in enumerate(families(runs, empty)):
         charts = overlays(family, {key: each["charts"] for key, each in details.items()})
@@ -122,34 +140,24 @@ def page_of(
     style = (HERE / "page.css").read_text()
     script = "\n".join((HERE / name).read_text() for name in ASSETS)
     own = f"style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:"
-    policy = f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'"
-    blobs = "\n".join(
+    blobs = [
         f'<script type="application/json" id="{name}">{_json(value)}</script>'
         for name, value in data.items()
+    ]
+    return PAGE.format(
+        mark=MARK,
+        policy=f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'",
+        title=escape(title),
+        style=style,
+        body="\n".join(parts),
+        version=escape(torchrex.__version__),
+        data="\n".join(blobs),
+        script=script,
     )
-    body, version = "\n".join(parts), escape(torchrex.__version__)
-    return f"""<!doctype html>{MARK}
-<html lang="en"><head><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{escape(title)}</title>
-<style>{style}</style></head>
-<body>
-<main>
-{body}
-</main>
-<footer>Written by torchrex {version} from the run folders named above.</footer>
-{blobs}
-<script>{script}</script>
-</body></html>
-"""
 
 
 def _json(value: Any) -> str:
-    """JSON that cannot end its element; < > & are only inside strings, where an escape means the
-    same.
-    """
+    """JSON that cannot end its element: < > & are only inside strings."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -169,9 +177,11 @@ def advice_for(runs: Sequence[LoadedRun], seconds: float = SECONDS) -> dict[int,
     """By `id` of the run. Small runs come first, and none is begun after so many seconds."""
     found, until = {}, time.monotonic() + seconds
     for run in sorted(runs, key=lambda run: 0 if run.draws is None else run.draws.values.numel()):
-        in_time = time.monotonic() < until
-        quick = math.isfinite(seconds)
-        found[id(run)] = advice_of(run, quick=quick) if in_time else unknown(NOT_ASKED)
+        if time.monotonic() < until:
+            found[id(run)] = advice_of(run, quick=math.isfinite(seconds))
+        else:
+            words = "doctor was not asked, to keep this page quick; use `report --doctor all`"
+            found[id(run)] = unknown(words)
     return found
 
 
@@ -199,28 +209,14 @@ def unknown(why: str) -> Advice:
 
 
 def _summary(runs: Sequence[LoadedRun], details: Details, empty: Sequence[Path], out: Path) -> str:
-    finished = sum(run.status == "finished" for run in runs)
+    n, finished = len(runs), sum(run.status == "finished" for run in runs)
     n_recipes = len({run.recipe for run in runs})
-    facts: list[tuple[Any, str]] = [(len(runs), "run" if len(runs) == 1 else "runs")]
-    facts += [(n_recipes, "recipe" if n_recipes == 1 else "recipes"), (finished, "finished")]
-    facts += [(len(runs) - finished, "not finished"), *([(len(empty), "empty")] if empty else [])]
-    facts += [(in_words(total_seconds(runs)), "of computing")]
+    facts: list[tuple[Any, str]] = [(n, "run" if n == 1 else "runs")]
+    facts += [(n_recipes, "recipe" if n_recipes == 1 else "recipes")]
+    facts += [(finished, "finished"), (n - finished, "not finished")]
+    facts += [(len(empty), "empty")] if empty else []
+    facts += [(in_words(total_seconds(runs)), "of computing, runs that trained together once")]
     tiles = "".join(f"<li><b>{value}</b> {name}</li>" for value, name in facts)
-    shared = ""
-    if together := [group for group in groups(runs) if len(group) > 1]:
-        n, among = sum(map(len, together)), several(len(together), "group")
-        words = f"{n} runs trained together in {among}; the time of a group counts once."
-        shared = f'<p class="note">{words}</p>'
-    return (
-        f'<section id="summary"><h2>Summary</h2><ul class="facts">{tiles}</ul>{shared}'
-        f"{_incomplete(runs, details, empty, out)}{_doctor(runs, details)}"
-        f"<noscript><p>Charts and the runs one by one need JavaScript.</p></noscript></section>"
-    )
-
-
-def _incomplete(
-    runs: Sequence[LoadedRun], details: Details, empty: Sequence[Path], out: Path
-) -> str:
     lines = []
     for k, run in enumerate(runs):
         if not is_complete(run):
@@ -230,21 +226,21 @@ def _incomplete(
                 *([error] if error else []),
             ]
             inner = "".join(f"<li>{escape(word)}</li>" for word in words)
+            link = f'<a href="#runs" data-show="{k}">{escape(run.name)}</a>'
             folder = escape(details[id(run)]["folder"]["text"])
-            lines.append(
-                f'<li><a href="#runs" data-show="{k}">{escape(run.name)}</a> {badges(run)} in'
-                f" {folder}<ul>{inner}</ul></li>"
-            )
+            lines.append(f"<li>{link} {badges(run)} in {folder}<ul>{inner}</ul></li>")
     for path in empty:
-        name = f"{escape(link_to(path, out)['text'])} {badge('empty')}"
-        lines.append(f"<li>{name} it holds nothing of a run</li>")
-    if not lines:
-        return ""
-    opened = " open" if len(lines) <= OPEN else ""
+        name = escape(link_to(path, out)["text"])
+        lines.append(f"<li>{name} {badge('empty')} it holds nothing of a run</li>")
+    listed, opened = "", " open" if len(lines) <= OPEN else ""
+    if lines:
+        head = f"Not complete: {len(lines)} of {n + len(empty)} folders; tables use finished runs."
+        listed = f'<details class="problems"{opened}><summary>{head}</summary>'
+        listed += f"<ul>{''.join(lines)}</ul></details>"
     return (
-        f'<details class="problems"{opened}><summary>Not complete: {len(lines)} of'
-        f" {len(runs) + len(empty)} folders. Tables use finished runs alone.</summary>"
-        f"<ul>{''.join(lines)}</ul></details>"
+        f'<section id="summary"><h2>Summary</h2><ul class="facts">{tiles}</ul>{listed}'
+        f'<p class="note">{escape(_doctor(runs, details))}</p>'
+        f"<noscript><p>Charts and the runs one by one need JavaScript.</p></noscript></section>"
     )
 
 
@@ -260,7 +256,7 @@ def _doctor(runs: Sequence[LoadedRun], details: Details) -> str:
         line += f" It took only a quick look at {quick}; `report --doctor all` takes a full one."
     if len(asked) < len(runs):
         line += f" It did not look at {len(runs) - len(asked)}; use `report --doctor all`."
-    return f'<p class="note">{escape(line.strip())}</p>'
+    return line.strip()
 
 
 # Tables
@@ -280,10 +276,8 @@ def badges(run: LoadedRun) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Cell]], id_: str = "") -> str:
     """A table whose heads sort it."""
-    heads = "".join(
-        f'<th scope="col" aria-sort="none"><button type="button">{escape(name)}</button></th>'
-        for name in head
-    )
+    button = '<th scope="col" aria-sort="none"><button type="button">{}</button></th>'
+    heads = "".join(button.format(escape(name)) for name in head)
     body = ""
     for row in rows:
         cells = ""
@@ -305,18 +299,17 @@ def _family(family: Family, k: int, has_charts: bool) -> str:
         head += [label(metric), *(["paper"] if metric in stated else [])]
     rows = []
     for row, paper in zip(family.rows, papers, strict=True):
-        cells: list[Cell] = [(escape(row.title), row.title), (row.seeds, len(row.finished))]
+        cells: list[Cell] = [(row.title, row.title), (row.seeds, len(row.finished))]
         for metric in chosen:
-            text, value = cell(row, metric)
-            cells.append((escape(text), value))
+            cells.append(cell(row, metric))
             if metric in stated:
                 there = paper.get(metric)
-                cells.append(("-", None) if there is None else (escape(there.text), there.value))
+                cells.append(("-", None) if there is None else (there.text, there.value))
         swaps = [counts for run in row.finished if (counts := run.swap_counts) is not None]
         made, tested = sum(a for a, _ in swaps), sum(p for _, p in swaps)
         words = f"{made:,} of {tested:,}" if tested else "none tested"
         cells.append((words, made) if swaps else ("-", None))
-        rows.append(cells)
+        rows.append([(escape(text), value) for text, value in cells])
     notes = sorted({each.note for paper in papers for each in paper.values() if each.note})
     words = (
         "Means over finished seeds; in brackets the standard error of the last digit(s), from the"
@@ -334,39 +327,36 @@ def _runs_table(
     runs: Sequence[LoadedRun], details: Details, empty: Sequence[Path], out: Path
 ) -> str:
     """All runs and empty folders, from which a reader chooses what is shown below."""
-    # At the start two runs of different recipes that have swaps to look at.
-    swapping = {
-        run.recipe: k
-        for k, run in reversed(list(enumerate(runs)))
-        if run.history is not None and (run.swap_counts or (0, 0))[0]
-    }
-    chosen = set(list(dict.fromkeys([*sorted(swapping.values()), *range(len(runs))]))[:FIRST_SHOWN])
-    shared = {id(run): len(group) > 1 for group in groups(runs) for run in group}
+    first: dict[str, int] = {}  # at the start runs of different recipes that have swaps
+    for k, run in enumerate(runs):
+        if run.history is not None and (run.swap_counts or (0, 0))[0]:
+            first.setdefault(run.recipe, k)
+    chosen = list(dict.fromkeys([*first.values(), *range(len(runs))]))[:FIRST_SHOWN]
+    clocks = Counter(map(clock, runs))
     rows = [
-        _row(k, run, details[id(run)], k in chosen, shared.get(id(run), False))
+        _row(k, run, details[id(run)], k in chosen, clocks[clock(run)] > 1)
         for k, run in enumerate(runs)
     ]
     blank: Cell = ("", None)
     for path in empty:
         seed, recipe = seed_in(path), recipe_in(path)
         known: list[Cell] = [(escape(recipe), recipe), (str(seed), seed)]
-        first = [blank, *(known if seed is not None else [blank, blank])]
-        rows.append([*first, (badge("empty"), "empty"), *[blank] * 5, _link(link_to(path, out))])
-    note = "* shared with the runs that trained with it" if any(shared.values()) else ""
+        start = [blank, *(known if seed is not None else [blank, blank])]
+        rows.append([*start, (badge("empty"), "empty"), *[blank] * 5, _link(link_to(path, out))])
     return (
         '<section id="runs"><h2>Runs one by one</h2><p class="tools">'
         '<label>Filter <input type="search" id="filter"></label> '
         '<button type="button" id="none">show none</button> <span id="shown" class="note"></span>'
         '</p><p id="no-match" class="note" hidden>No run matches the filter.</p>'
-        f'{_table(HEAD, rows, "all-runs")}<p class="note">{note}</p>'
-        '<div id="panels" class="panels"></div></section>'
+        f'{_table(HEAD, rows, "all-runs")}<p class="note">* shared with runs that trained with it'
+        '</p><div id="panels" class="panels"></div></section>'
     )
 
 
 def _row(
     k: int, run: LoadedRun, details: Mapping[str, Any], shown: bool, shares: bool
 ) -> list[Cell]:
-    counts, seconds, date = run.swap_counts, seconds_of(run), (run.result or {}).get("date", "")
+    counts, seconds, date = run.swap_counts, clock(run)[0], (run.result or {}).get("date", "")
     rate = 100 * counts[0] / counts[1] if counts and counts[1] else None
     problems, warnings = details["doctor"]["problems"], details["doctor"]["warnings"]
     advice: Cell = ("not asked", None)
@@ -397,58 +387,21 @@ def _link(folder: Mapping[str, str]) -> Cell:
     return f'<a href="{escape(folder["href"])}">{text}</a>', folder["text"]
 
 
-# Whose time the seconds of a run are
+# Time
 
 
-def seconds_of(run: LoadedRun) -> float | None:
-    seconds = (run.result or {}).get("wall_seconds")
-    return None if seconds is None else float(seconds)
-
-
-def groups(runs: Sequence[LoadedRun]) -> list[list[LoadedRun]]:
-    """Runs with a known time, those that trained together as one group.
-
-    A group has one clock, so all its runs have the same seconds to the last digit, on the same
-    device, and ended less than that time apart.
-    """
-    clocks: dict[tuple[float, Any], list[list[LoadedRun]]] = {}
-    for run in runs:
-        if (seconds := seconds_of(run)) is not None:
-            found = clocks.setdefault((seconds, (run.result or {}).get("device")), [])
-            group = next((each for each in found if _together(each[0], run, seconds)), None)
-            if group is None:
-                found.append([run])
-            else:
-                group.append(run)
-    return [group for each in clocks.values() for group in each]
-
-
-def _together(one: LoadedRun, other: LoadedRun, seconds: float) -> bool:
-    ends = [_end(run) for run in (one, other) if not _alone(run)]
-    known = [end for end in ends if end is not None]
-    return len(known) == 2 and abs(known[0] - known[1]) < max(seconds, 1.0)
-
-
-def _alone(run: LoadedRun) -> bool:
-    """Results say how many replicas ran together; the older ones of single runs do not."""
-    if run.settings is None:
-        return False
-    if run.settings.batch_key(0) is None:
-        return True
-    told = (run.result or {}).get("replicas_side_by_side")
-    return isinstance(told, int) and told <= run.settings.n_rungs
-
-
-def _end(run: LoadedRun) -> float | None:
-    try:
-        end = datetime.fromisoformat(str((run.result or {}).get("date")))
-    except ValueError:
-        return None
-    return (end if end.tzinfo else end.replace(tzinfo=UTC)).timestamp()
+def clock(run: LoadedRun) -> tuple[float | None, str]:
+    """Runs that trained together have one clock: the same seconds to the last digit, on one device."""
+    result, settings, alone = run.result or {}, run.settings, False
+    seconds = result.get("wall_seconds")
+    if settings is not None:
+        replicas = result.get("replicas_side_by_side", settings.n_rungs + 1)
+        alone = settings.batch_key(0) is None or replicas <= settings.n_rungs
+    return seconds, str(run.path) if alone or seconds is None else str(result.get("device"))
 
 
 def total_seconds(runs: Sequence[LoadedRun]) -> float:
-    return sum(seconds_of(group[0]) or 0.0 for group in groups(runs))
+    return sum(seconds or 0.0 for seconds, _ in set(map(clock, runs)))
 
 
 def in_words(seconds: float) -> str:

@@ -1,12 +1,11 @@
-"""All that the page says of one run, as plain data for its script: tables, pictures, the command."""
+"""All that the page says of one run, as plain data: tables, pictures, the command."""
 
 from __future__ import annotations
 
 import base64
 import os
 import struct
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -25,8 +24,7 @@ from torchrex.errors import InvalidArgumentError
 from torchrex.experiments.config import dumps
 from torchrex.report.page.charts import charts_of
 from torchrex.report.page.rows import label, paper_of, scale, shown
-from torchrex.report.reader import LoadedRun
-from torchrex.report.repeat import command_to_repeat
+from torchrex.report.reader import LoadedRun, command_to_repeat
 from torchrex.report.swap_checks import last_quarter, settled_noise, while_swapping
 
 SAMPLES = "samples.png"
@@ -92,8 +90,8 @@ def _ladder(run: LoadedRun) -> dict[str, Any]:
         head = ["rung", "temperature", "learning rate of Adam", "of SGHMC"]
         rows = [[*row, f"{lr * begins:.4g}"] for row, lr in zip(rows, run.ladder.lrs, strict=True)]
         note = (
-            f"Adam, which has no temperature, descends for {warm_start:,} steps; then SGHMC samples."
-            f" Learning rates are those at the first step of each, for the summed energy."
+            f"Adam, which has no temperature, descends for {warm_start:,} steps before SGHMC. Rates"
+            f" are those at the first step of each, for the summed energy."
         )
     return table("Ladder", head, rows, note)
 
@@ -203,29 +201,12 @@ def within_the_page(pictures: list[list[Picture]]) -> None:
 
 
 def size_of(data: bytes) -> tuple[int, int]:
-    """Width and height of a PNG file; ValueError if it is none, or damaged, or too large."""
-    chunks = list(_chunks(data))
-    if not chunks or chunks[0][0] != b"IHDR" or len(chunks[0][1]) != 13:
+    """Width and height of a PNG file; ValueError if it is none, or cut short, or too large."""
+    if not data.startswith(SIGNATURE) or data[12:16] != b"IHDR":
         raise ValueError("it is no PNG file")
-    if chunks[-1][0] != b"IEND":
+    if data[-8:-4] != b"IEND":
         raise ValueError("it is cut short")
-    width, height = struct.unpack(">II", chunks[0][1][:8])
+    width, height = struct.unpack(">II", data[16:24])
     if not 0 < width * height <= MOST_PIXELS:
         raise ValueError(f"it has {width:,} x {height:,} pixels")
     return width, height
-
-
-def _chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """The parts of a PNG file up to its end, as far as their checksums hold."""
-    if not data.startswith(SIGNATURE):
-        raise ValueError("it is no PNG file")
-    at = len(SIGNATURE)
-    while at + 12 <= len(data):
-        length, kind = struct.unpack(">I4s", data[at : at + 8])
-        body, check = data[at + 8 : at + 8 + length], data[at + 8 + length : at + 12 + length]
-        if len(check) < 4:
-            return
-        if struct.unpack(">I", check)[0] != zlib.crc32(kind + body):
-            raise ValueError("it is damaged: a checksum does not hold")
-        yield kind, body
-        at += 12 + length
