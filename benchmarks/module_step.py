@@ -19,8 +19,8 @@ from torch import Tensor
 
 import torchrex
 from record import surroundings, write
-from torchrex.network import capture
 from torchrex.exchange.algorithm import Exchanged
+from torchrex.network import capture
 from torchrex.vision import nets as vision_nets
 from torchrex.vision import resnet20
 
