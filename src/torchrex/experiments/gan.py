@@ -350,9 +350,9 @@ class GanConfig(NetworkConfig):
     @property
     def columns(self) -> tuple[Column, ...]:
         return columns(
-            *("accuracy", "best_accuracy", "single_accuracy", "pooled_accuracy", "paper_accuracy"),
-            *("called_fake", "training_mode_accuracy", "variety", "nll", "pooled_nll"),
-            *("ece", "brier"),
+            *("accuracy", "pooled_accuracy", "single_accuracy", "paper_accuracy", "called_fake"),
+            *("nll", "ece", "training_mode_accuracy", "variety", "best_accuracy", "brier"),
+            "pooled_nll",
         )
 
     @property

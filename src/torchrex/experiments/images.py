@@ -299,8 +299,8 @@ class ImageConfig(NetworkConfig):
     @property
     def columns(self) -> tuple[Column, ...]:
         return columns(
-            *("logits_accuracy", "logits_best_accuracy", "accuracy", "best_accuracy"),
-            *("single_accuracy", "pooled_accuracy", "nll", "ece", "brier"),
+            *("accuracy", "logits_best_accuracy", "single_accuracy", "pooled_accuracy", "nll"),
+            *("ece", "brier", "logits_accuracy", "best_accuracy"),
         )
 
     @property

@@ -293,8 +293,8 @@ def _rungs(config: NetworkConfig) -> list[tuple[str, int | None]]:
 
 
 def metrics_of(config: NetworkConfig, average: PosteriorAverage) -> dict[str, Any]:
-    """Of the average of probabilities, of the sum of logits (`logits_`), of the newest network alone
-    (`single_`); `best_` is the best draw on the evaluated images, as the authors reported it.
+    """Of the average of probabilities, the sum of logits (`logits_`), the newest network (`single_`);
+    `best_` is the best draw on the evaluated images, as the authors reported it.
     """
     metrics: dict[str, Any] = {"n_draws": average.n_draws}
     for prefix, rung in _rungs(config):
@@ -348,7 +348,7 @@ def rounded(values: Tensor) -> list[float]:
 def split_images(
     config: NetworkConfig, train: Labelled, test: Labelled, *, seed: int
 ) -> tuple[Labelled, Labelled]:
-    """What is trained on and what is evaluated: validation images take the place of the test images."""
+    """What is trained on and what is evaluated: validation images replace the test images."""
     (x, y), held_out = train, test
     if config.validation:
         chosen, validation = stratified_split(y, config.validation, seed=seed)

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -31,6 +30,7 @@ from torchrex.report.tables import (
     FinishedRun,
     devices,
     finished_runs,
+    fitted_table,
     in_percent,
     longest_first,
     markdown_page,
@@ -163,10 +163,7 @@ def power(f0: float) -> str:
 
 
 def as_table(figure: Mapping[str, Any], console: Console) -> Table:
-    table = Table(*HEADS, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for row in _rows(figure):
-        table.add_row(*row)
-    return table
+    return fitted_table(HEADS[2:], _rows(figure), console)
 
 
 def notes(figure: Mapping[str, Any]) -> list[str]:

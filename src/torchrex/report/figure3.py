@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -28,6 +27,7 @@ from torchrex.report.tables import (
     Settings,
     devices,
     finished_runs,
+    fitted_table,
     in_percent,
     markdown_page,
     markdown_table,
@@ -152,22 +152,15 @@ def _rows(figure: Mapping[str, Any]) -> list[list[str]]:
 
 
 def as_table(figure: Mapping[str, Any], console: Console) -> Table:
-    """As many columns as the console has room for; the last ones go first."""
-    for n_shown in range(len(HEADS), 4, -1):
-        table = Table(*HEADS[:n_shown], box=SIMPLE_HEAD, padding=0, show_edge=False)
-        for row in _rows(figure):
-            table.add_row(*row[:n_shown])
-        wide = console.options.update(width=1000)
-        if console.measure(table, options=wide).maximum <= console.width:
-            break
-    return table
+    rows = [[data, f"{n} {method}", *cells] for data, n, method, *cells in _rows(figure)]
+    return fitted_table(HEADS[3:], rows, console)
 
 
 def notes(figure: Mapping[str, Any]) -> list[str]:
     said = [
         "ours: accuracy on all test images of the average over draws on rung 0; ± 2 standard "
-        "deviations over n seeds. The authors' code leaves out images that are called fake; table 3 "
-        "has both scores."
+        "deviations over n seeds. The authors' code leaves out images that are called fake; "
+        "table 3 has both scores."
     ]
     for data, of in figure["data"].items():
         if of["steps"] != PAPER_STEPS:

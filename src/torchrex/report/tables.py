@@ -8,6 +8,7 @@ seed are different rows, and every setting that is not the recipe's is shown.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import statistics
@@ -58,7 +59,6 @@ class FinishedRun:
 
     recipe: Any  # the NetworkConfig of that name
     seed: int
-    path: Path
     config: dict[str, Any]
     result: dict[str, Any]
 
@@ -103,7 +103,7 @@ def finished_runs(
                     f"restore it"
                 )
             else:
-                runs.append(FinishedRun(recipe, seed, folder.path, config, result))
+                runs.append(FinishedRun(recipe, seed, config, result))
     return runs, unfinished
 
 
@@ -172,14 +172,11 @@ class Cell:
         return next(iter(self.recipes.values()))
 
     @property
-    def name(self) -> str:
-        return " ".join(map(str, self.config.cell.values()))
-
-    @property
     def title(self) -> str:
-        marked, length = "§" if self.settings.others else "", self.settings.length
+        name, length = " ".join(map(str, self.config.cell.values())), self.settings.length
+        marked = "§" if self.settings.others else ""
         shorter = f", {length:,} {self.config.unit}s" if length != self.config.paper_length else ""
-        return f"{self.name}{marked}{shorter}"
+        return f"{name}{marked}{shorter}"
 
     @property
     def head(self) -> dict[str, Any]:
@@ -317,12 +314,13 @@ def _runs_of(recipe: NetworkConfig, runs: Sequence[FinishedRun]) -> dict[int, Fi
 # Words
 
 
-def plus_minus(number: Mapping[str, Any] | None, decimals: int = 2) -> str:
-    """Such as 94.21±0.16; "-" for a number that nobody has."""
+def plus_minus(number: Mapping[str, Any] | None, decimals: int = 2, *, spread: bool = True) -> str:
+    """Such as 94.21±0.16; "-" for a number that no run has."""
     if number is None:
         return "-"
-    spread = "" if number["two_sd"] is None else f"±{number['two_sd']:.{decimals}f}"
-    return f"{number['mean']:.{decimals}f}{spread}"
+    has_spread = spread and number["two_sd"] is not None
+    two_sd = f"±{number['two_sd']:.{decimals}f}" if has_spread else ""
+    return f"{number['mean']:.{decimals}f}{two_sd}"
 
 
 def difference_words(of: Mapping[str, Any]) -> str:
@@ -351,64 +349,60 @@ def difference_lines(built: BuiltTable) -> list[str]:
     return lines
 
 
-def _columns(built: BuiltTable, *, spread: bool) -> list[tuple[str, list[str]]]:
-    """Heads and the cells of every row below them; the most telling columns first."""
-    rows, config = built.rows, built.cells[0].config
-
-    def mark(row: Mapping[str, Any]) -> str:
-        return f"{row['method']}{'†' if row['borrowed_seeds'] else ''}"
-
-    def length(row: Mapping[str, Any]) -> str:
-        own, full = row[f"{config.unit}s"], config.paper_length
-        return f"{own:,}" if own == full else f"{own:,}/{full:,}"
-
-    def swaps(row: Mapping[str, Any]) -> str:
-        if row["swaps"] is None:
-            return "-"
-        return (
-            ", ".join(map(str, row["swaps"])) if spread else f"{statistics.fmean(row['swaps']):.3g}"
-        )
-
-    shown = [
-        ("method", [mark(row) for row in rows]),
-        ("paper %", [plus_minus(row["paper"]) for row in rows]),
-        ("ours %", [plus_minus(row["ours"]) for row in rows]),
-        ("n", [str(row["n"]) for row in rows]),
-        ("off by (s.e.)", ["-" if row["z"] is None else f"{row['z']:+.1f}" for row in rows]),
-        ("swaps", [swaps(row) for row in rows]),
+def _words(built: BuiltTable, *, full: bool) -> list[dict[str, str]]:
+    """Every row by the heads of its columns, the important ones first; `full` for a page."""
+    config, prefixes = built.cells[0].config, {line.prefix for line in built.of.lines} - {""}
+    headlines = {cell.config.headline for cell in built.cells}
+    columns = [
+        column
+        for column in config.columns
+        if headlines != {column.metric} and not column.metric.startswith(tuple(prefixes))
     ]
-    pooled = {line.prefix for line in built.of.lines if line.prefix}
-    for column in config.columns:
-        same = all(row["headline"] == column.metric for row in rows)
-        if not same and not column.metric.startswith(tuple(pooled)):
+    rows = []
+    for row in built.rows:
+        length, swaps = row[f"{config.unit}s"], row["swaps"] or []
+        counts = ", ".join(map(str, swaps)) if full else f"{statistics.fmean(swaps or [0]):.3g}"
+        shorter = "" if length == config.paper_length else f"/{config.paper_length:,}"
+        words = {
+            "method": f"{row['method']}{'†' if row['borrowed_seeds'] else ''}",
+            "paper %": plus_minus(row["paper"]),
+            "ours %": plus_minus(row["ours"]),
+            "n": str(row["n"]),
+            "off by (s.e.)": "-" if row["z"] is None else f"{row['z']:+.1f}",
+            "swaps": counts if swaps else "-",
+        }
+        for column in columns:
+            number, spread = row[column.metric], full and column.percent
             title = f"{column.title} %" if column.percent else column.title
-            numbers = (row[column.metric] for row in rows)
-            if not (spread and column.percent):
-                numbers = (number and {**number, "two_sd": None} for number in numbers)
-            shown.append((title, [plus_minus(number, column.decimals) for number in numbers]))
-    shown.append((f"{config.unit}s", [length(row) for row in rows]))
-    minutes = [f"{statistics.fmean(row['wall_minutes']):.1f}" for row in rows]
-    shown.append(("minutes", minutes))
-    return [(head, cells) for head, cells in shown if {*cells} != {"-"}]
+            words[title] = plus_minus(number, column.decimals, spread=spread)
+        words[f"{config.unit}s"] = f"{length:,}{shorter}"
+        words["minutes"] = f"{statistics.fmean(row['wall_minutes']):.1f}"
+        rows.append(words)
+    heads = [head for head in rows[0] if {row[head] for row in rows} != {"-"}]
+    return [{head: row[head] for head in heads} for row in rows]
 
 
 def as_table(built: BuiltTable, console: Console) -> Table:
-    """As many columns as the console has room for; the last ones go first."""
-    columns = _columns(built, spread=False)
-    for n_shown in range(len(columns), 2, -1):
+    titles = [cell.title for cell in built.cells for _ in cell.lines]
+    rows = [dict(row) for row in _words(built, full=False)]
+    body = [[title, *row.values()] for title, row in zip(titles, rows, strict=True)]
+    return fitted_table(list(rows[0])[1:], body, console)
+
+
+def fitted_table(heads: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> Table:
+    """As many columns as the console has room for; the last ones go first. A row is the title of its
+    section, its own title, and a cell for each head.
+    """
+    for n_shown in range(len(heads), 1, -1):
         table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
-        for k, (head, _) in enumerate(columns[:n_shown]):
-            wrapped = "" if k == 0 else "\n".join(textwrap.wrap(head, 10))
-            table.add_column(wrapped, justify="right" if k else "left", no_wrap=True)
-        at = 0
-        for cell in built.cells:
-            if at:
-                table.add_section()
-            table.add_row(cell.title, style="bold")
-            for k in range(at, at + len(cell.lines)):
-                first, *rest = (cells[k] for _, cells in columns[:n_shown])
-                table.add_row(f" {first}", *rest)
-            at += len(cell.lines)
+        table.add_column("", no_wrap=True)
+        for head in heads[:n_shown]:
+            table.add_column("\n".join(textwrap.wrap(head, 10)), justify="right", no_wrap=True)
+        for section, members in itertools.groupby(rows, key=lambda row: row[0]):
+            table.add_row(section, style="bold")
+            for row in members:
+                table.add_row(f" {row[1]}", *row[2 : 2 + n_shown])
+            table.add_section()
         wide = console.options.update(width=1000)
         if console.measure(table, options=wide).maximum <= console.width:
             break
@@ -461,14 +455,12 @@ def markdown_page(title: str, table: Sequence[str], said: Sequence[str]) -> str:
 
 def as_markdown(built: BuiltTable) -> str:
     """The full table for a page, the differences, and the notes."""
-    columns = _columns(built, spread=True)
-    keys = list(built.cells[0].config.cell)
-    first = [[str(row[key]) for key in keys] for row in built.rows]
-    rows = zip(*(cells for _, cells in columns), strict=True)
-    body = markdown_table(
-        [*keys, *(head for head, _ in columns)],
-        ([*left, *right] for left, right in zip(first, rows, strict=True)),
-    )
+    words, keys = _words(built, full=True), list(built.cells[0].config.cell)
+    rows = [
+        [*(str(row[key]) for key in keys), *cells.values()]
+        for row, cells in zip(built.rows, words, strict=True)
+    ]
+    body = markdown_table([*keys, *words[0]], rows)
     said = difference_lines(built) + notes(built) + missing_words(built.not_run, ())
     return markdown_page(built.of.title, body, said)
 
@@ -535,7 +527,7 @@ def draw(built: BuiltTable, path: Path) -> None:
 
 
 def pool_seeds(results: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Metrics averaged over seeds; a `_se` next to a metric is pooled as the error of that average."""
+    """Metrics averaged over seeds; a `_se` of a metric is pooled as the error of that average."""
     pooled = {}
     for name in results[0]["metrics"]:
         found = (result["metrics"].get(name) for result in results)
