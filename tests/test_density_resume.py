@@ -9,9 +9,9 @@ import torch
 
 import torchrex as tr
 from densities import MIXTURE, SETUPS
-from torchrex.density import block
+from torchrex.density import loop as block
 from torchrex.density import run as density_run
-from torchrex.density.draw_recorder import DrawRecorder
+from torchrex.density.drawing import DrawRecorder
 from torchrex.errors import (
     CheckpointError,
     InvalidArgumentError,
@@ -117,8 +117,7 @@ def test_the_loop_is_chosen_by_all_steps_and_not_by_those_that_are_left(tmp_path
     assert_same(draw("the paper's", tmp_path, compiled=None), whole)
     draw("the paper's", tmp_path / "short", compiled=None, n_steps=200)
     with pytest.raises(
-        CheckpointError,
-        match=r"setting\['compiled'\] was False and is now True \(pass compiled=False\)\.",
+        CheckpointError, match=r"compiled was False and is now True \(pass compiled=False\)\."
     ):
         draw("the paper's", tmp_path / "short", compiled=None)
     assert_same(draw("the paper's", tmp_path / "short", compiled=False), eager)
@@ -143,10 +142,7 @@ def test_what_could_not_be_compiled_goes_on_eagerly(tmp_path, monkeypatch, caplo
     with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
         patch.setattr("torchrex.density.loop.CompiledLoop", fails)
         assert draw("the paper's", tmp_path / "other", compiled=True).status == "finished"
-    assert (
-        "is of a compiled run; it goes on eagerly, with the same numbers to rounding only"
-        in caplog.text
-    )
+    assert "is of a compiled run; it goes on eagerly" in caplog.text
 
 
 def test_a_finished_run_is_read_and_a_longer_one_goes_on(tmp_path, monkeypatch):
@@ -160,28 +156,23 @@ def test_a_finished_run_is_read_and_a_longer_one_goes_on(tmp_path, monkeypatch):
         patch.setattr(density_run.DensityExchange, "stretch", never)
         assert_same(draw("the paper's", tmp_path), whole)
     assert_same(draw("the paper's", tmp_path, n_steps=600), longer)
-    with pytest.raises(
-        InvalidArgumentError, match="stands at step 600 already, beyond n_steps=400"
-    ):
+    with pytest.raises(InvalidArgumentError, match="at step 600 already"):
         draw("the paper's", tmp_path)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"ladder": tr.Ladder((1.0, 10.0), 0.02)}, r"setting\['ladder'\] was"),
-        ({"seed": 4}, r"setting\['seed'\] was 3 and is now 4"),
-        ({"n_runs": 6}, r"setting\['n_runs'\] was 5 and is now 6"),
-        ({"thin": 2}, r"setting\['thin'\] was 3 and is now 2"),
-        ({"burn_in": 2}, r"setting\['burn_in'\]"),
-        ({"initial": 0.5}, r"setting\['start'\]"),
-        (
-            {"dtype": torch.float64},
-            r"setting\['dtype'\] was 'torch.float32' and is now 'torch.float64'",
-        ),
-        ({"sampler": tr.SGHMC(0.2)}, r"setting\['sampler'\]"),
-        ({"target": lambda: MIXTURE, "noise": None}, r"setting\['target'\]"),
-        ({"compiled": True}, r"setting\['compiled'\]"),
+        ({"ladder": tr.Ladder((1.0, 10.0), 0.02)}, r"ladder.lrs"),
+        ({"seed": 4}, r"seed was 3 and is now 4"),
+        ({"n_runs": 6}, r"n_runs was 5 and is now 6"),
+        ({"thin": 2}, r"thin was 3 and is now 2"),
+        ({"burn_in": 2}, r"burn_in"),
+        ({"initial": 0.5}, r"start"),
+        ({"dtype": torch.float64}, r"dtype was 'torch.float32' and is now 'torch.float64'"),
+        ({"sampler": tr.SGHMC(0.2)}, r"sampler"),
+        ({"target": lambda: MIXTURE, "noise": None}, r"target"),
+        ({"compiled": True}, r"compiled"),
     ],
 )
 def test_another_setting_is_refused_and_named(tmp_path, changes, words):

@@ -12,7 +12,7 @@ import torch
 
 import torchrex as tr
 from assertions import FALSE_ALARM_SIGMAS, assert_mean_is, assert_mean_is_not, intercept
-from torchrex.density.block import draw_block
+from torchrex.density.loop import draw_block
 from torchrex.exchange import ExchangeInputs
 from torchrex.exchange.algorithm import ExchangeState, Rules, step
 from torchrex.exchange.assignment import Selects

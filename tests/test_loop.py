@@ -12,7 +12,7 @@ import torch
 
 import torchrex as tr
 from densities import MIXTURE, SETUPS
-from torchrex.density import block
+from torchrex.density import loop as block
 from torchrex.density.loop import STEPS_WORTH_COMPILING, CompiledLoop, EagerLoop
 
 

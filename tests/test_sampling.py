@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import torchrex as tr
 from assertions import assert_mean_is
 from torchrex import diagnostics
-from torchrex.density.draw_recorder import DrawRecorder
+from torchrex.density.drawing import DrawRecorder
 from torchrex.errors import (
     InvalidArgumentError,
     LadderError,

@@ -13,7 +13,7 @@ import torch
 import torchrex as tr
 from assertions import assert_mean_is
 from torchrex.density import run as density_run
-from torchrex.density.block import draw_block, measured_steps
+from torchrex.density.loop import draw_block, measured_steps
 from torchrex.exchange.algorithm import ExchangeState, Rules, measure
 from torchrex.exchange.assignment import Selects
 from torchrex.rng import Streams

@@ -1,36 +1,126 @@
-"""The loop over the steps of a block: eager, or compiled, with the same numbers from the same
-random stream.
+"""Steps in blocks: the random numbers of a block are drawn at once, and a loop runs over its steps.
 
-In float64 the two agree to about 1e-12 a step with the same swap decisions; in float32 to rounding,
-until a swap decision falls within rounding of its threshold (tests/test_loop.py).
+The block length depends on the sizes of the problem alone and is part of the random stream: a run
+of 1,000 steps is the beginning of a run of 100,000, and a resumed run draws its block again.
+
+The loop is eager or compiled, with the same numbers. In float64 the two agree to about 1e-12 a step
+with the same swap decisions. In float32 they agree to rounding, until a swap decision falls within
+rounding of its threshold (tests/test_loop.py).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchrex.density.block import Block, block_length, draw_block, measured_steps, measures
 from torchrex.density.replay import CannotReplayError, Replay
 from torchrex.density.tensor_ensemble import TensorEnsemble
-from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo, measure, step
+from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo, StepInputs, measure, step
+from torchrex.exchange.inputs import draw_exchange_inputs, n_usable
+from torchrex.exchange.noise import RepeatedDraws
 from torchrex.rng import Streams
+from torchrex.targets import Noise
 
 logger = logging.getLogger("torchrex")
 
-# Compiling takes some seconds, an eager step some hundred microseconds: below this many steps it
-# does not pay.
+# Compiling takes some seconds, an eager step some hundred microseconds.
 STEPS_WORTH_COMPILING = 10_000
+# Small enough to stay near the core, long enough that many steps share one Python call.
+BYTES_PER_BLOCK = 2**22
+SHORTEST, LONGEST = 32, 65536  # steps in a block
+SMALL = 2**16  # numbers in an ensemble that one thread moves fastest
+
+
+@contextmanager
+def few_threads(size: int) -> Iterator[None]:
+    """Run the body on one thread if the ensemble has few numbers: on a busy machine two threads
+    took 30 s for a run that takes one thread 1 s.
+    """
+    before = torch.get_num_threads()
+    if size > SMALL or before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Block(NamedTuple):
+    """The inputs of `length` steps from step `start`, stacked along a first axis."""
+
+    start: int
+    length: int
+    inputs: StepInputs
+    measure_noise: Noise | None  # one entry for each step of the block at which sigma2 is measured
+    n_usable: int  # steps from the first on for which the schedules have values
+
+
+def measures(rules: Rules) -> RepeatedDraws | None:
+    """The feed by repeated draws, if the estimator has one."""
+    return rules.noise.feed if isinstance(rules.noise.feed, RepeatedDraws) else None
+
+
+def measured_steps(rules: Rules, start: int, stop: int) -> range:
+    """The steps in [start, stop) that begin with a measurement of sigma2: every 100th, say."""
+    feed = measures(rules)
+    if feed is None:
+        return range(0)
+    first = max(rules.noise.first_measurement, -(-start // feed.every) * feed.every)
+    return range(first, stop, feed.every)
+
+
+def draw_block(
+    streams: Streams, rules: Rules, ensemble: TensorEnsemble, start: int, length: int
+) -> Block:
+    """Draw the block that begins at `start`. Each stream is read by one consumer, in this order."""
+    replicas, runs, _ = ensemble.position.shape
+    dtype, device, shape = ensemble.position.dtype, ensemble.position.device, (replicas, runs)
+    common = draw_exchange_inputs(
+        streams, rules, start, length, runs=runs, device=device, dtype=dtype
+    )
+    target, n_rounds = ensemble.target, max(1, rules.pairing.n_rounds(rules.ladder.n_pairs))
+    rounds = tuple(
+        target.draw_noise(streams["target"], length, shape, dtype) for _ in range(n_rounds)
+    )
+    measure_noise, feed = None, measures(rules)
+    if feed is not None:
+        n = len(measured_steps(rules, start, start + length))
+        measure_noise = target.draw_noise(streams["measure"], n, (feed.n_draws, *shape), dtype)
+    refresh = rules.momentum == "refresh"
+    move_noise = ensemble.draw_move_noise(streams["move"], length, refresh=refresh)
+    steps = torch.arange(start, start + length, device=device)
+    inputs = StepInputs(*common, step=steps, target_noise=rounds, move_noise=move_noise)
+    usable = n_usable(common) if rules.ladder.has_schedules else length
+    return Block(start, length, inputs, measure_noise, usable)
+
+
+def block_length(rules: Rules, ensemble: TensorEnsemble) -> int:
+    """A power of two between SHORTEST and LONGEST, smaller for larger problems."""
+
+    def n_bytes(tree: Any) -> int:
+        leaves = [leaf for leaf in pytree.tree_leaves(tree) if leaf is not None]
+        return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+
+    feed = measures(rules)
+    every = feed.every if feed else 1  # a step with a measurement, if there are any
+    one = draw_block(Streams(0, ensemble.position.device), rules, ensemble, every, 1)
+    # Without the number of the step, which is not random: it must not change the stream.
+    inputs = one.inputs._replace(step=one.inputs.step[:0])
+    fitting = int(BYTES_PER_BLOCK // (n_bytes(inputs) + n_bytes(one.measure_noise) / every))
+    return min(LONGEST, max(SHORTEST, 1 << (max(1, fitting).bit_length() - 1)))
 
 
 class Loop(Protocol):
     """Runs steps [first, first + n) of a block; n is at most `stretch`, so that progress shows and
-    Ctrl-C loses little.
+    Ctrl-C loses little. The information is overwritten by the next call: copy what is to be kept.
     """
 
     stretch: int
@@ -53,39 +143,33 @@ class EagerLoop:
     ) -> tuple[TensorEnsemble, ExchangeState, StepInfo]:
         measured = measured_steps(self.rules, block.start, block.start + block.length)
         infos = []
-        with (
-            torch.no_grad()
-        ):  # the gradients of the target are taken by themselves; its parameters need none
+        with torch.no_grad():  # a target takes its own gradients; its parameters need none
             for k in range(first, first + n):
                 if block.start + k in measured:
                     noise = _row(block.measure_noise, measured.index(block.start + k))
                     state = measure(ensemble, state, noise, self.rules)
                 ensemble, state, info = step(ensemble, state, _row(block.inputs, k), self.rules)
                 infos.append(info)
-        return (
-            ensemble,
-            state,
-            StepInfo(*(torch.stack(values) for values in zip(*infos, strict=True))),
-        )
+        stacked = StepInfo(*(torch.stack(values) for values in zip(*infos, strict=True)))
+        return ensemble, state, stacked
 
 
 class CompiledLoop:
-    """The whole block in one call of a recorded C loop."""
+    """The whole block in one call of a recorded C loop. Runs of the same form may share one."""
 
     def __init__(self, rules: Rules, ensemble: TensorEnsemble, state: ExchangeState) -> None:
         self.rules = rules
         self.stretch = block_length(rules, ensemble)
-        self._template = ensemble
+        self.template = ensemble
         self._n_carried = len(ensemble.tensors) + len(state)
-        block = trial_block(rules, ensemble)
+        block, feed = trial_block(rules, ensemble), measures(rules)
         inputs, self._input_form = pytree.tree_flatten(_row(block.inputs, 0))
-        feed = measures(rules)
         measure_inputs: list[Tensor] = []
         if feed is not None:
             measure_inputs, self._measure_form = pytree.tree_flatten(_row(block.measure_noise, 0))
         self._replay = Replay(
             self._flat_step,
-            self._flatten(ensemble, state),
+            [*ensemble.tensors, *state],
             inputs,
             self._flat_measure if feed is not None else None,
             measure_inputs,
@@ -95,75 +179,74 @@ class CompiledLoop:
     def run(
         self, ensemble: TensorEnsemble, state: ExchangeState, block: Block, first: int, n: int
     ) -> tuple[TensorEnsemble, ExchangeState, StepInfo]:
-        """The returned tensors are the loop's own buffers and change with the next call: copy what
-        is to be kept.
-        """
-        carry = self._replay.carry
-        for mine, given in zip(carry, self._flatten(ensemble, state), strict=True):
-            if mine is not given:
-                mine.copy_(given)
-        inputs = _rows_from(block.inputs, first)
+        for mine, given in zip(self._replay.carry, [*ensemble.tensors, *state], strict=True):
+            mine.copy_(given)
         measured = measured_steps(self.rules, block.start, block.start + block.length)
         here = measured_steps(self.rules, block.start + first, block.start + first + n)
-        measure_inputs: list[Tensor] = []
-        if here:
-            skip = measured.index(here[0])
-            measure_inputs = _rows_from(block.measure_noise, skip)
-        outputs = [buffer[:n] for buffer in self._buffers]
+        noise = _rows_from(block.measure_noise, measured.index(here[0])) if here else []
         at, every = (here[0] - block.start - first, here.step) if here else (-1, 0)
-        self._replay.run(n, inputs, outputs, measure_inputs, measure_at=at, every=every)
-        ensemble, state = self._unflatten(carry)
+        inputs, outputs = _rows_from(block.inputs, first), [buffer[:n] for buffer in self._buffers]
+        self._replay.run(n, inputs, outputs, noise, measure_at=at, every=every)
+        ensemble, state = self._unflatten([tensor.clone() for tensor in self._replay.carry])
         return ensemble, state, StepInfo(*outputs)
 
     def _flat_step(self, *tensors: Tensor) -> Sequence[Tensor]:
-        n = self._n_carried
-        ensemble, state = self._unflatten(tensors[:n])
-        inputs = pytree.tree_unflatten(tensors[n:], self._input_form)
+        ensemble, state = self._unflatten(tensors[: self._n_carried])
+        inputs = pytree.tree_unflatten(tensors[self._n_carried :], self._input_form)
         ensemble, state, info = step(ensemble, state, inputs, self.rules)
-        return [*self._flatten(ensemble, state), *info]
+        return [*ensemble.tensors, *state, *info]
 
     def _flat_measure(self, *tensors: Tensor) -> Sequence[Tensor]:
-        n = self._n_carried
-        ensemble, state = self._unflatten(tensors[:n])
-        noise = pytree.tree_unflatten(tensors[n:], self._measure_form)
-        return self._flatten(ensemble, measure(ensemble, state, noise, self.rules))
-
-    def _flatten(self, ensemble: TensorEnsemble, state: ExchangeState) -> list[Tensor]:
-        return [*ensemble.tensors, *state]
+        ensemble, state = self._unflatten(tensors[: self._n_carried])
+        noise = pytree.tree_unflatten(tensors[self._n_carried :], self._measure_form)
+        return [*ensemble.tensors, *measure(ensemble, state, noise, self.rules)]
 
     def _unflatten(self, tensors: Sequence[Tensor]) -> tuple[TensorEnsemble, ExchangeState]:
-        n = len(self._template.tensors)
-        return self._template.with_tensors(tensors[:n]), ExchangeState(*tensors[n:])
+        n = len(self.template.tensors)
+        return self.template.with_tensors(tensors[:n]), ExchangeState(*tensors[n:])
 
 
 def make_loop(
-    rules: Rules, ensemble: TensorEnsemble, state: ExchangeState, *, compiled: bool
+    rules: Rules,
+    ensemble: TensorEnsemble,
+    state: ExchangeState,
+    *,
+    compiled: bool,
+    shared: Loop | None = None,
 ) -> Loop:
-    """The compiled loop if asked for and possible; else the eager one, with the reason in the log."""
+    """The compiled loop if asked for and possible, else the eager one with the reason in the log.
+
+    `shared` is the loop of another run with the same target and rules. It serves this run too if it
+    is compiled for as many numbers.
+    """
     eager = EagerLoop(rules)
     if not compiled:
         return eager
     try:
-        loop = CompiledLoop(rules, ensemble, state)
+        if isinstance(shared, CompiledLoop) and (
+            shared.template.position.shape == ensemble.position.shape
+        ):
+            loop = shared
+        else:
+            loop = CompiledLoop(rules, ensemble, state)
         require_same_numbers(eager, loop, ensemble, state)
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        logger.warning(
-            "running eagerly, with the same numbers but slower, because the loop cannot be compiled: %s",
-            reason[:300],
+        words = (
+            "running eagerly, with the same numbers but slower, because the loop cannot be compiled"
         )
+        logger.warning("%s: %s", words, reason[:300])
         return eager
     return loop
 
 
 def trial_block(rules: Rules, ensemble: TensorEnsemble, length: int = 3) -> Block:
-    """A few steps with random numbers of their own, of which the first begins with a measurement if
-    there are any.
+    """A few steps with random numbers of their own; the first begins with a measurement if there
+    are any.
     """
     feed = measures(rules)
-    return draw_block(
-        Streams(0, ensemble.position.device), rules, ensemble, feed.every if feed else 0, length
-    )
+    streams = Streams(0, ensemble.position.device)
+    return draw_block(streams, rules, ensemble, feed.every if feed else 0, length)
 
 
 def require_same_numbers(

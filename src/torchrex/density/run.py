@@ -4,25 +4,24 @@ compiled where it pays.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from torchrex.density.block import Block, block_length, draw_block
 from torchrex.density.loop import (
     STEPS_WORTH_COMPILING,
+    Block,
     CompiledLoop,
     EagerLoop,
     Loop,
+    block_length,
+    draw_block,
+    few_threads,
     make_loop,
-    require_same_numbers,
 )
-from torchrex.density.replay import CannotReplayError
 from torchrex.density.tensor_ensemble import TensorEnsemble
-from torchrex.density.threads import few_threads
 from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyError
 from torchrex.exchange.algorithm import ExchangeState, StepInfo
 from torchrex.exchange.assignment import Selects
@@ -32,12 +31,9 @@ from torchrex.exchange.run import ReplicaExchange, RuleOptions, joined, require_
 from torchrex.rng import Streams, derive_seed
 from torchrex.settings import settings_of
 
-logger = logging.getLogger("torchrex")
-
-# For the shape of the noise: runs, minibatches of each position, and energies of each where there
-# are no examples.
-MOST_LOOKED_AT, BATCHES, REPEATS = 64, 25, 500
-IN_THE_DATA = "The data of the target hold NaN or infinite values: look at them first."
+# For the shape of the noise: the most runs, minibatches of each position, and energies of each
+# where there are no examples.
+MOST_RUNS, BATCHES, REPEATS = 64, 25, 500
 
 
 class DensityExchange(ReplicaExchange):
@@ -73,7 +69,8 @@ class DensityExchange(ReplicaExchange):
         replicas, runs, _ = ensemble.position.shape
         if replicas != ladder.n_rungs:
             raise LadderError(
-                f"the ladder has {ladder.n_rungs} rungs but the ensemble {replicas} replicas; they must be as many"
+                f"the ladder has {ladder.n_rungs} rungs but the ensemble {replicas} replicas; "
+                "make them equal"
             )
         device, dtype = ensemble.position.device, ensemble.position.dtype
         self._ensemble = ensemble
@@ -82,7 +79,6 @@ class DensityExchange(ReplicaExchange):
         self._compiled = compiled
         self._loop: Loop | None = None
         self._compiling_tried = False
-        self._shares_loop = False  # with other runs, whose steps overwrite the loop's buffers
         self._block_length = block_length(self.rules, ensemble)
         self._block: Block | None = None
         self._streams_at_block = self.streams.state_dict()
@@ -103,7 +99,7 @@ class DensityExchange(ReplicaExchange):
         """Run `n_steps` steps; yields the information of up to a block of them at a time, stacked
         along a first axis.
 
-        What is yielded is overwritten by the next block: copy what is to be kept. Raises
+        The next block overwrites what is yielded: copy what is to be kept. Raises
         NonFiniteEnergyError after yielding the steps before it. With `every` it yields whenever
         `run.n_steps` is a multiple of `every`, and at the end.
         """
@@ -119,9 +115,8 @@ class DensityExchange(ReplicaExchange):
             if every is None:
                 yield from self.stretch(last - self.n_steps, worth=n_steps)
             else:
-                yield from self._up_to(
-                    min(last, (self.n_steps // every + 1) * every), worth=n_steps
-                )
+                stop = min(last, (self.n_steps // every + 1) * every)
+                yield from self._up_to(stop, worth=n_steps)
 
     def _up_to(self, step: int, *, worth: int) -> Iterator[StepInfo]:
         """All steps before that one, together."""
@@ -129,12 +124,8 @@ class DensityExchange(ReplicaExchange):
         try:
             while self.n_steps < step:
                 for info in self.stretch(step - self.n_steps, worth=worth):
-                    # The loop's memory is used again by the next stretch.
-                    done.append(
-                        info
-                        if self.n_steps == step and not done
-                        else StepInfo(*(values.clone() for values in info))
-                    )
+                    only = self.n_steps == step and not done
+                    done.append(info if only else StepInfo(*(values.clone() for values in info)))
         except NonFiniteEnergyError:
             if done:
                 yield joined(done)
@@ -142,11 +133,10 @@ class DensityExchange(ReplicaExchange):
         yield joined(done)
 
     def stretch(self, most: int, *, worth: int = 0) -> Iterator[StepInfo]:
-        """The next steps, at most so many, as `advance` does and yields them: one stretch of the
-        loop so far, or of the one that `worth` steps are worth. Where stretches end has no
-        influence on the numbers.
+        """The next steps, at most so many, by the loop so far or by the one that `worth` steps are
+        worth. Where stretches end has no influence on the numbers.
         """
-        before = (self.n_steps, self.ensemble, self.state)
+        before = (self.n_steps, self._ensemble, self._state)
         try:
             with few_threads(self._ensemble.position.numel()):
                 block = self._current_block()
@@ -158,20 +148,32 @@ class DensityExchange(ReplicaExchange):
                 self._ensemble, self._state, info = loop.run(
                     self._ensemble, self._state, block, first, n
                 )
-                if self._shares_loop:
-                    self._ensemble, self._state = self.ensemble, self.state
-                # The sum is one cheap pass; only if it is not finite are the energies looked at one
-                # by one.
+                # The sum is one cheap pass; only if it is not finite is every energy looked at.
                 healthy = bool(info.energy.sum().isfinite()) or bool(info.energy.isfinite().all())
             self.n_steps += n
-        except (
-            BaseException
-        ):  # Ctrl-C or a failing target in the middle: as if this stretch had not begun
+        except BaseException:  # Ctrl-C or a failing target: as if this stretch had not begun
             self.n_steps, self._ensemble, self._state = before
             raise
         if not healthy:
             yield from self._up_to_failure(info, before[2].replica_at)
         yield info
+
+    def _up_to_failure(self, info: StepInfo, first_at: Tensor) -> Iterator[StepInfo]:
+        """Yield the good steps of this stretch, then raise for the first energy that is not finite."""
+        k, rung, run = (int(i) for i in (~info.energy.isfinite()).nonzero()[0])
+        replica_at = first_at if k == 0 else info.replica_at[k - 1]
+        if k:
+            yield StepInfo(*(values[:k] for values in info))
+        data = [t for t in getattr(self._ensemble.target, "data", ()) if isinstance(t, Tensor)]
+        finite = all(bool(t.isfinite().all()) for t in data if t.is_floating_point())
+        raise NonFiniteEnergyError(
+            replica=int(replica_at[rung, run]),
+            rung=rung,
+            run=run,
+            step=self.n_steps - len(info.energy) + k,
+            value=float(info.energy[k, rung, run]),
+            advice="" if finite else "The data of the target hold NaN or infinite values.",
+        )
 
     def noise_shape(self, batch: Any = None, *more: Any) -> NoiseShape | None:
         """Is the energy noise at the present positions Gaussian? From fresh random numbers; None
@@ -180,34 +182,28 @@ class DensityExchange(ReplicaExchange):
         target = self._ensemble.target
         if not target.has_noise or not self.rules.swaps:
             return None
-        position, replica_at = (
-            self._ensemble.position[:, :MOST_LOOKED_AT],
-            self._state.replica_at[:, :MOST_LOOKED_AT],
-        )
-        generator = torch.Generator(position.device).manual_seed(
-            derive_seed(self.streams.seed, "noise shape")
-        )
-        noise = target.draw_noise(
-            generator,
-            1,
-            (REPEATS if target.n_data is None else BATCHES, *position.shape[:2]),
-            position.dtype,
-        )
+        position = self._ensemble.position[:, :MOST_RUNS]
+        replica_at = self._state.replica_at[:, :MOST_RUNS]
+        seed = derive_seed(self.streams.seed, "noise shape")
+        generator = torch.Generator(position.device).manual_seed(seed)
+        shape = (REPEATS if target.n_data is None else BATCHES, *position.shape[:2])
+        noise = target.draw_noise(generator, 1, shape, position.dtype)
         with torch.no_grad(), few_threads(position.numel()):
             energy = target.energy(position, {name: values[0] for name, values in noise.items()})
         gap = (1.0 / self.temperatures_at(max(0, self.n_steps - 1))).neg().diff()
         if energy.per_example is None or target.n_data is None:
-            return NoiseShape.of(
-                Selects.take(energy.total.movedim(0, -1), replica_at).cpu(), gap, paired=True
-            )
-        n, terms = energy.per_example.shape[-1], energy.per_example.movedim(0, -2).flatten(-2)
-        scale, paired = float(target.n_data), target.shares_minibatch
+            totals = Selects.take(energy.total.movedim(0, -1), replica_at).cpu()
+            return NoiseShape.of(totals, gap, paired=True)
+        terms = Selects.take(energy.per_example.movedim(0, -2).flatten(-2), replica_at).cpu()
         return NoiseShape.of(
-            Selects.take(terms, replica_at).cpu(), gap, paired=paired, scale=scale, n_summed=n
+            terms,
+            gap,
+            paired=target.shares_minibatch,
+            scale=float(target.n_data),
+            n_summed=energy.per_example.shape[-1],
         )
 
-    # Which loop: compiled and eager steps agree to rounding only, so a run that is to go on exactly
-    # goes on with the same one.
+    # Compiled and eager steps agree to rounding only: a run that goes on exactly keeps its loop.
 
     @property
     def is_compiled(self) -> bool:
@@ -219,63 +215,29 @@ class DensityExchange(ReplicaExchange):
         return self.is_compiled or (not self._compiling_tried and self._is_worth_compiling(n_steps))
 
     def prepare(
-        self, n_steps: int, *, compiled: bool | None = None, beside: DensityExchange | None = None
+        self, n_steps: int, *, eager: bool = False, shared: DensityExchange | None = None
     ) -> None:
-        """Choose the loop for `n_steps` steps to come, which `stretch` then uses; with
-        `compiled=False` the eager one.
-
-        A run `beside` this one that was prepared before, with the same target, rules and sizes,
-        lends its compiled loop, which is tried from where this run stands as one of its own would
-        be.
+        """Choose the loop for `n_steps` steps to come: that of the run `shared`, which has the same
+        target and rules, if it fits.
         """
-        if compiled is False:
+        if eager:
             self._loop, self._compiling_tried = EagerLoop(self.rules), True
             return
         with few_threads(self._ensemble.position.numel()):
-            if (
-                beside is not None
-                and beside.is_compiled
-                and self._loop is None
-                and self._is_worth_compiling(n_steps)
-            ):
-                self._borrow(beside)
-            self._choose_loop(n_steps)
-
-    def _borrow(self, beside: DensityExchange) -> None:
-        loop = beside._loop
-        if (
-            not isinstance(loop, CompiledLoop)
-            or beside._ensemble.position.shape != self._ensemble.position.shape
-        ):
-            return
-        self._compiling_tried = True
-        beside._ensemble, beside._state = (
-            beside.ensemble,
-            beside.state,
-        )  # out of the buffers that the trial overwrites
-        try:
-            require_same_numbers(EagerLoop(self.rules), loop, self._ensemble, self._state)
-        except CannotReplayError as error:
-            logger.warning(
-                "running eagerly, with the same numbers but slower, because the loop cannot be compiled: %s",
-                error,
-            )
-            self._loop = EagerLoop(self.rules)
-            return
-        self._loop, self._shares_loop, beside._shares_loop = loop, True, True
+            self._choose_loop(n_steps, None if shared is None else shared._loop)
 
     def _is_worth_compiling(self, n_steps: int) -> bool:
         if self._compiled is not None:
             return self._compiled
         return n_steps >= STEPS_WORTH_COMPILING and self._ensemble.position.device.type == "cpu"
 
-    def _choose_loop(self, n_steps: int) -> Loop:
-        """The loop so far, or a compiled one if that is asked for or the steps ahead are worth it;
-        it is tried once.
-        """
+    def _choose_loop(self, n_steps: int, shared: Loop | None = None) -> Loop:
+        """The loop so far, or a compiled one if it is asked for or worth it; it is tried once."""
         compiled = self._is_worth_compiling(n_steps)
         if self._loop is None or (compiled and not self._compiling_tried):
-            self._loop = make_loop(self.rules, self._ensemble, self._state, compiled=compiled)
+            self._loop = make_loop(
+                self.rules, self._ensemble, self._state, compiled=compiled, shared=shared
+            )
             self._compiling_tried = compiled
         return self._loop
 
@@ -293,73 +255,49 @@ class DensityExchange(ReplicaExchange):
                 raise
         return self._block
 
-    def _up_to_failure(self, info: StepInfo, stood: Tensor) -> Iterator[StepInfo]:
-        """Yield the good steps of this stretch, then say which energy was the first that is not
-        finite.
-        """
-        k, rung, run = (int(i) for i in (~info.energy.isfinite()).nonzero()[0])
-        replica = stood[rung, run] if k == 0 else info.replica_at[k - 1, rung, run]
-        if k:
-            yield StepInfo(*(values[:k] for values in info))
-        data = [
-            part for part in getattr(self._ensemble.target, "data", ()) if isinstance(part, Tensor)
-        ]
-        finite = all(bool(part.isfinite().all()) for part in data if part.is_floating_point())
-        raise NonFiniteEnergyError(
-            replica=int(replica),
-            rung=rung,
-            run=run,
-            step=self.n_steps - len(info.energy) + k,
-            value=float(info.energy[k, rung, run]),
-            advice="" if finite else IN_THE_DATA,
-        )
-
     def state_dict(self) -> dict[str, Any]:
-        """Everything the next step needs; with `load_state_dict` a run goes on exactly as if it had
-        not stopped.
-        """
         drawn = self._block is not None and self.n_steps < self._block.start + self._block.length
+        tensors = {"position": self._ensemble.position, **self._ensemble.named_state}
         return {
             "setting": self.setting,
             "seed": self.streams.seed,
             "n_steps": self.n_steps,
             "block_length": self._block_length,
-            "position": self._ensemble.position.clone(),
-            **{name: tensor.clone() for name, tensor in self._ensemble.named_state.items()},
-            **{name: tensor.clone() for name, tensor in self._state._asdict().items()},
+            **{name: each.clone() for name, each in {**tensors, **self._state._asdict()}.items()},
             # As they were before the current block was drawn, or as they are if it is used up.
             "streams": self._streams_at_block if drawn else self.streams.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict()` of a run with the same target, ladder and rules."""
+        """Restore `state_dict()` of a run with the same target, ladder and rules. A state of another
+        form leaves the run as it was.
+        """
         self._require_same(state.get("setting"), self.setting)
-        if tuple(state["position"].shape) != tuple(self._ensemble.position.shape):
+        given, here = tuple(state["position"].shape), tuple(self._ensemble.position.shape)
+        if given != here:
             raise InvalidArgumentError(
-                f"the state is of (rungs, runs, dim) = {tuple(state['position'].shape)}, this run has "
-                f"{tuple(self._ensemble.position.shape)}"
+                f"the state is of (rungs, runs, dim) = {given}, this run has {here}"
             )
-        # Everything is made before anything is changed: a state of another form leaves the run as
-        # it was.
-        position = state["position"].to(self._ensemble.position, copy=True)
-        carried = [state[name].to(position, copy=True) for name in self._ensemble.named_state]
-        mine = self._state._asdict()
-        for name, tensor in mine.items():
+        for name, tensor in self._state._asdict().items():
             if (state[name].shape, state[name].dtype) != (tensor.shape, tensor.dtype):
                 raise InvalidArgumentError(
-                    f"the state has a {name} of another form: {tuple(state[name].shape)} {state[name].dtype}"
+                    f"the state has a {name} of another form: {tuple(state[name].shape)} "
+                    f"{state[name].dtype}"
                 )
+        like = self._ensemble.position
+        moved = [
+            state[name].to(like, copy=True) for name in ("position", *self._ensemble.named_state)
+        ]
+        ensemble = self._ensemble.with_tensors(moved)
         exchange = ExchangeState(
-            *(state[name].to(tensor.device, copy=True) for name, tensor in mine.items())
+            *(state[name].to(like.device, copy=True) for name in ExchangeState._fields)
         )
-        streams = Streams(state["seed"], position.device)
+        streams = Streams(state["seed"], like.device)
         streams.load_state_dict(state["streams"])
         n_steps, length = state["n_steps"], state["block_length"]
-        start = n_steps - n_steps % length
-        ensemble = self._ensemble.with_tensors([position, *carried])
-        block = (
-            draw_block(streams, self.rules, ensemble, start, length) if n_steps > start else None
-        )
+        start, block = n_steps - n_steps % length, None
+        if n_steps > start:
+            block = draw_block(streams, self.rules, ensemble, start, length)
         self._ensemble, self._state, self.streams, self._block = ensemble, exchange, streams, block
         self.n_steps, self._block_length, self._streams_at_block = n_steps, length, state["streams"]
 

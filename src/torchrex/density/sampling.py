@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
+from torchrex.checkpoint import Checkpoints
+from torchrex.density.drawing import Drawing, DrawOptions, End, Progress, draw_all, require_whole
 from torchrex.density.run import DensityExchange
-from torchrex.density.sampling_drawing import Drawing, Folder, as_checkpoints
 from torchrex.density.shards import Shards, process_group_for
 from torchrex.density.tensor_ensemble import TensorEnsemble
-from torchrex.distributed import ALONE
+from torchrex.distributed import ALONE, Rendezvous
 from torchrex.errors import (
     CheckpointError,
     InvalidArgumentError,
+    NonFiniteEnergyError,
     OnInterrupt,
     RunInterrupted,
-    require_on_interrupt,
+    TorchrexError,
 )
 from torchrex.exchange import Ladder, RuleOptions, resolve_device, warn_of_dead_pairs
+from torchrex.exchange.noise import warn_of_shape
 from torchrex.exchange.run import require_known
 from torchrex.posterior import Draws
-from torchrex.recording import Callback, progress_bar
+from torchrex.recording import progress_bar
 from torchrex.rng import Streams, derive_seed
 from torchrex.samplers import Sampler
 from torchrex.targets import LogDensity, Target
@@ -33,7 +41,7 @@ from torchrex.targets.tall import draw_points
 
 logger = logging.getLogger("torchrex")
 
-Progress = Callback | bool
+STATUSES = ("finished", "paused", "interrupted", "failed")  # the worst of all shards is that of all
 
 
 def sample(
@@ -54,7 +62,7 @@ def sample(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     progress: Progress | None = None,
-    checkpoints: Folder | None = None,
+    checkpoints: Checkpoints | Path | str | None = None,
     checkpoint_every: int = 100_000,
     resume: bool = True,
     budget: float | None = None,
@@ -67,41 +75,56 @@ def sample(
     `target` is a Target or a log density that maps points (n, dim) to (n,). The ladder is given by
     `temperatures` and `lr` (one, or one per rung) or as a `Ladder`. One temperature is plain SGLD
     or SGHMC; `correction_factor=float("inf")` is the naive test. `n_runs` independent runs proceed
-    side by side; every `thin`-th draw after `burn_in` steps is kept.
+    together; every `thin`-th draw after `burn_in` steps is kept. `rules` are the rules of the
+    exchange (`RuleOptions`: noise, swap_interval, ...); see docs/choosing.md.
+
+    `initial` is where the replicas start: a number, a tensor that broadcasts to (rungs, runs, dim),
+    or a distribution of torch.distributions from which each replica of each run gets its own point.
+    Without it that is the prior of a target that can draw from it (`logistic_regression`), else 0
+    for all; runs that start at one point make R-hat too small.
 
     Ctrl-C raises RunInterrupted, a KeyboardInterrupt, with what was drawn so far in its `draws`;
-    with `on_interrupt="return"` it returns these draws, with status "interrupted". A NaN or
-    infinite energy raises NonFiniteEnergyError with the draws so far in `draws`. `progress=True`
-    shows a bar; a function is called as `progress(done, total)` after every block. `initial` is
-    where the replicas start: a number, a tensor that broadcasts to (rungs, runs, dim), or a
-    distribution of torch.distributions from which each replica of each run gets its own point.
-    Without it that is the prior of a target that can draw from it (`logistic_regression`), else 0
-    for all; runs that start at one point flatter R-hat. `rules` are the rules of the exchange
-    (`RuleOptions`: noise, swap_interval, ...); see docs/choosing.md.
+    with `on_interrupt="return"` it returns these draws, with status "interrupted". SIGTERM does the
+    same, as SystemExit(143). A NaN or infinite energy raises NonFiniteEnergyError with the draws so
+    far in `draws`. `progress=True` shows a bar; a function is called as `progress(done, total)`
+    after every block.
 
     With `checkpoints` (a folder) everything, the draws included, is saved every `checkpoint_every`
-    steps, at the end and at Ctrl-C, and a call that finds checkpoints of the same setting there
-    goes on from the newest, bit for bit as if it had not stopped; with `resume=False` it begins
-    anew, in a folder without later ones. After `budget` seconds it saves and returns what was
-    drawn, with status "paused".
+    steps, at the end and at Ctrl-C. A call that finds checkpoints of the same setting there goes on
+    from the newest, bit for bit as if it had not stopped; with `resume=False` it begins anew, in a
+    folder without later ones. After `budget` seconds it saves and returns what was drawn, with
+    status "paused".
 
     `shards` divides the runs into so many groups, each with random numbers of its own. Under
     torchrun every process samples some of them, and all return all draws: the same on any number of
     processes, of which there can be as many as shards.
 
-    >>> draws = sample(lambda x: -0.5 * x.square().sum(-1), dim=2, temperatures=(1.0, 4.0), lr=0.05, n_steps=200, n_runs=4)
+    >>> draws = sample(
+    ...     lambda x: -0.5 * x.square().sum(-1),
+    ...     dim=2, temperatures=(1.0, 4.0), lr=0.05, n_steps=200, n_runs=4,
+    ... )
     >>> draws.values.shape
     torch.Size([4, 200, 2])
     """
     require_known(rules, "sample", ("n_steps", *(sample.__kwdefaults__ or ())))
-    for name, value, least in (
-        ("n_steps", n_steps, 1),
-        ("n_runs", n_runs, 1),
-        ("thin", thin, 1),
-        ("burn_in", burn_in, 0),
-        ("checkpoint_every", checkpoint_every, 1),
-    ):
-        _require_whole(name, value, least)
+    options = DrawOptions(
+        n_steps,
+        thin,
+        burn_in,
+        progress,
+        checkpoints,
+        checkpoint_every,
+        resume,
+        budget,
+        on_interrupt,
+    )
+    n_shards = 1 if shards is None else shards
+    require_whole("n_runs", n_runs, 1)
+    require_whole("shards", n_shards, 1)
+    if n_steps - burn_in < thin:
+        raise InvalidArgumentError(
+            f"n_steps={n_steps} keeps no draw with burn_in={burn_in} and thin={thin}; raise n_steps"
+        )
     if not isinstance(target, Target):
         if dim is None:
             raise InvalidArgumentError(
@@ -112,10 +135,6 @@ def sample(
         raise InvalidArgumentError(
             f"dim={dim} was given, but {target!r} has dim={target.dim}; leave dim out"
         )
-    if n_steps - burn_in < thin:
-        raise InvalidArgumentError(
-            f"n_steps={n_steps} keeps no draw with burn_in={burn_in} and thin={thin}; raise n_steps"
-        )
     if ladder is None:
         if temperatures is None or lr is None:
             raise InvalidArgumentError("give temperatures=... and lr=..., or ladder=Ladder(...)")
@@ -124,59 +143,30 @@ def sample(
         raise InvalidArgumentError(
             "give either ladder=... or temperatures=... and lr=..., not both"
         )
-
-    process_group = process_group_for(shards, n_runs)
-    n_rungs = ladder.n_rungs
-    whole = TensorEnsemble.start(
+    rungs = ladder
+    process_group = process_group_for(n_shards, n_runs)
+    ensemble = TensorEnsemble.start(
         target,
         sampler,
-        n_rungs=n_rungs,
+        n_rungs=rungs.n_rungs,
         n_runs=n_runs,
-        initial=_starting_points(initial, target, (n_rungs, n_runs), Streams(seed)),
+        initial=_starting_points(initial, target, (rungs.n_rungs, n_runs), Streams(seed)),
         device=resolve_device(device),
         dtype=dtype,
     )
-    divided = Shards(whole, 1 if shards is None else shards, seed, process_group)
-    folder = as_checkpoints(checkpoints)
+    divided = Shards(ensemble, n_shards, seed, process_group)
 
-    def make(k: int) -> Drawing:
-        run = DensityExchange(
-            divided.ensemble(k), ladder, seed=divided.seed_of(k), compiled=compiled, **rules
-        )
-        return Drawing(
-            run,
-            n_steps,
-            thin=thin,
-            burn_in=burn_in,
-            checkpoints=divided.checkpoints(folder, k),
-            checkpoint_every=checkpoint_every,
-            shard=divided.name(k),
+    def make_run(k: int) -> DensityExchange:
+        return DensityExchange(
+            divided.ensemble(k), rungs, seed=divided.seed_of(k), compiled=compiled, **rules
         )
 
-    numbers: dict[str, Any] = {
-        "seed": seed,
-        "n_steps": n_steps,
-        "n_runs": n_runs,
-        "thin": thin,
-        "burn_in": burn_in,
-        "shards": divided.n_shards,
-    }
-    numbers |= {} if folder is None else {"checkpoints": str(folder.folder.absolute())}
-    divided.require_same_everywhere(numbers)
-    with process_group.all_or_none("look at the checkpoints", CheckpointError):
-        divided.require_same_cut(folder)
-    settings = {"run": f"DensityExchange({whole!r}, {ladder!r})", "seed": seed}
-    settings |= {"shards": divided.n_shards} if divided.n_shards > 1 else {}
-    return _draw(
-        divided,
-        make,
-        n_steps,
-        settings,
-        resume=resume,
-        budget=budget,
-        progress=progress if process_group.is_main else None,
-        on_interrupt=on_interrupt,
-    )
+    numbers = {"seed": seed, "n_steps": n_steps, "n_runs": n_runs, "thin": thin, "burn_in": burn_in}
+    folder = "" if options.folder is None else str(options.folder.folder.absolute())
+    divided.require_same_everywhere({**numbers, "shards": n_shards, "checkpoints": folder})
+    settings = {"run": f"DensityExchange({ensemble!r}, {ladder!r})", "seed": seed}
+    settings |= {"shards": n_shards} if n_shards > 1 else {}
+    return _draw(divided, make_run, options, settings)
 
 
 def collect(
@@ -187,7 +177,7 @@ def collect(
     burn_in: int = 0,
     progress: Progress | None = None,
     settings: dict[str, Any] | None = None,
-    checkpoints: Folder | None = None,
+    checkpoints: Checkpoints | Path | str | None = None,
     checkpoint_every: int = 100_000,
     resume: bool = True,
     budget: float | None = None,
@@ -202,92 +192,115 @@ def collect(
         raise InvalidArgumentError(
             "collect is for runs on densities; a run on a network goes on by train"
         )
-    for name, value, least in (("n_steps", n_steps, 1), ("thin", thin, 1), ("burn_in", burn_in, 0)):
-        _require_whole(name, value, least)
-    _require_whole("checkpoint_every", checkpoint_every, 1)
-    folder = as_checkpoints(checkpoints)
-    # Not repr(run), which says where the run stands now; that is worth a word only if it has gone
-    # some way before.
-    earlier = {"steps_before": run.n_steps} if run.n_steps else {}
-    settings = {
-        "run": f"DensityExchange({run.ensemble!r}, {run.rules.ladder!r})",
-        **earlier,
-        **(settings or {}),
-    }
-    alone = Shards(run.ensemble, 1, run.streams.seed, ALONE)
-    alone.require_same_cut(folder)
-
-    def make(k: int) -> Drawing:
-        return Drawing(
-            run,
-            n_steps,
-            thin=thin,
-            burn_in=burn_in,
-            checkpoints=folder,
-            checkpoint_every=checkpoint_every,
-        )
-
-    return _draw(
-        alone,
-        make,
+    options = DrawOptions(
         n_steps,
-        settings,
-        resume=resume,
-        budget=budget,
-        progress=progress,
-        on_interrupt=on_interrupt,
+        thin,
+        burn_in,
+        progress,
+        checkpoints,
+        checkpoint_every,
+        resume,
+        budget,
+        on_interrupt,
     )
+    # Not repr(run), which says at which step the run is now.
+    own: dict[str, Any] = {"run": f"DensityExchange({run.ensemble!r}, {run.rules.ladder!r})"}
+    own |= {"steps_before": run.n_steps} if run.n_steps else {}
+    alone = Shards(run.ensemble, 1, run.streams.seed, ALONE)
+    return _draw(alone, lambda k: run, options, {**own, **(settings or {})})
 
 
 def _draw(
     shards: Shards,
-    make: Callable[[int], Drawing],
-    n_steps: int,
+    make_run: Callable[[int], DensityExchange],
+    options: DrawOptions,
     settings: dict[str, Any],
-    *,
-    resume: bool,
-    budget: float | None,
-    progress: Progress | None,
-    on_interrupt: OnInterrupt,
 ) -> Draws:
-    require_on_interrupt(on_interrupt)
-    if budget is not None and not budget > 0:
-        raise InvalidArgumentError(f"budget must be a number of seconds > 0, got {budget!r}")
-    start = shards.whole.position
+    """Draw the shards of this process, wait for the others, and put all draws together."""
+    group, start = shards.process_group, shards.all_runs.position
     if start.shape[1] > 1 and bool((start == start[:, :1]).all()):
         settings = {**settings, "started_at_one_point": True}
-    if progress is True:
-        with progress_bar("sampling", n_steps) as bar:
-            return _draw(
-                shards,
-                make,
-                n_steps,
-                settings,
-                resume=resume,
-                budget=budget,
-                progress=bar,
-                on_interrupt=on_interrupt,
-            )
-    draws = shards.draw(
-        make,
-        settings,
-        resume=resume,
-        budget=budget,
-        progress=progress if callable(progress) else None,
-    )
-    if draws is None:
-        raise KeyboardInterrupt  # there is nothing to keep
-    if draws.status == "finished" and shards.process_group.is_main:
+    with group.all_or_none("reading of the checkpoints", CheckpointError):
+        shards.require_same_cut(options.folder)
+        drawings = [
+            Drawing(make_run(k), options, shards.checkpoints(options.folder, k), shards.name(k))
+            for k in shards.mine
+        ]
+    meeting = Rendezvous(group)
+    error: TorchrexError | OSError | None = None
+    end = End("interrupted")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(group.reporting_errors())
+        terminated = stack.enter_context(_terminating())
+        progress = options.progress if group.is_main else None
+        if progress is True:
+            progress = stack.enter_context(progress_bar("sampling", options.n_steps))
+        try:
+            end = draw_all(drawings, options, progress or None, meeting.stop_requested)
+        except (TorchrexError, OSError) as met:
+            error = met
+        if error is not None or end.status in ("interrupted", "failed"):
+            meeting.request_stop()
+        meeting.wait("end of the sampling")
+    with group.all_or_none("sampling", TorchrexError):
+        if error is not None:
+            raise error
+    failure: dict[str, Any] | None = None
+    if end.failure is not None:  # as plain values, with the run counted among all
+        names = ("replica", "rung", "run", "step", "value", "advice")
+        failure = {name: getattr(end.failure, name) for name in names}
+        failure["run"] += shards.runs[shards.mine[end.failed]].start
+    ends: list[list[Any]] = group.gather([end.status, failure], "end of the sampling")
+    status = max((each for each, _ in ends), key=STATUSES.index)
+    draws = shards.gather([drawing.draws(status, settings) for drawing in drawings])
+    for _, values in ends:
+        if values is not None:
+            raise NonFiniteEnergyError(**values, draws=draws)
+    if status == "finished" and draws is not None and group.is_main:
+        run = drawings[0].run
+        warn_of_shape(run.noise_shape(), run.correction_factor.mean(1))
         warn_of_dead_pairs(draws.pairs())
-    if draws.status == "interrupted":
-        how = f"interrupted after {draws.n_steps:,} of {n_steps:,} steps"
-        if on_interrupt == "raise":
-            raise RunInterrupted(
-                f"{how}; the draws so far are in the `draws` of this exception", draws=draws
-            )
-        if shards.process_group.is_main:
-            logger.warning("%s; the draws so far are kept", how)
+    if status == "interrupted" or draws is None:
+        _report_interrupt(draws, options, terminated=bool(terminated), is_main=group.is_main)
+    assert draws is not None
     return draws
+
+
+def _report_interrupt(
+    draws: Draws | None, options: DrawOptions, *, terminated: bool, is_main: bool
+) -> None:
+    """Raise what Ctrl-C or SIGTERM asks for, or log that the draws so far are returned."""
+    if draws is None:  # there is nothing to keep
+        raise SystemExit(128 + signal.SIGTERM) if terminated else KeyboardInterrupt
+    how = f"interrupted after {draws.n_steps:,} of {options.n_steps:,} steps"
+    if options.on_interrupt == "raise" and not terminated:
+        raise RunInterrupted(
+            f"{how}; the draws so far are in the `draws` of this exception", draws=draws
+        )
+    if is_main:
+        logger.warning("%s; the draws so far are kept", how)
+    if options.on_interrupt == "raise":
+        raise SystemExit(128 + signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _terminating() -> Iterator[list[int]]:
+    """SIGTERM saves and stops as Ctrl-C does, unless the program has a handler of its own."""
+    received: list[int] = []
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield received
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _starting_points(
@@ -303,8 +316,3 @@ def _starting_points(
     if not isinstance(initial, Distribution):
         return initial
     return draw_points(initial, shape, target.dim, derive_seed(streams.seed, "initial"))
-
-
-def _require_whole(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidArgumentError(f"{name} must be a whole number >= {least}, got {value!r}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -47,12 +47,14 @@ class Ladder:
     ) -> None:
         if isinstance(temperatures, int | float):
             raise LadderError(
-                f"temperatures must be a sequence, one per rung, got {temperatures}; one rung is ({temperatures},)"
+                f"temperatures must be a sequence, one per rung, got {temperatures}; "
+                f"one rung is ({temperatures},)"
             )
         for name, schedule in (("anneal", anneal), ("decay", decay), ("noise", noise)):
             if schedule is not None and not callable(schedule):
                 raise LadderError(
-                    f"{name} must be a function of the step, such as schedules.geometric(0.99), got {schedule!r}"
+                    f"{name} must be a function of the step, such as schedules.geometric(0.99), "
+                    f"got {schedule!r}"
                 )
         temperatures = tuple(float(t) for t in temperatures)
         if not temperatures:
@@ -60,14 +62,15 @@ class Ladder:
         for rung, temperature in enumerate(temperatures):
             if not (math.isfinite(temperature) and temperature > 0):
                 raise LadderError(
-                    f"temperatures must be positive and finite, but rung {rung} has {temperature:g}; got {temperatures}. "
-                    f"For plain SGD or momentum SGD, which is temperature 0, use Ladder.descent(lr)."
+                    f"temperatures must be positive and finite, but rung {rung} has {temperature:g}; "
+                    f"got {temperatures}. For SGD, which is temperature 0, use Ladder.descent(lr)."
                 )
         for rung, (colder, hotter) in enumerate(pairwise(temperatures), start=1):
             if not hotter > colder:
                 raise LadderError(
-                    f"temperatures must rise from cold to hot, but rung {rung} ({hotter:g}) is not hotter than rung {rung - 1} "
-                    f"({colder:g}); got temperatures={temperatures}. For inverse temperatures use Ladder.from_inverse(...)."
+                    f"temperatures must rise from cold to hot, but rung {rung} ({hotter:g}) is not "
+                    f"hotter than rung {rung - 1} ({colder:g}); got temperatures={temperatures}. "
+                    "For inverse temperatures use Ladder.from_inverse(...)."
                 )
         self._fill(temperatures, lrs, anneal, decay, noise)
 
@@ -79,29 +82,20 @@ class Ladder:
         decay: Schedule | None,
         noise: Schedule | None = None,
     ) -> None:
-        rates = (
-            (float(lrs),) * len(temperatures)
-            if isinstance(lrs, int | float)
-            else tuple(float(lr) for lr in lrs)
-        )
-        if len(rates) != len(temperatures):
+        n = len(temperatures)
+        rates = (float(lrs),) * n if isinstance(lrs, int | float) else tuple(map(float, lrs))
+        if len(rates) != n:
             raise LadderError(
-                f"give one lr, or one per rung: got {len(rates)} lrs for {len(temperatures)} temperatures"
+                f"give one lr, or one per rung: got {len(rates)} lrs for {n} temperatures"
             )
         for rung, lr in enumerate(rates):
             if not (math.isfinite(lr) and lr >= 0):
                 raise LadderError(
                     f"lrs must be finite and >= 0, but rung {rung} has {lr:g}; got {rates}"
                 )
-        values = {
-            "temperatures": temperatures,
-            "lrs": rates,
-            "anneal": anneal,
-            "decay": decay,
-            "noise": noise,
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        values = (temperatures, rates, anneal, decay, noise)
+        for field, value in zip(fields(self), values, strict=True):
+            object.__setattr__(self, field.name, value)
 
     @classmethod
     def geometric(
@@ -117,13 +111,12 @@ class Ladder:
         """Temperatures in equal ratios from `cold` to `hot`."""
         if n_rungs < 2 or not 0 < cold < hot:
             raise LadderError(
-                f"a geometric ladder needs 0 < cold < hot and 2 or more rungs, got cold={cold:g}, hot={hot:g}, n_rungs={n_rungs}"
+                "a geometric ladder needs 0 < cold < hot and 2 or more rungs, "
+                f"got cold={cold:g}, hot={hot:g}, n_rungs={n_rungs}"
             )
-        ratio = hot / cold
-        temperatures = [cold * ratio ** (rung / (n_rungs - 1)) for rung in range(n_rungs - 1)] + [
-            hot
-        ]
-        return cls(temperatures, lrs, anneal=anneal, decay=decay)
+        top, ratio = n_rungs - 1, hot / cold
+        temperatures = [cold * ratio ** (rung / top) for rung in range(top)]
+        return cls([*temperatures, hot], lrs, anneal=anneal, decay=decay)
 
     @classmethod
     def from_inverse(
@@ -171,23 +164,11 @@ class Ladder:
         here, and no error until it is taken: see `refuse`.
         """
 
-        def factors_of(name: str, schedule: Schedule) -> list[float]:
-            steps = range(start, start + n_steps)
-            try:
-                factors = [float(schedule(step)) for step in steps]
-                if all(factor > 0 and math.isfinite(factor) for factor in factors):
-                    return factors
-            except Exception:
-                pass
-            return [self._factor(name, step, otherwise=math.nan) for step in steps]
-
         def column(base: tuple[float, ...], name: str) -> Tensor:
             row, schedule = torch.tensor(base, dtype=dtype, device=device), getattr(self, name)
-            if schedule is None:
-                return row.expand(
-                    n_steps, -1
-                )  # no memory, and the compiled loop need not move its pointer
-            factors = torch.tensor(factors_of(name, schedule), dtype=torch.float64)
+            if schedule is None:  # no memory, and the compiled loop need not move its pointer
+                return row.expand(n_steps, -1)
+            factors = torch.tensor(self._factors(name, start, n_steps), dtype=torch.float64)
             return factors.to(device)[:, None].mul(row.double()).to(dtype)
 
         temperature = column(self.temperatures, "anneal")
@@ -195,34 +176,39 @@ class Ladder:
         return temperature, column(self.lrs, "decay"), kept
 
     def refuse(self, step: int) -> NoReturn:
-        """Say what is wrong at a step that is about to be taken and has no values."""
+        """Raise for a step that is about to be taken and has no values."""
         for name in ("anneal", "decay", "noise"):
-            if getattr(self, name) is not None:
-                self._factor(name, step)
+            if getattr(self, name) is not None and isinstance(self._factor(name, step), str):
+                raise LadderError(self._factor(name, step))
         raise LadderError(
-            f"the temperatures or learning rates of {self!r} are not finite at step {step}; look at its schedules"
+            f"the temperatures or learning rates of {self!r} are not finite at step {step}; "
+            "look at its schedules"
         )
 
-    def _factor(self, name: str, step: int, *, otherwise: float | None = None) -> float:
-        """What a schedule gives at a step; `otherwise` or an error if that cannot be used."""
+    def _factors(self, name: str, start: int, n_steps: int) -> list[float]:
+        """What a schedule gives at these steps, NaN where that cannot be used."""
+        schedule, steps = getattr(self, name), range(start, start + n_steps)
+        try:  # the short way is the fast one
+            factors = [float(schedule(step)) for step in steps]
+            if all(factor > 0 and math.isfinite(factor) for factor in factors):
+                return factors
+        except Exception:
+            pass
+        found = (self._factor(name, step) for step in steps)
+        return [math.nan if isinstance(each, str) else each for each in found]
+
+    def _factor(self, name: str, step: int) -> float | str:
+        """What a schedule gives at a step, or why that cannot be used."""
         schedule: Schedule = getattr(self, name)
         try:
             factor = float(schedule(step))
         except Exception as error:
-            if otherwise is not None:
-                return otherwise
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise LadderError(
-                f"the schedule {name} failed at step {step} ({reason}); it must give a number there"
-            ) from error
+            return f"the schedule {name} failed at step {step} ({reason}); it must give a number"
         if math.isfinite(factor) and (factor > 0 or (name == "decay" and factor == 0)):
             return factor
-        if otherwise is not None:
-            return otherwise
         least = ">= 0" if name == "decay" else "> 0"
-        raise LadderError(
-            f"the schedule {name} must be finite and {least} at every step taken, but gave {factor} at step {step}"
-        )
+        return f"the schedule {name} must be finite and {least}, but gave {factor} at step {step}"
 
     def settings(self) -> dict[str, Any]:
         """All that distinguishes one ladder from another; a schedule is known by some of its values."""
@@ -242,18 +228,16 @@ class Ladder:
         }
 
     def _repr_html_(self) -> str:
-        moving = [
-            name
-            for name, schedule in (("annealed", self.anneal), ("decaying", self.decay))
-            if schedule
-        ]
         values = enumerate(zip(self.temperatures, self.lrs, strict=True))
         rows = [(str(rung), f"{temperature:g}", f"{lr:g}") for rung, (temperature, lr) in values]
-        title = ", ".join([f"{self.n_rungs} rung{'s' if self.n_pairs else ''}", *moving])
+        title = f"{self.n_rungs} rung{'s' if self.n_pairs else ''}{self._moving()}"
         return notebook.panel("Ladder", title, notebook.table(("rung", "temperature", "lr"), rows))
 
     def __repr__(self) -> str:
         temperatures = ", ".join(f"{t:g}" for t in self.temperatures)
         same = len(set(self.lrs)) == 1
         lrs = f"{self.lrs[0]:g}" if same else "(" + ", ".join(f"{lr:g}" for lr in self.lrs) + ")"
-        return f"Ladder(({temperatures}), lrs={lrs}{', annealed' if self.anneal else ''}{', decaying' if self.decay else ''})"
+        return f"Ladder(({temperatures}), lrs={lrs}{self._moving()})"
+
+    def _moving(self) -> str:
+        return f"{', annealed' if self.anneal else ''}{', decaying' if self.decay else ''}"

@@ -1,4 +1,4 @@
-"""What runs on densities and on networks share: their rules, the checks of them, and what a run shows.
+"""What runs on densities and on networks share: their rules, with their checks, and what they show.
 
 `density/run.py` drives tensor targets, `network/run.py` networks.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -49,48 +50,37 @@ class RuleOptions(TypedDict, total=False):
 
 def make_rules(ladder: Ladder, target: Any, options: RuleOptions) -> Rules:
     """Check the options and fill in what fits the target."""
-    noise, pairing = options.get("noise"), options.get("pairing")
+    given: dict[str, Any] = {"noise": None, "pairing": None, **options}
     for name, value, kind, example in (
         ("ladder", ladder, Ladder, "Ladder((1.0, 10.0), 0.03)"),
-        ("noise", noise, NoiseEstimator, "RunningMean(RepeatedDraws(10))"),
-        ("pairing", pairing, Pairing, "EvenOdd()"),
+        ("noise", given["noise"], NoiseEstimator, "RunningMean(RepeatedDraws(10))"),
+        ("pairing", given["pairing"], Pairing, "EvenOdd()"),
     ):
         if value is not None and not isinstance(value, kind):
             raise InvalidArgumentError(f"{name} must be of the kind of {example}, got {value!r}")
-    for name, steps, least in (
-        ("swap_interval", options.get("swap_interval", 1), 1),
-        ("swap_start", options.get("swap_start", 0), 0),
-        ("swap_rest", options.get("swap_rest", 0), 0),
-    ):
-        if steps < least:
-            raise InvalidArgumentError(f"{name} must be a number of steps >= {least}, got {steps}")
-    momentum = options.get("momentum", "rescale")
-    if momentum not in POLICIES:
+    if not ladder.n_pairs:
+        given["noise"] = KnownVariance()  # nothing to swap, nothing to estimate
+    elif given["noise"] is None:
+        given["noise"] = default_estimator(target)
+    if given["pairing"] is None:
+        given["pairing"] = default_pairing(target, ladder.n_pairs)
+    rules = Rules(ladder, factor=as_rule(given.pop("correction_factor", 1.0)), **given)
+    for name, least in (("swap_interval", 1), ("swap_start", 0), ("swap_rest", 0)):
+        if getattr(rules, name) < least:
+            raise InvalidArgumentError(
+                f"{name} must be a number of steps >= {least}, got {getattr(rules, name)}"
+            )
+    if rules.momentum not in POLICIES:
         raise InvalidArgumentError(
-            f"momentum must be one of {', '.join(POLICIES)}, got {momentum!r}"
+            f"momentum must be one of {', '.join(POLICIES)}, got {rules.momentum!r}"
         )
-    intensity = options.get("swap_intensity")
-    if intensity is not None and not (intensity > 0 and intensity * max(ladder.lrs) <= 1):
+    r = rules.swap_intensity
+    if r is not None and not (r > 0 and r * max(ladder.lrs) <= 1):
         raise InvalidArgumentError(
             "swap_intensity r must be positive with r * lr <= 1, which is a probability; "
-            f"got r={intensity} with lrs={ladder.lrs}"
+            f"got r={r} with lrs={ladder.lrs}"
         )
-    if not ladder.n_pairs:
-        noise = KnownVariance()  # nothing to swap, nothing to estimate
-    elif noise is None:
-        noise = default_estimator(target)
-    noise.check(target)
-    rules = Rules(
-        ladder=ladder,
-        noise=noise,
-        factor=as_rule(options.get("correction_factor", 1.0)),
-        pairing=default_pairing(target, ladder.n_pairs) if pairing is None else pairing,
-        swap_interval=options.get("swap_interval", 1),
-        swap_start=options.get("swap_start", 0),
-        swap_rest=options.get("swap_rest", 0),
-        swap_intensity=intensity,
-        momentum=momentum,
-    )
+    rules.noise.check(target)
     _warn_of_biased_rules(rules, target)
     return rules
 
@@ -106,7 +96,7 @@ def require_known(options: Mapping[str, Any], function: str, others: Iterable[st
 
 
 class ReplicaExchange:
-    """Adaptive replica exchange stochastic gradient MCMC (Algorithm 1): the base of both kinds of run.
+    """Adaptive replica exchange stochastic gradient MCMC (Algorithm 1): base of both kinds of run.
 
     `DensityExchange` runs on a TensorEnsemble, whose steps need nothing; `ModuleExchange` on a
     ModuleEnsemble, whose steps need batches.
@@ -180,31 +170,23 @@ class ReplicaExchange:
 
     def temperatures_at(self, step: int) -> Tensor:
         """Those of a step, counted from 0: (rungs,), in double."""
-        temperature, _, _ = self.rules.ladder.table(
-            step, 1, device=torch.device("cpu"), dtype=torch.float64
-        )
-        return temperature[0]
+        return self._schedules_at(step)[0]
+
+    def _schedules_at(self, step: int) -> tuple[Tensor, Tensor]:
+        cpu = torch.device("cpu")
+        temperature, lr, _ = self.rules.ladder.table(step, 1, device=cpu, dtype=torch.float64)
+        return temperature[0], lr[0]
 
     def _repr_html_(self) -> str:
         """For notebooks: the rungs with what holds at the next step, and the rules."""
-        ladder = self.rules.ladder
-        temperatures, lrs, _ = ladder.table(
-            self.n_steps, 1, device=torch.device("cpu"), dtype=torch.float64
-        )
-        rows = [
-            (
-                str(rung),
-                *("no value" if value != value else f"{value:g}" for value in (temperature, lr)),
-            )
-            for rung, (temperature, lr) in enumerate(
-                zip(temperatures[0].tolist(), lrs[0].tolist(), strict=True)
-            )
-        ]
-        rules = ", ".join(
-            f"{field.name}: {getattr(self.rules, field.name)}"
-            for field in fields(self.rules)[1:]
-            if field.compare
-        )
+
+        def word(value: float) -> str:
+            return "no value" if math.isnan(value) else f"{value:g}"
+
+        columns = [map(word, values.tolist()) for values in self._schedules_at(self.n_steps)]
+        rows = [(str(rung), *words) for rung, words in enumerate(zip(*columns, strict=True))]
+        shown = [field.name for field in fields(self.rules)[1:] if field.compare]
+        rules = ", ".join(f"{name}: {getattr(self.rules, name)}" for name in shown)
         return notebook.panel(
             type(self).__name__,
             f"{self.n_rungs} rungs, step {self.n_steps:,}",
@@ -235,34 +217,29 @@ def require_every(every: int | None) -> None:
 
 def joined(infos: Sequence[StepInfo]) -> StepInfo:
     """One after the other."""
-    return (
-        infos[0]
-        if len(infos) == 1
-        else StepInfo(*(torch.cat(values) for values in zip(*infos, strict=True)))
-    )
+    if len(infos) == 1:
+        return infos[0]
+    return StepInfo(*(torch.cat(values) for values in zip(*infos, strict=True)))
 
 
 def _warn_of_biased_rules(rules: Rules, target: Any) -> None:
-    """Warn of rules under which rung 0 does not have its law. Where temperatures are annealed
-    nothing is sampled anyway.
-    """
-    ladder = rules.ladder
+    """Warn of rules under which rung 0 does not have its law; an annealed run samples none."""
+    ladder, rest = rules.ladder, rules.swap_rest
     if ladder.anneal is not None or not rules.swaps:
         return
-    if rules.swap_rest:
+    if rest:
         logger.warning(
-            "swap_rest=%d changes the law of rung 0: a pair that rests after each swap stays too long where it has just "
-            "come to. Use swap_interval=%d for rarer tests",
-            rules.swap_rest,
-            rules.swap_rest + 1,
+            "swap_rest=%d changes the law of rung 0: after each swap a pair stays too long where it "
+            "is. Use swap_interval=%d for rarer tests",
+            rest,
+            rest + 1,
         )
-    # A swap decides which lr a replica moves with. If it looked at the move's own minibatch, the
-    # two are correlated.
+    # A swap decides which lr a replica moves with. On the move's own minibatch, they are correlated.
     if len(set(ladder.lrs)) > 1 and rules.swap_interval == 1 and target.n_data is not None:
         logger.warning(
-            "the rungs have unequal learning rates %s and swaps are tested at every step, on the minibatch of the move: rung 0 "
-            "is biased (for example, at a ratio of 3 its variance can be 0.91 of the right one). Use equal learning rates, or "
-            "swap_interval=20",
+            "the learning rates %s are unequal and swaps are tested on the minibatch of the move: "
+            "rung 0 is biased (at a ratio of 3 its variance can be 0.91 of the right one). "
+            "Use equal learning rates, or swap_interval=20",
             ladder.lrs,
         )
 

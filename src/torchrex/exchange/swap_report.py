@@ -1,7 +1,6 @@
-"""How the pairs of a ladder did over a run: swaps, the noise of their tests, the F they had, and
-which of them are dead.
+"""How the pairs of a ladder did over a run: swaps, noise, F, and which pairs are dead.
 
-One home for what `Draws.summary`, `sample` and `train` say of it.
+`Draws.summary`, `sample` and `train` report from here.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class PairReport(NamedTuple):
     pair: int  # of the rungs `pair` and `pair + 1`
     accepted: int
     proposed: int
-    noise_std: float  # s = sqrt(2) * gap * sigma, the standard deviation of the noise in log S: rms over steps and runs
+    noise_std: float  # s = sqrt(2) * gap * sigma, of the noise in log S: rms over steps and runs
     factor: float  # F
-    expected: float  # acceptance between equal energies at F and the s of each step: mean over steps and runs
+    expected: float  # acceptance between equal energies at F and s: mean over steps and runs
     n_runs: int = 1
 
     @property
@@ -45,11 +44,8 @@ class PairReport(NamedTuple):
     def is_dead(self) -> bool:
         """It was tested often enough to have swapped, and has not, but for one swap of each run."""
         enough = (SOME_TESTS if self.expected < HARDLY_ANY else ENOUGH_TESTS) * (1 + self.accepted)
-        return (
-            self.accepted <= self.n_runs
-            and self.proposed >= enough
-            and math.isfinite(self.noise_std)
-        )
+        tested = self.proposed >= enough and math.isfinite(self.noise_std)
+        return self.accepted <= self.n_runs and tested
 
 
 def report_pairs(
@@ -64,23 +60,13 @@ def report_pairs(
     """Of any device: the noise variances of some steps, (k, pairs, runs), and the rest (pairs,):
     counts over all steps and runs, gaps and F as they are now.
     """
-    per_s2 = 2.0 * inverse_gap.double().cpu().square()
+    per_s2, factor = 2.0 * inverse_gap.double().cpu().square(), factor.double().cpu()
     rms = (per_s2 * noise_variance.mean((0, 2), dtype=torch.float64).cpu()).sqrt()
     some = noise_variance[:: -(-noise_variance.numel() // MOST_LOOKED_AT) or 1].double().cpu()
-    expected = expected_acceptance(
-        0.0, (per_s2[:, None] * some).sqrt(), factor.double().cpu()[:, None]
-    ).mean((0, 2))
-    columns = (
-        accepted.tolist(),
-        proposed.tolist(),
-        rms.tolist(),
-        factor.tolist(),
-        expected.tolist(),
-    )
-    return [
-        PairReport(pair, int(a), int(p), s, f, e, n_runs)
-        for pair, (a, p, s, f, e) in enumerate(zip(*columns, strict=True))
-    ]
+    expected = expected_acceptance(0.0, (per_s2[:, None] * some).sqrt(), factor[:, None])
+    columns = (accepted.long(), proposed.long(), rms, factor, expected.mean((0, 2)))
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return [PairReport(k, a, p, s, f, e, n_runs) for k, (a, p, s, f, e) in enumerate(rows)]
 
 
 def percent(share: float) -> str:
@@ -98,20 +84,20 @@ def in_words(pairs: Sequence[PairReport]) -> str:
     )
     more = f" and {len(dead) - 4} more pairs" if len(dead) > 4 else ""
     worst = max(dead, key=lambda each: each.noise_std)
-    if worst.noise_std > LOUD:
-        chance = percent(float(expected_acceptance(0.0, worst.noise_std, worst.factor)))
-        at = f"at s = {worst.noise_std:.3g} and F = {worst.factor:.3g} equal energies swap with probability {chance}"
-        between = math.ceil(worst.noise_std / LOUD) - 1  # s is proportional to the gap
-        rungs = f"more rungs: between {worst.pair} and {worst.pair + 1} about {between:,}"
-        cure = f"use closer temperatures ({rungs}), or larger or shared minibatches, until s is {LOUD:g} or less"
+    noise_std, factor = worst.noise_std, worst.factor
+    if noise_std > LOUD:
+        chance = percent(float(expected_acceptance(0.0, noise_std, factor)))
+        at = f"at s = {noise_std:.3g} and F = {factor:.3g} equal energies swap with probability {chance}"
+        between = math.ceil(noise_std / LOUD) - 1  # s is proportional to the gap
+        cure = (
+            f"use closer temperatures (more rungs: between {worst.pair} and {worst.pair + 1} about "
+            f"{between:,}), or larger or shared minibatches, until s is {LOUD:g} or less"
+        )
     else:
         at = "their noise is small, so their energies lie too far apart"
         cure = "use closer temperatures (more rungs)"
-    swaps = (
-        f"{worst.accepted:,} swap{'s' if worst.accepted > 1 else ''}"
-        if worst.accepted
-        else "no swap"
-    )
+    made = worst.accepted
+    swaps = f"{made:,} swap{'s' if made > 1 else ''}" if made else "no swap"
     return f"{swaps} in {worst.proposed:,} tests between rungs {named}{more}: {at}; {cure}"
 
 
@@ -122,9 +108,7 @@ def warn_of_dead_pairs(pairs: Sequence[PairReport], name: str = "") -> None:
 
 
 def rung_of(replica_at: Tensor) -> Tensor:
-    """Where each replica stood, (k, replicas, chains), from who stood on each rung, (k, rungs,
-    chains).
-    """
+    """The rung of each replica, (k, replicas, chains), from the replica at each rung."""
     return replica_at.long().argsort(dim=1)
 
 
@@ -142,9 +126,8 @@ def count_trips(path: Tensor) -> tuple[Tensor, Tensor]:
         return none, none.clone()
     at_end = (path == 0) | (path == top)
     when = torch.arange(len(path)).view(-1, 1, 1)
-    latest = (
-        torch.where(at_end, when, -1).cummax(0).values
-    )  # the last visit to an end so far, -1 before the first
+    # The last visit to an end so far, -1 before the first.
+    latest = torch.where(at_end, when, -1).cummax(0).values
     end = torch.where(latest >= 0, path.gather(0, latest.clamp(min=0)), -1)
     restarts = ((end[1:] == 0) & (end[:-1] == top)).sum(0)
     first = end.gather(0, at_end.long().argmax(0, keepdim=True))[0]
