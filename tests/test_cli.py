@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import importlib
 import json
 import os
@@ -19,109 +18,121 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torchrex.cli.interrupts import Interrupted
-from torchrex.cli.numbers import Number
-from torchrex.experiments.drawing import is_begun
-from torchrex.experiments.place import Place
 
 import torchrex
 from command import run_command
 from torchrex import Draws
-from torchrex.cli import app, report, reproduce, reproducing, running
-from torchrex.experiments import RunFolder, get_recipe, recipes, run_recipe
-from torchrex.experiments.config import dumps, override
+from torchrex.cli import look, outputs, running
+from torchrex.cli import run as run_arguments
+from torchrex.cli.main import Interrupted
+from torchrex.cli.running import Number
+from torchrex.experiments import RunFolder, dumps, get_recipe, override, recipes, run_recipe
 from torchrex.experiments.digits import DigitsConfig
 from torchrex.experiments.mixtures import MixtureConfig
 from torchrex.report.page import advice
 
-SMALL = ["--set", "n_steps=400", "--set", "n_runs=4"]
+SMALL = ("n_steps=400", "n_runs=4")
+QUICK = ("epochs=2", "burn_in_epochs=1", "hidden=8")
+SGLD, RESGLD, SGHMC = "figure1/case1-sgld", "figure1/case1-resgld", "digits/sghmc"
+
+
+def words_of(line, settings, out):
+    """`torchrex LINE --set A --set B --out OUT` as a list of words."""
+    words = [*line.split(), *(word for each in settings for word in ("--set", each))]
+    return words if out is None else [*words, "--out", str(out)]
 
 
 @pytest.fixture
 def cli(monkeypatch, capsys):
     """Runs the command in this process: (exit code, stdout, stderr)."""
-    return functools.partial(run_command, monkeypatch, capsys)
+
+    def call(line, *settings, out=None):
+        return run_command(monkeypatch, capsys, *words_of(line, settings, out))
+
+    return call
+
+
+@pytest.fixture
+def ok(cli):
+    """The same for a command that succeeds: stdout."""
+
+    def call(line, *settings, out=None):
+        code, printed, err = cli(line, *settings, out=out)
+        assert code == 0, err
+        return printed
+
+    return call
+
+
+def refused(answer, *expected):
+    """Exit code 2, one line on stderr with these words, nothing on stdout."""
+    code, out, err = answer
+    assert (code, out) == (2, "")
+    assert err.startswith("torchrex: ")
+    assert len(err.strip().splitlines()) == 1
+    assert all(words in err for words in expected), err
+
+
+def folder_of(out, recipe, seed=0):
+    return RunFolder.of(out, recipe, seed)
 
 
 # Starting
 
 
 def modules_after(*words):
-    """Exit code and what is printed by the command in a process of its own, and which modules it
-    loaded.
-    """
-    code = "import sys; from torchrex.cli import main\ntry: main()\nfinally: print('\\nloaded:', *sys.modules, file=sys.stderr)"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+    """Exit code and output of the command in a process of its own, and the modules it loaded."""
+    code = (
+        "import sys; from torchrex.cli import main\ntry: main()\n"
+        "finally: print('\\nloaded:', *sys.modules, file=sys.stderr)"
     )
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     printed, _, loaded = done.stderr.rpartition("loaded: ")
-    return done.returncode, done.stdout, printed, set(loaded.split())
+    return done.returncode, done.stdout + printed, set(loaded.split())
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "expected"),
+    ("line", "code", "expected"),
     [
-        (["--version"], 0, f"torchrex {torchrex.__version__}"),
-        (["--help"], 0, "compare"),
-        (["run", "--help"], 0, "--budget"),
-        (["reproduce", "--help"], 0, "figure1, digits"),
-        (["data", "import", "--help"], 0, "cifar10, cifar100, svhn"),
-        (["report", "--help"], 0, f"Ask doctor about runs for {advice.SECONDS:g} s"),
-        (["doctor", "--help"], 0, "2 if DIR holds no run"),
-        (["compare", "--help"], 0, "paired by seed"),
-        (["rnu"], 2, "Did you mean 'run'?"),
-        (["run", "digits/sghmc", "--seedz", "3"], 2, "--seedz"),
+        ("--version", 0, f"torchrex {torchrex.__version__}"),
+        ("--help", 0, "compare"),
+        ("run --help", 0, "--budget"),
+        ("reproduce --help", 0, "figure1, digits"),
+        ("data import --help", 0, "cifar10, cifar100, svhn"),
+        ("report --help", 0, f"Ask doctor about runs for {advice.SECONDS:g} s"),
+        ("rnu", 2, "Did you mean 'run'?"),
+        ("run digits/sghmc --seedz 3", 2, "--seedz"),
         (
-            ["run", "digits/sghmc", "--set", "a=1", "epochs=1", "b"],
+            "run digits/sghmc --set a=1 epochs=1 b",
             2,
             "(epochs=1 b); repeat --set for each setting: --set epochs=1",
         ),
-        (["run", "digits/sghmc", "sgld"], 2, "Got unexpected extra argument(s) (sgld)"),
-        (["run", "digits/sghmc", "=1"], 2, "Got unexpected extra argument(s) (=1)"),
-        (
-            ["doctor", ".", "epochs=1"],
-            2,
-            "Got unexpected extra argument(s) (epochs=1)",
-        ),  # it has no --set
-        (
-            ["run", "table1"],
-            2,
-            "`torchrex reproduce table1` runs them, `torchrex list table1` shows them",
-        ),
-        (["run", "digits/sghmc", "--budget", "soon"], 2, "--budget must be a time"),
-        (["report", ".", "--doctor", "some"], 2, "'some' is not one of 'quick', 'all', 'none'"),
-        (["doctor"], 2, "Missing argument 'DIR'"),
-        (
-            ["compare", "a", "b", "--out", "table.txt"],
-            2,
-            "--out must end in .md or .json, got table.txt",
-        ),
+        ("run digits/sghmc sgld", 2, "Got unexpected extra argument(s) (sgld)"),
+        ("doctor . epochs=1", 2, "Got unexpected extra argument(s) (epochs=1)"),  # has no --set
+        ("run table1", 2, "`torchrex reproduce table1` runs them"),
+        ("run digits/sghmc --budget soon", 2, "--budget must be a time"),
+        ("report . --doctor some", 2, "'some' is not one of 'quick', 'all', 'none'"),
+        ("doctor", 2, "Missing argument 'DIR'"),
+        ("compare a b --out table.txt", 2, "--out must end in .md or .json"),
     ],
 )
-def test_help_and_slips_are_answered_without_torch(words, code, expected):
+def test_help_and_typing_errors_are_answered_without_torch(line, code, expected):
     """torch, scipy and rich take seconds to load."""
-    found, out, err, loaded = modules_after(*words)
-    assert found == code, err
-    assert expected in " ".join((out + err).split())
-    assert ("repeat --set" in out + err) == ("repeat --set" in expected)
+    found, printed, loaded = modules_after(*line.split())
+    assert found == code, printed
+    assert expected in " ".join(printed.split())
+    assert ("repeat --set" in printed) == ("repeat --set" in expected)
     assert not loaded & {"torch", "scipy", "numpy", "rich"}
 
 
-def test_the_list_of_commands_says_what_their_help_says():
-    for name, place in app.COMMANDS.items():
-        assert " ".join(app.load(name).help.split("\n\n")[0].split()) == place.words
-    assert tuple(reproducing.RECIPES) == reproduce.THINGS
-    assert report.SECONDS == advice.SECONDS
+def test_what_is_written_out_for_quick_help_is_what_the_modules_have():
+    assert tuple(outputs.OUTPUTS) == run_arguments.THINGS
+    assert look.SECONDS == advice.SECONDS
 
 
 def test_names_of_the_package_are_there_before_they_are_loaded():
-    """Editors, type checkers and `from torchrex import *` see the same names; each is what its room
-    has.
-    """
+    """Editors, type checkers and `from torchrex import *` see the same names."""
     tree = ast.parse(Path(torchrex.__file__).read_text())
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
     static = {alias.name for node in block.body if node.module != "typing" for alias in node.names}
@@ -134,20 +145,31 @@ def test_names_of_the_package_are_there_before_they_are_loaded():
     assert torchrex.__getattr__("exchange") is sys.modules["torchrex.exchange"]
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_ctrl_c_while_loading_is_one_line(tmp_path, number):
-    """While torch is imported, even where that swallows a KeyboardInterrupt; before the command is
-    parsed; when all is loaded.
-    """
-    when = [
-        "class F:\n def find_spec(self, name, *_):\n  try: name == 'torch' and os.kill(os.getpid(), 2)\n"
-        "  except BaseException: pass\nsys.meta_path.insert(0, F())",
-        "import torchrex.cli.app as a; k = a.Commands.make_context\n"
-        "def m(*w, **s): os.kill(os.getpid(), 2); return k(*w, **s)\na.TyperGroup.make_context = m",
-        "import torchrex.cli.running as r\ndef m(*w, **s): os.kill(os.getpid(), 2)\nr.require_logs = m",
-    ][number]
-    code = f"import os, sys\n{when}\nfrom torchrex.cli import main\nmain()"
-    command = [sys.executable, "-c", code, "run", "digits/sghmc", "--out", str(tmp_path)]
+AT_TORCH = """
+class Finder:
+    def find_spec(self, name, *_):
+        try: name == "torch" and os.kill(os.getpid(), 2)
+        except BaseException: pass
+sys.meta_path.insert(0, Finder())"""
+AT_PARSING = """
+import torchrex.cli.app as app
+def kill(*words, **settings): os.kill(os.getpid(), 2)
+app.TyperGroup.make_context = kill"""
+WHEN_LOADED = """
+import torchrex.cli.running as running
+def kill(*words, **settings): os.kill(os.getpid(), 2)
+running.require_logs = kill"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", [AT_TORCH, AT_PARSING, WHEN_LOADED])
+def test_ctrl_c_while_loading_is_one_line(tmp_path, when):
+    """Even where an import swallows a KeyboardInterrupt. Also if the suite ignores SIGINT."""
+    code = (
+        "import os, signal, sys\nsignal.signal(2, signal.default_int_handler)\n"
+        f"{when}\nfrom torchrex.cli import main\nmain()"
+    )
+    command = [sys.executable, "-c", code, "run", SGHMC, "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 130, done.stderr
     assert done.stderr.startswith("torchrex: interrupted")
@@ -155,160 +177,161 @@ def test_ctrl_c_while_loading_is_one_line(tmp_path, number):
     assert not list(tmp_path.iterdir())
 
 
+# Listing
+
+
+def names_in(out):
+    return [line.split()[0] for line in out.splitlines()[1:] if not line.startswith(" `")]
+
+
+def test_list_folds_large_families(ok):
+    out, large = ok("list"), ("icml2020", "clean", "gan", "gan-tuned")
+    assert all((name in out.split()) == (name.split("/")[0] not in large) for name in recipes())
+    for family in large:
+        assert f"{family}/..." in out
+        assert names_in(ok(f"list {family}/")) == [
+            n for n in recipes() if n.startswith(family + "/")
+        ]
+
+
+def test_list_shows_settings_and_what_they_mean(ok):
+    """From the comments at the fields; what --set cannot change is fixed."""
+    out = ok("list digits/resghmc")
+    assert "burn_in_epochs" in out
+    assert "0.1,0.1025" in out
+    out = ok("list clean/cifar10-resnet20")
+    lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    assert lines["method"].split() == ["method", "resghmc", "fixed"]
+    assert "does not change the number of steps" in lines["batch_size"]
+    assert "97,500 steps in all" in out
+    assert re.search(r"^ hot_lr +1\.55556 ", ok("list gan/cifar10-4000"), re.MULTILINE)
+
+
+def test_list_takes_words_as_only_of_reproduce_does(cli, ok):
+    known = list(recipes())
+    assert names_in(ok("list cifar100-wrn")) == [name for name in known if "cifar100-wrn" in name]
+    assert names_in(ok("list cifar10")) == [name for name in known if "cifar10" in name]
+    wanted = [name for name in known if "/cifar10-resnet20" in name]
+    assert names_in(ok("list resnet20/cifar10")) == wanted
+    wanted = [name for name in wanted if name.startswith("icml2020/")]
+    assert names_in(ok("list icml2020/resnet20/cifar10")) == wanted
+    refused(cli("list cifar1000"), "did you mean")
+    refused(cli("run icml2020/resnet20/cifar10"), "`torchrex list icml2020/resnet20/cifar10` shows")
+
+
+def test_list_shows_what_a_table_is_made_of(ok):
+    for thing, output in outputs.OUTPUTS.items():
+        out = ok(f"list {thing}")
+        assert set(names_in(out)) >= set(output.recipes()), thing
+        in_names = thing in ("figure1", "digits")
+        assert (f"`torchrex reproduce {thing}` makes" in out) == (not in_names)
+
+
 # Running
 
 
-def test_list_and_help(cli):
-    code, out, _ = cli("list")
-    assert code == 0
-    large = ("icml2020", "clean", "gan", "gan-tuned")
-    assert all((name in out.split()) == (name.split("/")[0] not in large) for name in recipes())
-    for family in large:  # folded, with how to see them
-        assert f"{family}/..." in out
-        words = cli("list", f"{family}/")[1].split()
-        assert [word for word in words if word.startswith(f"{family}/")] == [
-            n for n in recipes() if n.startswith(f"{family}/")
-        ]
-    code, out, _ = cli("--help")
-    assert code == 0
-    assert all(command in out for command in ("list", "run", "reproduce"))
-    assert cli("--version")[1].startswith("torchrex ")
-
-
-def test_run_writes_a_complete_folder(cli, tmp_path):
-    code, out, err = cli("run", "figure1/case1-resgld", *SMALL, "--out", tmp_path, "--seeds", 2)
-    assert code == 0, err
-    assert err == ""  # silent when not a terminal
+def test_run_writes_complete_folders(cli, tmp_path):
+    code, out, err = cli(f"run {RESGLD} --seeds 2", *SMALL, out=tmp_path)
+    assert (code, err) == (0, "")  # silent when not a terminal
     for seed in (0, 1):
-        folder = tmp_path / "figure1" / "case1-resgld" / f"seed={seed}"
-        assert str(folder) in out
-        assert sorted(p.name for p in folder.iterdir()) == [
-            "config.json",
-            "draws.safetensors",
-            "result.json",
-            "trace.safetensors",
-        ]
-        result = json.loads((folder / "result.json").read_text())
-        assert set(result) >= {
-            "recipe",
-            "seed",
-            "status",
-            "metrics",
-            "swaps",
-            "wall_seconds",
-            "device",
-            "versions",
-        }
-        assert (result["recipe"], result["seed"], result["status"]) == (
-            "figure1/case1-resgld",
-            seed,
-            "finished",
-        )
+        folder = folder_of(tmp_path, RESGLD, seed)
+        assert str(folder.path) in out
+        files = ["config.json", "draws.safetensors", "result.json", "trace.safetensors"]
+        assert sorted(path.name for path in folder.path.iterdir()) == files
+        result = folder.result
+        assert {"metrics", "wall_seconds", "device", "versions", "date"} <= set(result)
+        assert [result[key] for key in ("recipe", "seed", "status")] == [RESGLD, seed, "finished"]
         assert result["swaps"][0]["proposed"] == 1600
         assert all(v is None or isinstance(v, int | float) for v in result["metrics"].values())
-        config = json.loads((folder / "config.json").read_text())
-        assert (config["n_steps"], config["temperatures"]) == (400, [1.0, 10.0])
+        assert (folder.config["n_steps"], folder.config["temperatures"]) == (400, [1.0, 10.0])
 
 
-def test_a_finished_run_is_not_replaced_by_accident(cli, tmp_path):
-    arguments = ["run", "figure1/case1-sgld", *SMALL, "--out", tmp_path]
-    assert cli(*arguments)[0] == 0
-    file = tmp_path / "figure1/case1-sgld/seed=0/result.json"
-    before = file.read_bytes()
-    code, _, err = cli(*arguments)
-    assert code == 2
-    assert "already holds a run that is finished" in err
-    assert "--overwrite" in err
-    assert file.read_bytes() == before
-    assert cli(*arguments, "--overwrite", "--set", "n_steps=300")[0] == 0
-    assert json.loads(file.read_text())["metrics"]["n_steps"] == 300
+def test_a_finished_run_is_not_replaced_by_accident(cli, ok, tmp_path):
+    ok(f"run {SGLD}", *SMALL, out=tmp_path)
+    folder = folder_of(tmp_path, SGLD)
+    before = (folder.path / "result.json").read_bytes()
+    refused(cli(f"run {SGLD}", *SMALL, out=tmp_path), "already holds a run", "--overwrite")
+    assert (folder.path / "result.json").read_bytes() == before
+    ok(f"run {SGLD} --overwrite", *SMALL, "n_steps=300", out=tmp_path)
+    assert folder.result["metrics"]["n_steps"] == 300
+    assert [path.name for path in folder.path.parent.iterdir()] == ["seed=0"]
 
 
-def test_other_recipes_run(cli, tmp_path):
-    code, out, err = cli(
-        "run",
-        "tall/logistic",
-        "--set",
-        "n_data=2000",
-        "--set",
-        "n_steps=100",
-        "--set",
-        "n_runs=2",
-        "--out",
-        tmp_path,
-    )
-    assert code == 0, err
-    assert "largest ratio of sds" in out
+def test_other_recipes_run(ok, tmp_path):
+    settings = ("n_data=2000", "n_steps=100", "n_runs=2")
+    assert "largest ratio of sds" in ok("run tall/logistic", *settings, out=tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("line", "expected"),
     [
-        (["run", "figure1/case1-regsld"], "did you mean figure1/case1-resgld"),
-        (["run", "figure1/case1-sgld", "--set", "n_stepz=3"], "did you mean n_steps"),
-        (
-            ["run", "figure1/case1-sgld", "--set", "n_steps=three"],
-            "'n_steps' must be a whole number, got 'three'",
+        ("run figure1/case1-regsld", "did you mean figure1/case1-resgld"),
+        (f"run {SGLD} --set n_stepz=3", "did you mean n_steps"),
+        (f"run {SGLD} --set n_steps=three", "'n_steps' must be a whole number, got 'three'"),
+        (f"run {SGLD} --set n_steps=0", "n_steps"),
+        (f"run {SGLD} --set thin=1000 --set n_steps=10", "keeps no draw"),
+        (f"run {SGLD} --set temperatures=3,1", "rise from cold to hot"),
+        (f"run {SGLD} --set lr=-1", "lrs must be finite and >= 0"),
+        (f"run {RESGLD} --set correction_factor=-1", "F must be positive"),
+        (f"run {SGLD} --device tpu7", "device must be auto, cpu or cuda"),
+        (f"run {SGHMC} --set epochs=20", "'burn_in_epochs' must be at least 0 and less than"),
+        (f"run {SGLD} --resume --overwrite", "give one of them"),
+        ("reproduce figure7", "only figure1"),
+        ("reproduce figure1 --only case9", "no recipe of figure1 has 'case9'"),
+        (f"run {SGLD} --log jsonl", f"--log is for networks; {SGLD} samples a density"),
+        ("reproduce figure1 --log jsonl", "--log is for networks"),
+        *(
+            (f"run {SGHMC} --budget={time}", "9m")
+            for time in ("soon", "-3m", "0s", "m", "nan", "infh")
         ),
-        (["run", "figure1/case1-sgld", "--set", "n_steps=0"], "n_steps"),
-        (
-            ["run", "figure1/case1-sgld", "--set", "thin=1000", "--set", "n_steps=10"],
-            "keeps no draw",
-        ),
-        (["run", "figure1/case1-sgld", "--set", "temperatures=3,1"], "rise from cold to hot"),
-        (["run", "figure1/case1-sgld", "--set", "lr=-1"], "lrs must be finite and >= 0"),
-        (["run", "figure1/case1-resgld", "--set", "correction_factor=-1"], "F must be positive"),
-        (["run", "figure1/case1-sgld", "--device", "tpu7"], "device must be auto, cpu or cuda"),
-        (["reproduce", "figure7"], "only figure1"),
-        (["reproduce", "figure1", "--only", "case9"], "no recipe of figure1 has 'case9'"),
     ],
 )
-def test_bad_input_is_one_clear_line_and_exit_2(cli, tmp_path, words, expected):
-    code, out, err = cli(*words, "--out", tmp_path)
-    assert code == 2
-    assert expected in err
-    assert len(err.strip().splitlines()) == 1
-    assert err.startswith("torchrex: ")
-    assert out == ""
-    assert not list(tmp_path.rglob("result.json"))
+def test_bad_input_is_one_clear_line_and_writes_nothing(cli, tmp_path, line, expected):
+    refused(cli(line, out=tmp_path), expected)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is present")
+@pytest.mark.parametrize("line", [f"run {SGHMC}", "run tall/logistic", "reproduce digits"])
+def test_a_device_that_is_not_there_leaves_nothing(cli, tmp_path, line):
+    refused(cli(f"{line} --device cuda", out=tmp_path / "runs"), "no CUDA device")
+    assert not list(tmp_path.iterdir())
 
 
 def test_out_that_is_a_file(cli, tmp_path):
     (tmp_path / "file").write_text("")
-    code, _, err = cli("run", "figure1/case1-sgld", *SMALL, "--out", tmp_path / "file")
+    refused(cli(f"run {SGLD}", *SMALL, out=tmp_path / "file"), "choose another --out")
+
+
+@pytest.mark.parametrize("damage", ["{", "{}", "[1]", "3", '{"status": 3}'])
+def test_a_damaged_result_is_reported_and_can_be_overwritten(cli, ok, tmp_path, damage):
+    folder = folder_of(tmp_path, SGHMC)
+    folder.make()
+    folder.write_text("config.json", dumps(get_recipe(SGHMC)))
+    folder.write_text("result.json", damage)
+    refused(cli(f"run {SGHMC}", *QUICK, out=tmp_path), "--overwrite")
+    ok(f"run {SGHMC} --overwrite", *QUICK, out=tmp_path)
+    assert folder.finished
+
+
+def test_divergence_keeps_the_draws_and_names_the_run(cli, ok, tmp_path):
+    """A failed attempt does not replace a finished run."""
+    wrong = (*SMALL, "lr=3", "thin=1")
+    code, _, err = cli(f"run {SGLD} --seed 4", *wrong, out=tmp_path)
     assert code == 2
-    assert "choose another --out" in err
-
-
-def test_damaged_result_is_named(cli, tmp_path):
-    arguments = ["run", "figure1/case1-sgld", *SMALL, "--out", tmp_path]
-    cli(*arguments)
-    (tmp_path / "figure1/case1-sgld/seed=0/result.json").write_text("{")
-    code, _, err = cli(*arguments)
-    assert code == 2
-    assert "result.json" in err
-
-
-def test_divergence_keeps_the_draws(cli, tmp_path):
-    code, _, err = cli(
-        "run", "figure1/case1-sgld", *SMALL, "--set", "lr=3", "--set", "thin=1", "--out", tmp_path
-    )
-    assert code == 2
-    assert "became" in err
-    assert "at step" in err
-    result = json.loads((tmp_path / "figure1/case1-sgld/seed=0/result.json").read_text())
-    assert result["status"] == "failed"
-    assert "at step" in result["error"]
-    assert (tmp_path / "figure1/case1-sgld/seed=0/draws.safetensors").exists()
-
-
-def test_a_failed_attempt_does_not_replace_a_finished_run(cli, tmp_path):
-    arguments = ["run", "figure1/case1-sgld", *SMALL, "--out", tmp_path]
-    assert cli(*arguments)[0] == 0
-    assert cli(*arguments, "--overwrite", "--set", "lr=3", "--set", "thin=1")[0] == 2
-    folder = tmp_path / "figure1/case1-sgld"
-    assert json.loads((folder / "seed=0/result.json").read_text())["status"] == "finished"
-    assert json.loads((folder / "seed=0.failed/result.json").read_text())["status"] == "failed"
+    assert re.search(r"\(run \d of figure1/case1-sgld, seed 4\)", err)
+    failed = folder_of(tmp_path, SGLD, 4)
+    assert failed.status == "failed"
+    assert "at step" in failed.result["error"]
+    assert "seed 4)" in failed.result["error"]
+    assert (failed.path / "draws.safetensors").exists()
+    ok(f"run {SGLD}", *SMALL, out=tmp_path)
+    assert cli(f"run {SGLD} --overwrite", *wrong, out=tmp_path)[0] == 2
+    folder = folder_of(tmp_path, SGLD)
+    assert (folder.status, folder.replacement.status) == ("finished", "failed")
+    code, _, err = cli(f"run {SGHMC} --seed 3", *QUICK, "lr_of_mean=1e20", out=tmp_path)
+    assert (code, "(digits/sghmc, seed 3)" in err) == (2, True)
+    assert "(digits/sghmc, seed 3)" in folder_of(tmp_path, SGHMC, 3).result["error"]
 
 
 def test_ctrl_c_while_measuring_keeps_the_draws(cli, tmp_path, monkeypatch):
@@ -316,93 +339,34 @@ def test_ctrl_c_while_measuring_keeps_the_draws(cli, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(MixtureConfig, "measure", interrupted)
-    assert cli("run", "figure1/case1-sgld", *SMALL, "--out", tmp_path)[0] == 130
-    folder = tmp_path / "figure1/case1-sgld/seed=0"
-    assert Draws.load(folder / "draws.safetensors").n_draws == 40
-    assert json.loads((folder / "result.json").read_text())["status"] == "interrupted"
+    assert cli(f"run {SGLD}", *SMALL, out=tmp_path)[0] == 130
+    folder = folder_of(tmp_path, SGLD)
+    assert Draws.load(folder.path / "draws.safetensors").n_draws == 40
+    assert folder.status == "interrupted"
 
 
-def test_reproduce_runs_what_is_missing_and_draws(cli, tmp_path):
-    arguments = [
-        "reproduce",
-        "figure1",
-        "--set",
-        "n_steps=120",
-        "--set",
-        "n_runs=4",
-        "--out",
-        tmp_path,
-    ]
-    code, out, err = cli(*arguments, "--only", "case3")
-    assert code == 0, err
-    assert (tmp_path / "figure1-case3.png").read_bytes().startswith(b"\x89PNG")
-    first = tmp_path / "figure1/case3-naive/seed=0/result.json"
-    stamp = first.stat().st_mtime_ns
-    code, out, err = cli(*arguments)
-    assert code == 0, err
-    assert first.stat().st_mtime_ns == stamp, "a finished run was run again"
-    assert "case3-naive, seed" not in out
-    assert "case1-naive, seed 0" in out
-    rows = json.loads((tmp_path / "figure1.json").read_text())["rows"]
-    assert (tmp_path / "figure1.png").read_bytes().startswith(b"\x89PNG")
-    assert "…" not in out, "numbers are cut off"
-    assert len(rows) == 11
-    assert len((tmp_path / "figure1.md").read_text().splitlines()) == 13
-    naive = next(row for row in rows if row["recipe"] == "figure1/case3-naive")
-    assert naive["paper_acceptance_rate"] == 0.46
-    result = json.loads(first.read_text())
-    assert naive["acceptance_rate"] == pytest.approx(result["metrics"]["acceptance_rate"])
-    assert f"{100 * naive['acceptance_rate']:.0f}"[:1] in out
-    assert all(len(line) <= 80 for line in out.splitlines() if "figure1" not in line), (
-        "the table does not fit a terminal"
-    )
-    code, _, err = cli(*arguments, "--set", "n_steps=500")
-    assert code == 2
-    assert "other settings" in err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is present")
-def test_cuda_absent(cli, tmp_path):
-    code, _, err = cli("run", "figure1/case1-sgld", *SMALL, "--device", "cuda", "--out", tmp_path)
-    assert code == 2
-    assert "no CUDA device" in err
-
-
+@pytest.mark.slow
 def test_ctrl_c_writes_what_is_done_and_exits_130(tmp_path):
     """On a terminal there is a progress bar; Ctrl-C once it moves keeps the draws so far."""
     controller, terminal = pty.openpty()
-    command = [
-        sys.executable,
-        "-m",
-        "torchrex",
-        "run",
-        "figure1/case1-resgld",
-        "--out",
-        str(tmp_path),
-    ]
-    settings = [
-        "--set",
-        "n_steps=9900",
-        "--set",
-        "n_runs=4000",
-    ]  # too few steps to be compiled, enough for half a minute
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    # Too few steps to be compiled, enough for half a minute.
+    words = words_of(f"run {RESGLD}", ("n_steps=9900", "n_runs=4000"), tmp_path)
+    restore = "import signal; signal.signal(2, signal.default_int_handler); "
     process = subprocess.Popen(
-        [*command, *settings], stdout=subprocess.PIPE, stderr=terminal, text=True, env=environment
+        [sys.executable, "-c", f"{restore}from torchrex.cli import main; main()", *words],
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+        text=True,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
     )
     seen, signalled, deadline = "", False, time.monotonic() + 180
     try:
-        while (
-            process.poll() is None
-        ):  # keeps reading to the end: a terminal that nobody reads would block the process
-            assert time.monotonic() < deadline, (
-                f"signalled: {signalled}; the terminal shows {seen[-500:]!r}"
-            )
+        while process.poll() is None:  # a terminal that nobody reads would block the process
+            assert time.monotonic() < deadline, (signalled, seen[-500:])
             if select.select([controller], [], [], 0.2)[0]:
                 seen += os.read(controller, 4096).decode(errors="replace")
-            if not signalled and re.search(
-                r"[1-9][\d,]* of [\d,]+ steps", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen)
-            ):
+            plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen)
+            if not signalled and re.search(r"[1-9][\d,]* of [\d,]+ steps", plain):
                 process.send_signal(signal.SIGINT)
                 signalled = True
         out = process.stdout.read()
@@ -413,331 +377,47 @@ def test_ctrl_c_writes_what_is_done_and_exits_130(tmp_path):
         os.close(terminal)
         os.close(controller)
     assert process.returncode == 130
-    result = json.loads((tmp_path / "figure1/case1-resgld/seed=0/result.json").read_text())
+    result = folder_of(tmp_path, RESGLD).result
     assert result["status"] == "interrupted"
     assert result["metrics"]["n_steps"] > 0
     assert re.search(r"interrupted at step [\d,]+ of 9,900 in", out)
 
 
-def test_reproduce_digits_makes_a_table_and_a_picture(cli, tmp_path):
-    short = ["--set", "epochs=3", "--set", "burn_in_epochs=1", "--seeds", "2", "--out", tmp_path]
-    code, out, err = cli("reproduce", "digits", *short)
-    assert code == 0, err
-    assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
-    rows = json.loads((tmp_path / "digits.json").read_text())["rows"]
-    assert [row["method"] for row in rows] == [
-        "digits/msgd",
-        "digits/sghmc",
-        "digits/resghmc",
-        "digits/resghmc pooled",
-        "digits/independent",
-    ]
-    metrics = [
-        json.loads((tmp_path / f"digits/sghmc/seed={s}/result.json").read_text())["metrics"]
-        for s in (0, 1)
-    ]
-    assert rows[1]["nll"]["mean"] == pytest.approx(sum(m["nll"] for m in metrics) / 2)
-    assert rows[1]["nll"]["se"] == pytest.approx(abs(metrics[0]["nll"] - metrics[1]["nll"]) / 2)
-    assert all(0.5 < row["accuracy"]["mean"] / 100 <= 1 for row in rows)
-    assert rows[-1]["swaps"]["mean"] == 0
-    assert len((tmp_path / "digits.md").read_text().splitlines()) == 7
-    assert all(len(line) <= 80 for line in out.splitlines() if "digits" not in line), (
-        "the table does not fit a terminal"
-    )
-    assert "nothing was run again" in cli("reproduce", "digits", *short)[1]
+@pytest.mark.parametrize(("n", "more", "are"), [(1, "", "is"), (3, " and 2 more", "are")])
+def test_ctrl_c_says_how_many_runs_go_on(tmp_path, n, more, are):
+    """When their steps were interrupted, before or after them, and when all were done."""
+    folders = [folder_of(tmp_path, SGHMC, seed) for seed in range(n)]
+    for folder in folders:
+        folder.checkpoints.mkdir(parents=True)
+        folder.write_text("result.json", dumps({"status": "interrupted"}))
+    where = f"in {folders[0].path}{more}"
+    with pytest.raises(Interrupted, match=f"^interrupted; .* {where}; the same goes on$"):
+        running.goes_on(folders, "the same")
+    early = running.explained_if_early
+    with pytest.raises(Interrupted, match=f"{where}, and the same"), early(folders, "the same"):
+        raise KeyboardInterrupt
+    for folder in folders:
+        folder.write_text("result.json", dumps({"status": "finished"}))
+    done = f"^interrupted; {folders[0].path}{more} {are} finished$"
+    with pytest.raises(Interrupted, match=done), early(folders, "the same"):
+        raise KeyboardInterrupt(signal.SIGINT)
 
 
-def test_a_budget_stops_reproduce_and_the_next_call_goes_on(cli, tmp_path):
-    arguments = ["reproduce", "digits", "--only", "sghmc", "--seeds", "1", "--out", tmp_path]
-    arguments += ["--set", "burn_in_epochs=5", "--set", "epochs=20"]
-    code, out, _ = cli(*arguments, "--budget", "0.01s")
-    assert code == 0
-    assert "budget is used up" in out
-    assert (
-        json.loads((tmp_path / "digits/sghmc/seed=0/result.json").read_text())["status"] == "paused"
-    )
-    before = (tmp_path / "digits/sghmc/seed=0/checkpoints").stat().st_ino
-    assert cli(*arguments)[0] == 0
-    assert (
-        json.loads((tmp_path / "digits/sghmc/seed=0/result.json").read_text())["status"]
-        == "finished"
-    )
-    assert (tmp_path / "digits/sghmc/seed=0/checkpoints").stat().st_ino == before, "it began anew"
+def test_results_say_where_and_in_which_precision(ok, tmp_path):
+    ok(f"run {SGHMC}", *QUICK, out=tmp_path)
+    result = folder_of(tmp_path, SGHMC).result
+    assert (result["precision"], result["device"][:5]) == ("float32", "CPU, ")
+    config = get_recipe("clean/cifar10-resnet20")
+    assert config.autocast(torch.device("cpu")) is None
+    assert config.autocast(torch.device("cuda")) == torch.bfloat16
 
 
-@pytest.mark.parametrize("budget", ["soon", "-3m", "0s", "m", "nan", "infh"])
-def test_a_budget_must_be_a_time(cli, tmp_path, budget):
-    code, _, err = cli("run", "digits/sghmc", f"--budget={budget}", "--out", tmp_path)
-    assert code == 2
-    assert "9m" in err
-    assert not list(tmp_path.iterdir())
+# Numbers
 
 
-def test_a_burn_in_beyond_the_end_is_told_before_the_work(cli, tmp_path):
-    code, _, err = cli("run", "digits/sghmc", "--set", "epochs=20", "--out", tmp_path)
-    assert code == 2
-    assert "'burn_in_epochs' must be at least 0 and less than epochs=20, got 50" in err
-    assert not list(tmp_path.iterdir())
-
-
-def test_reproduce_does_not_touch_an_unfinished_run_with_other_settings(cli, tmp_path):
-    assert (
-        cli("run", "digits/sghmc", "--set", "epochs=150", "--budget", "0.01s", "--out", tmp_path)[0]
-        == 0
-    )
-    config = (tmp_path / "digits/sghmc/seed=0/config.json").read_text()
-    code, _, err = cli("reproduce", "digits", "--only", "sghmc", "--seeds", "1", "--out", tmp_path)
-    assert code == 2
-    assert "unfinished run with other settings" in " ".join(err.split())
-    assert (tmp_path / "digits/sghmc/seed=0/config.json").read_text() == config
-
-
-def test_list_shows_the_settings_of_a_recipe(cli):
-    code, out, _ = cli("list", "digits/resghmc")
-    assert code == 0
-    assert "burn_in_epochs" in out
-    assert "0.1,0.1025" in out
-
-
-def test_list_says_what_settings_mean(cli):
-    """From the comments beside the fields; what --set cannot change is said to be fixed."""
-    code, out, _ = cli("list", "clean/cifar10-resnet20")
-    assert code == 0
-    lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
-    assert lines["method"].split() == ["method", "resghmc", "fixed"]
-    assert "does not change the number of steps" in lines["batch_size"]
-    assert "97,500 steps in all" in out
-
-
-def test_list_shows_recipes_by_a_word(cli):
-    code, out, _ = cli("list", "cifar100-wrn")
-    assert code == 0
-    names = [line.split()[0] for line in out.splitlines()[1:]]
-    assert len(names) == 16
-    assert all("cifar100-wrn" in name for name in names)
-    code, _, err = cli("list", "cifar1000")
-    assert (code, "did you mean" in err) == (2, True)
-
-
-def names_in(out):
-    return [line.split()[0] for line in out.splitlines()[1:] if not line.startswith(" `")]
-
-
-def test_list_takes_words_as_only_of_reproduce_does(cli):
-    """After what is in a name as it stands."""
-    known = list(recipes())
-    assert names_in(cli("list", "resnet20/cifar10")[1]) == [
-        name for name in known if "/cifar10-resnet20" in name
-    ]
-    wanted = [name for name in known if name.startswith("icml2020/cifar10-resnet20")]
-    assert names_in(cli("list", "icml2020/resnet20/cifar10")[1]) == wanted
-    assert names_in(cli("list", "cifar10")[1]) == [
-        name for name in known if "cifar10" in name
-    ]  # and cifar100 is
-    code, _, err = cli("run", "icml2020/resnet20/cifar10")
-    assert (code, "`torchrex list icml2020/resnet20/cifar10` shows all of them" in err) == (2, True)
-
-
-def test_list_shows_what_a_table_is_made_of(cli):
-    for thing, made_of in reproducing.RECIPES.items():
-        out = cli("list", thing)[1]
-        assert set(names_in(out)) >= set(made_of()), thing
-        assert (f"`torchrex reproduce {thing}` makes" in out) == (
-            thing not in ("figure1", "digits")
-        )  # which are in names
-
-
-def test_list_shows_numbers_to_six_digits(cli):
-    out = cli("list", "gan/cifar10-4000")[1]
-    assert re.search(r"^ hot_lr +1\.55556 ", out, re.MULTILINE)
-    assert re.search(r"^ correction_factor +200000 ", out, re.MULTILINE)
-
-
-def tensors_of(folder):
-    """Equal means equal bit for bit; the order of the words in a safetensors file changes from one
-    to the next.
-    """
-    files = {name: load_file(folder / f"{name}.safetensors") for name in ("draws", "trace")}
-    kept = {
-        (file, name): tensor.numpy().tobytes()
-        for file, tensors in files.items()
-        for name, tensor in tensors.items()
-    }
-    draws = Draws.load(folder / "draws.safetensors")
-    return kept, draws.n_steps, draws.status, draws.settings
-
-
-def test_a_density_stops_in_time_and_goes_on(cli, tmp_path):
-    """To the same bytes as a run that was not disturbed."""
-    words = ["run", "figure1/case1-resgld", *SMALL, "--set", "checkpoint_every=100", "--out"]
-    assert cli(*words, tmp_path / "whole")[0] == 0
-    whole, path = (tmp_path / name / "figure1/case1-resgld/seed=0" for name in ("whole", "paused"))
-    code, out, _ = cli(*words, tmp_path / "paused", "--budget", "0.0001s")
-    assert code == 0
-    assert "paused at step 100 of 400 in" in out
-    assert "the budget is used up at step 100; the same command with --resume goes on with" in out
-    assert json.loads((path / "result.json").read_text())["metrics"]["n_steps"] == 100
-    code, _, err = cli(*words, tmp_path / "paused")
-    assert code == 2
-    assert "that was paused; add --resume to go on with it, --overwrite to begin it anew" in err
-    assert (
-        "with other settings" in cli(*words, tmp_path / "paused", "--resume", "--set", "lr=0.01")[2]
-    )
-    code, _, err = cli(*words, tmp_path / "paused", "--resume")
-    assert code == 0, err
-    assert tensors_of(path) == tensors_of(whole)
-    results = [json.loads((folder / "result.json").read_text()) for folder in (path, whole)]
-    assert results[0]["metrics"] == results[1]["metrics"]
-    assert results[0].keys() == results[1].keys()
-    assert {file.name for file in path.iterdir()} == {file.name for file in whole.iterdir()}
-    assert not (path / "checkpoints").exists(), "all they hold is in the draws"
-
-
-@pytest.mark.parametrize("shards", [1, 2])
-def test_a_density_that_is_killed_goes_on(cli, tmp_path, shards):
-    """kill -9 in the middle, also of a run that overwrites a finished one, which waits."""
-    settings = [
-        "--set",
-        "n_steps=6000",
-        "--set",
-        "n_runs=4",
-        "--set",
-        "checkpoint_every=500",
-        "--set",
-        f"shards={shards}",
-    ]
-    words = ["run", "figure1/case1-resgld", *settings, "--out", str(tmp_path / "run")]
-    path = tmp_path / "run/figure1/case1-resgld/seed=0"
-    assert cli(*words)[0] == 0
-    whole = tensors_of(path)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torchrex", *words, "--overwrite"], stdout=subprocess.DEVNULL
-    )
-    deadline = time.monotonic() + 120
-    while not list((path / "checkpoints").rglob("step=*/DONE")):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    process.kill()
-    process.wait()
-    assert not (path / "result.json").exists()
-    assert (path.with_name("seed=0.replaced") / "result.json").exists()
-    assert "holds an unfinished run; add --resume" in cli(*words)[2]
-    steps = torchrex.Checkpoints(path / "checkpoints" / ("" if shards == 1 else "shard=0")).steps()
-    assert steps
-    assert steps[-1] < 6000
-    code, _, err = cli(*words, "--resume")
-    assert code == 0, err
-    assert tensors_of(path) == whole
-    assert sorted(each.name for each in path.parent.iterdir()) == ["seed=0"]
-    assert "figure1" in cli(*words, "--resume")[1]
-
-
-@pytest.mark.parametrize("shards", [1, 4])
-def test_reproduce_goes_on_with_an_unfinished_density(cli, tmp_path, monkeypatch, shards):
-    """Nothing that is saved is drawn again, in one piece or in shards; what never got to a step
-    begins anew.
-    """
-    settings = ["n_steps=400", "n_runs=4", "checkpoint_every=100", f"shards={shards}"]
-    words = [
-        "reproduce",
-        "figure1",
-        "--only",
-        "case1-resgld",
-        *(word for each in settings for word in ("--set", each)),
-        "--out",
-    ]
-    seen, draw = [], MixtureConfig.draw
-
-    def looking(config, seed, **how):
-        seen.append((how["resume"], is_begun(how["checkpoints"])))
-        return draw(config, seed, **how)
-
-    monkeypatch.setattr(MixtureConfig, "draw", looking)
-    assert cli(*words, tmp_path / "whole")[0] == 0
-    code, out, _ = cli(*words, tmp_path / "paused", "--budget", "0.0001s")
-    assert code == 0
-    assert "the budget is used up at step 100; the same command goes on with" in out
-    assert seen == [(False, False)] * 2
-    whole, path = (tmp_path / name / "figure1/case1-resgld/seed=0" for name in ("whole", "paused"))
-    (path / "result.json").unlink()  # as after kill -9
-    code, _, err = cli(*words, tmp_path / "paused")
-    assert code == 0, err
-    assert seen[2:] == [(True, True)]
-    assert tensors_of(path) == tensors_of(whole)
-    assert (tmp_path / "paused/figure1-case1-resgld.json").exists()
-    assert not (path / "checkpoints").exists()
-    code, _, err = cli(*words, tmp_path / "paused", "--overwrite", "--budget", "0.0001s")
-    assert code == 0, err
-    assert (
-        cli(*words, tmp_path / "paused", "--overwrite")[0] == 0
-    )  # which begins it anew, as it says
-    assert seen[3:] == [(False, False)] * 2
-
-
-def test_a_density_on_several_processes_under_torchrun(cli, tmp_path):
-    """One set of folders, one voice, and the draws of one process."""
-    words = ["run", "figure1/case1-resgld", *SMALL, "--set", "shards=4", "--out"]
-    assert cli(*words, tmp_path / "alone")[0] == 0
-    torchrun = [
-        str(Path(sys.executable).with_name("torchrun")),
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "torchrex",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*torchrun, *words, str(tmp_path / "two")],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("finished in") == 1
-    alone, two = (tmp_path / name / "figure1/case1-resgld/seed=0" for name in ("alone", "two"))
-    assert tensors_of(two) == tensors_of(alone)
-    assert json.loads((two / "result.json").read_text())["processes"] == 2
-    done = subprocess.run(
-        [*torchrun, *words[:-1], "--set", "shards=1", "--out", str(tmp_path / "refused")],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode != 0
-    assert (
-        done.stderr.count("torchrex: 2 processes cannot share 1 shard; give shards=2 or more") == 1
-    )
-    assert not (tmp_path / "refused" / "figure1").exists()
-
-
-def test_what_was_refused_leaves_nothing_and_what_is_damaged_can_be_overwritten(cli, tmp_path):
-    short = ["--set", "epochs=2", "--set", "burn_in_epochs=1", "--out", tmp_path]
-    assert cli("run", "digits/resghmc", "--set", "correction_factor=-1", *short)[0] == 2
-    assert not list(tmp_path.iterdir())
-    assert cli("run", "digits/resghmc", *short)[0] == 0
-    result = tmp_path / "digits/resghmc/seed=0/result.json"
-    result.write_text("{")
-    assert cli("run", "digits/resghmc", *short)[0] == 2
-    assert cli("run", "digits/resghmc", "--overwrite", *short)[0] == 0
-    assert json.loads(result.read_text())["status"] == "finished"
-    code, _, err = cli("run", "digits/resghmc", "--overwrite", "--resume", *short)
-    assert code == 2
-    assert "give one of them" in err
-
-
-QUICK = ["--set", "epochs=2", "--set", "burn_in_epochs=1", "--set", "hidden=8"]
-
-
-def test_the_numbers_that_matter_and_their_mean_over_seeds(cli, tmp_path):
-    code, out, err = cli("run", "digits/resghmc", *QUICK, "--seeds", 3, "--out", tmp_path)
-    assert code == 0, err
-    each = [RunFolder.of(tmp_path, "digits/resghmc", seed).result["metrics"] for seed in range(3)]
+def test_the_numbers_that_matter_and_their_mean_over_seeds(ok, tmp_path):
+    out = ok("run digits/resghmc --seeds 3", *QUICK, out=tmp_path)
+    each = [folder_of(tmp_path, "digits/resghmc", seed).result["metrics"] for seed in range(3)]
     nll = torch.tensor([metrics["nll"] for metrics in each], dtype=torch.float64)
     shown, mean = out.split("mean ± standard error over 3 seeds")
     assert f"{nll[1]:.4g}" in shown
@@ -745,322 +425,361 @@ def test_the_numbers_that_matter_and_their_mean_over_seeds(cli, tmp_path):
     assert shown.count("swaps of rungs 0 and 1") == 3
     assert "0 of 40" in shown
     assert "mutual_information" not in out
-    assert len(mean.strip().splitlines()) == 6, "the handful that matters"
+    assert len(mean.strip().splitlines()) == 6, "the few that matter"
     assert "all numbers: result.json" in out
-    code, out, _ = cli("run", "digits/resghmc", *QUICK, "--seed", 3, "--out", tmp_path)
-    assert "mean" not in out
+    assert "mean" not in ok("run digits/resghmc --seed 3", *QUICK, out=tmp_path)
+    assert ok("run digits/independent --seeds 2", *QUICK, out=tmp_path).count("none tested") == 3
 
 
-def test_the_error_of_a_mean_of_densities_is_that_of_their_chains(cli, tmp_path):
-    code, out, err = cli("run", "figure1/case1-resgld", *SMALL, "--seeds", 2, "--out", tmp_path)
-    assert code == 0, err
-    each = [
-        RunFolder.of(tmp_path, "figure1/case1-resgld", seed).result["metrics"] for seed in range(2)
-    ]
+def test_the_error_of_a_mean_of_densities_is_that_of_their_chains(ok, tmp_path):
+    out = ok(f"run {RESGLD} --seeds 2", *SMALL, out=tmp_path)
+    each = [folder_of(tmp_path, RESGLD, seed).result["metrics"] for seed in range(2)]
     error = sum(metrics["left_weight_se"] ** 2 for metrics in each) ** 0.5 / 2
     _, mean = out.split("mean ± standard error over 2 seeds, from the chains of each run")
     assert str(Number(sum(metrics["left_weight"] for metrics in each) / 2, error)) in mean
     assert re.search(r"left weight, exact +0\.3999 *\n", mean)
 
 
-def test_a_run_that_tests_no_swap_says_so(cli, tmp_path):
-    code, out, err = cli("run", "digits/independent", *QUICK, "--seeds", 2, "--out", tmp_path)
-    assert code == 0, err
-    assert out.count("none tested") == 3
-    assert "0 of 0" not in out
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (Number(0.40123, 0.0031), "0.4012 ± 0.0031"),
+        (Number(12.3, 0.0), "12.3"),
+        (Number(94.126, 1.26), "94.1 ± 1.3"),
+        (Number(1234.5, 40.0), "1234 ± 40"),
+        (Number(0.399929, exact=True), "0.3999"),
+        (Number(0, of=0), "none tested"),
+        (Number(3, of=4000), "3 of 4,000"),
+        (Number(float("inf"), 1.0), "inf"),
+    ],
+)
+def test_numbers_have_the_digits_of_their_error(number, text):
+    assert str(number) == text
 
 
-def test_numbers_have_the_digits_of_their_error():
-    said = {
-        Number(0.40123, 0.0031): "0.4012 ± 0.0031",
-        Number(12.3, 0.0): "12.3",
-        Number(94.126, 1.26): "94.1 ± 1.3",
+# Reproducing
+
+
+def test_reproduce_runs_what_is_missing_and_draws(cli, ok, tmp_path):
+    settings = ("n_steps=120", "n_runs=4")
+    ok("reproduce figure1 --only case3", *settings, out=tmp_path)
+    assert (tmp_path / "figure1-case3.png").read_bytes().startswith(b"\x89PNG")
+    first = folder_of(tmp_path, "figure1/case3-naive")
+    stamp = (first.path / "result.json").stat().st_mtime_ns
+    out = ok("reproduce figure1", *settings, out=tmp_path)
+    assert (first.path / "result.json").stat().st_mtime_ns == stamp, "it was run again"
+    assert "case3-naive, seed" not in out
+    assert "case1-naive, seed 0" in out
+    assert (tmp_path / "figure1.png").read_bytes().startswith(b"\x89PNG")
+    rows = json.loads((tmp_path / "figure1.json").read_text())["rows"]
+    assert len(rows) == 11
+    assert len((tmp_path / "figure1.md").read_text().splitlines()) == 13
+    naive = next(row for row in rows if row["recipe"] == "figure1/case3-naive")
+    assert naive["paper_acceptance_rate"] == 0.46
+    rate = first.result["metrics"]["acceptance_rate"]
+    assert naive["acceptance_rate"] == pytest.approx(rate)
+    assert "…" not in out, "numbers are cut off"
+    assert all(len(line) <= 80 for line in out.splitlines() if "figure1" not in line)
+    refused(cli("reproduce figure1", *settings, "n_steps=500", out=tmp_path), "other settings")
+
+
+def test_reproduce_digits_makes_a_table_and_a_picture(ok, tmp_path):
+    line, settings = "reproduce digits --seeds 2", ("epochs=3", "burn_in_epochs=1")
+    out = ok(line, *settings, out=tmp_path)
+    assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
+    rows = json.loads((tmp_path / "digits.json").read_text())["rows"]
+    methods = ("msgd", "sghmc", "resghmc", "resghmc pooled", "independent")
+    assert [row["method"] for row in rows] == [f"digits/{method}" for method in methods]
+    nll = [folder_of(tmp_path, SGHMC, seed).result["metrics"]["nll"] for seed in (0, 1)]
+    assert rows[1]["nll"]["mean"] == pytest.approx(sum(nll) / 2)
+    assert rows[1]["nll"]["se"] == pytest.approx(abs(nll[0] - nll[1]) / 2)
+    assert all(0.5 < row["accuracy"]["mean"] / 100 <= 1 for row in rows)
+    assert rows[-1]["swaps"]["mean"] == 0
+    assert len((tmp_path / "digits.md").read_text().splitlines()) == 7
+    assert all(len(line) <= 80 for line in out.splitlines() if "digits" not in line)
+    assert "nothing was run again" in ok(line, *settings, out=tmp_path)
+
+
+def test_reproduce_does_not_touch_an_unfinished_run_with_other_settings(cli, ok, tmp_path):
+    ok(f"run {SGHMC} --budget 0.01s", "epochs=150", out=tmp_path)
+    folder = folder_of(tmp_path, SGHMC)
+    before = folder.config
+    answer = cli("reproduce digits --only sghmc --seeds 1", out=tmp_path)
+    refused(answer, "unfinished run with other settings")
+    assert folder.config == before
+
+
+# Stopping and going on
+
+
+def tensors_of(folder):
+    """Bit for bit; the order of the words in a safetensors file differs from one to the next."""
+    files = {name: load_file(folder.path / f"{name}.safetensors") for name in ("draws", "trace")}
+    kept = {
+        (file, name): tensor.numpy().tobytes()
+        for file, tensors in files.items()
+        for name, tensor in tensors.items()
     }
-    said |= {
-        Number(0, of=0): "none tested",
-        Number(0.4, exact=True): "0.4000",
-        Number(0.399929, exact=True): "0.3999",
-    }
-    said |= {
-        Number(3, of=4000): "3 of 4,000",
-        Number(float("inf"), 1.0): "inf",
-        Number(1234.5, 40.0): "1234 ± 40",
-    }
-    assert {number: str(number) for number in said} == said
+    draws = Draws.load(folder.path / "draws.safetensors")
+    return kept, draws.n_steps, draws.status, draws.settings
+
+
+def test_a_density_stops_in_time_and_goes_on(cli, ok, tmp_path):
+    """To the same bytes as a run that was not disturbed."""
+    settings = (*SMALL, "checkpoint_every=100")
+    whole, paused = (folder_of(tmp_path / name, RESGLD) for name in ("whole", "paused"))
+    ok(f"run {RESGLD}", *settings, out=tmp_path / "whole")
+    out = ok(f"run {RESGLD} --budget 0.0001s", *settings, out=tmp_path / "paused")
+    assert "paused at step 100 of 400 in" in out
+    assert "the budget is used up at step 100; the same command with --resume goes on with" in out
+    assert paused.result["metrics"]["n_steps"] == 100
+    again = f"run {RESGLD}", *settings
+    refused(cli(*again, out=tmp_path / "paused"), "unfinished", "paused", "--resume", "--overwrite")
+    other = cli(f"run {RESGLD} --resume", *settings, "lr=0.01", out=tmp_path / "paused")
+    refused(other, "with other settings (lr 0.03 there, 0.01 here)")
+    ok(f"run {RESGLD} --resume", *settings, out=tmp_path / "paused")
+    assert tensors_of(paused) == tensors_of(whole)
+    assert paused.result["metrics"] == whole.result["metrics"]
+    assert paused.result.keys() == whole.result.keys()
+    files = [sorted(path.name for path in each.path.iterdir()) for each in (paused, whole)]
+    assert files[0] == files[1]
+    assert "checkpoints" not in files[0], "all they hold is in the draws"
+
+
+def test_a_budget_stops_reproduce_and_the_next_call_goes_on(ok, tmp_path):
+    line, settings = "reproduce digits --only sghmc --seeds 1", ("burn_in_epochs=5", "epochs=20")
+    assert "budget is used up" in ok(f"{line} --budget 0.01s", *settings, out=tmp_path)
+    folder = folder_of(tmp_path, SGHMC)
+    assert folder.status == "paused"
+    before = folder.checkpoints.stat().st_ino
+    ok(line, *settings, out=tmp_path)
+    assert folder.finished
+    assert folder.checkpoints.stat().st_ino == before, "it began anew"
+
+
+@pytest.mark.parametrize("shards", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_reproduce_goes_on_with_an_unfinished_density(ok, tmp_path, monkeypatch, shards):
+    """Nothing that is saved is drawn again; what never got to a step begins anew."""
+    line = "reproduce figure1 --only case1-resgld"
+    settings = (*SMALL, "checkpoint_every=100", f"shards={shards}")
+    seen, draw = [], MixtureConfig.draw
+
+    def looking(config, seed, checkpoints, options):
+        seen.append((options.resume, RunFolder(checkpoints.parent).begun))
+        return draw(config, seed, checkpoints, options)
+
+    monkeypatch.setattr(MixtureConfig, "draw", looking)
+    whole, paused = (folder_of(tmp_path / name, RESGLD) for name in ("whole", "paused"))
+    ok(line, *settings, out=tmp_path / "whole")
+    out = ok(f"{line} --budget 0.0001s", *settings, out=tmp_path / "paused")
+    assert "the budget is used up at step 100; the same command goes on with" in out
+    assert seen == [(False, False)] * 2
+    (paused.path / "result.json").unlink()  # as after kill -9
+    ok(line, *settings, out=tmp_path / "paused")
+    assert seen[2:] == [(True, True)]
+    assert tensors_of(paused) == tensors_of(whole)
+    assert (tmp_path / "paused/figure1-case1-resgld.json").exists()
+    ok(f"{line} --overwrite --budget 0.0001s", *settings, out=tmp_path / "paused")
+    assert (paused.status, paused.replacement.status) == ("finished", "paused")
+    ok(f"{line} --overwrite", *settings, out=tmp_path / "paused")
+    assert seen[3:] == [(False, False)] * 2
+    ok(f"{line} --overwrite --budget 0.0001s", *settings, out=tmp_path / "paused")
+    ok(line, *settings, out=tmp_path / "paused")  # continues the replacement
+    assert seen[5:] == [(False, False), (True, True)]
+    assert [path.name for path in paused.path.parent.iterdir()] == ["seed=0"]
 
 
 @pytest.mark.parametrize(
-    ("recipe", "settings"),
-    [("digits/sghmc", QUICK), ("figure1/case1-sgld", [*SMALL, "--set", "checkpoint_every=100"])],
+    ("recipe", "settings"), [(SGHMC, QUICK), (SGLD, (*SMALL, "checkpoint_every=100"))]
 )
-def test_the_time_of_a_run_is_that_of_all_sittings(cli, tmp_path, recipe, settings):
-    words = ["run", recipe, *settings, "--out", tmp_path]
-    assert (
-        "s in all" not in cli(*words, "--resume", "--budget", "0.001s")[1]
-    )  # there was nothing to go on with
-    assert re.search(
-        r"seed 0: paused at step [\d,]+ of [\d,]+ in [\d.]+ s in all\n",
-        cli(*words, "--resume", "--budget", "0.001s")[1],
-    )
-    assert re.search(r"seed 0: finished in [\d.]+ s in all\n", cli(*words, "--resume")[1])
-    out = cli(*words, "--resume", "--seeds", 2)[1]
+def test_the_time_of_a_run_is_that_of_all_calls(ok, tmp_path, recipe, settings):
+    def run(more):
+        return ok(f"run {recipe} {more}", *settings, out=tmp_path)
+
+    assert "s in all" not in run("--resume --budget 0.001s")  # there was nothing to resume
+    paused = r"seed 0: paused at step [\d,]+ of [\d,]+ in [\d.]+ s in all\n"
+    assert re.search(paused, run("--resume --budget 0.001s"))
+    assert re.search(r"seed 0: finished in [\d.]+ s in all\n", run("--resume"))
+    out = run("--resume --seeds 2")
     assert re.search(r"seed 0: finished already \(in [\d.]+ s\)\n", out)
     assert re.search(r"seed 1: finished in [\d.]+ s\n", out)
-    assert re.search(r"seed 0: finished in [\d.]+ s\n", cli(*words, "--overwrite")[1])
+    assert re.search(r"seed 0: finished in [\d.]+ s\n", run("--overwrite"))
+    run("--overwrite --budget 0.001s")
+    assert re.search(r"seed 0: finished in [\d.]+ s in all\n", run("--resume"))
 
 
-def test_reproduce_says_that_a_time_is_that_of_all_sittings(cli, tmp_path):
-    words = [
-        "reproduce",
-        "digits",
-        "--only",
-        "digits/sghmc",
-        *QUICK,
-        "--seeds",
-        2,
-        "--out",
-        tmp_path,
-    ]
-    assert cli(*words, "--budget", "0.001s")[0] == 0
-    assert re.search(r"seed 0: [\d.]+ s in all\n.*seed 1: [\d.]+ s\n", cli(*words)[1])
+def test_reproduce_says_that_a_time_is_that_of_all_calls(ok, tmp_path):
+    line = "reproduce digits --only digits/sghmc --seeds 2"
+    ok(f"{line} --budget 0.001s", *QUICK, out=tmp_path)
+    out = ok(line, *QUICK, out=tmp_path)
+    assert re.search(r"seed 0: [\d.]+ s in all\n.*seed 1: [\d.]+ s\n", out)
 
 
-@pytest.mark.parametrize(("n", "more", "are"), [(1, "", "is"), (3, " and 2 more", "are")])
-def test_ctrl_c_says_how_many_runs_go_on(tmp_path, n, more, are):
-    """When their steps were interrupted, before or after them, and when all were done."""
-    folders = [RunFolder.of(tmp_path, "digits/sghmc", seed) for seed in range(n)]
-    for folder in folders:
-        (folder.path / "checkpoints").mkdir(parents=True)
-        folder.write_text("result.json", dumps({"status": "interrupted"}))
-    with pytest.raises(
-        Interrupted,
-        match=f"^interrupted; what was done is in {folders[0].path}{more}; the same goes on$",
-    ):
-        running.goes_on(folders, "the same")
-    early, words = running.told_if_early, f"in {folders[0].path}{more}, and the same goes on$"
-    with pytest.raises(Interrupted, match=words), early(folders, "the same"):
-        raise KeyboardInterrupt
-    for folder in folders:
-        folder.write_text("result.json", dumps({"status": "finished"}))
-    with (
-        pytest.raises(Interrupted, match=f"^interrupted; {folders[0].path}{more} {are} finished$"),
-        early(folders, "the same"),
-    ):
-        raise KeyboardInterrupt(signal.SIGINT)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "settings"), [("digits/sghmc", QUICK), ("figure1/case1-sgld", SMALL)]
-)
-def test_what_is_missing_of_some_seeds(cli, tmp_path, recipe, settings):
+@pytest.mark.parametrize(("recipe", "settings"), [(SGHMC, QUICK), (SGLD, SMALL)])
+def test_what_is_missing_of_some_seeds(cli, ok, tmp_path, recipe, settings):
     """The refusal comes before anything runs, and names both ways out."""
-    words = ["run", recipe, *settings, "--out", tmp_path]
-    assert cli(*words, "--seed", 1)[0] == 0
-    code, out, err = cli(*words, "--seeds", 3)
-    assert (code, out) == (2, "")
-    assert "--resume to keep it and run only what is missing, --overwrite to replace it" in err
-    assert not RunFolder.of(tmp_path, recipe, 0).path.exists()
-    stamp = (RunFolder.of(tmp_path, recipe, 1).path / "result.json").stat().st_mtime_ns
-    code, out, _ = cli(*words, "--seeds", 3, "--resume")
-    assert code == 0
-    assert "over 3 seeds" in out
-    assert (RunFolder.of(tmp_path, recipe, 1).path / "result.json").stat().st_mtime_ns == stamp
+    ok(f"run {recipe} --seed 1", *settings, out=tmp_path)
+    answer = cli(f"run {recipe} --seeds 3", *settings, out=tmp_path)
+    refused(answer, "--resume to keep it and run only what is missing, --overwrite to replace it")
+    assert not folder_of(tmp_path, recipe).path.exists()
+    file = folder_of(tmp_path, recipe, 1).path / "result.json"
+    stamp = file.stat().st_mtime_ns
+    assert "over 3 seeds" in ok(f"run {recipe} --seeds 3 --resume", *settings, out=tmp_path)
+    assert file.stat().st_mtime_ns == stamp
 
 
-def test_a_density_without_checkpoints_cannot_go_on(cli, tmp_path):
-    words = ["run", "figure1/case1-sgld", *SMALL, "--out", tmp_path, "--resume"]
-    folder = RunFolder.of(tmp_path, "figure1/case1-sgld", 0)
-    assert cli(*words)[0] == 0
-    assert "with other settings" in cli(*words, "--set", "n_steps=300")[2]
+def test_a_density_without_checkpoints_cannot_go_on(cli, ok, tmp_path):
+    line, folder = f"run {SGLD} --resume", folder_of(tmp_path, SGLD)
+    ok(line, *SMALL, out=tmp_path)
+    refused(cli(line, *SMALL, "n_steps=300", out=tmp_path), "with other settings")
     folder.write_text("result.json", dumps({**folder.result, "status": "interrupted"}))
-    code, _, err = cli(*words)
-    assert code == 2
-    assert "no checkpoints to go on from; add --overwrite" in err
-
-
-@pytest.mark.parametrize("damage", ["{}", "[1]", "3", '{"status": 3}'])
-def test_a_result_without_a_status_is_told(cli, tmp_path, damage):
-    folder = RunFolder.of(tmp_path, "digits/sghmc", 0)
-    folder.make()
-    folder.write_text("config.json", dumps(get_recipe("digits/sghmc")))
-    folder.write_text("result.json", damage)
-    code, _, err = cli("run", "digits/sghmc", "--out", tmp_path)
-    assert code == 2
-    assert len(err.strip().splitlines()) == 1
-    assert "--overwrite" in err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is present")
-@pytest.mark.parametrize(
-    "words", [["run", "digits/sghmc"], ["run", "tall/logistic"], ["reproduce", "digits"]]
-)
-def test_a_device_that_is_not_there_leaves_nothing(cli, tmp_path, words):
-    code, _, err = cli(*words, "--device", "cuda", "--out", tmp_path / "runs")
-    assert (code, "no CUDA device" in err) == (2, True)
-    assert not list(tmp_path.iterdir())
-
-
-def test_logs_are_for_networks(cli, tmp_path):
-    for words in (["run", "figure1/case1-sgld"], ["reproduce", "figure1"]):
-        code, _, err = cli(*words, "--log", "jsonl", "--out", tmp_path / "runs")
-        assert code == 2
-        assert "--log is for networks; figure1/case1-sgld samples a density" in err
-    assert not list(tmp_path.iterdir())
-    assert "Networks only" in cli("run", "--help")[1]
+    refused(cli(line, *SMALL, out=tmp_path), "without checkpoints", "--overwrite")
 
 
 def test_a_density_that_is_killed_is_unfinished_and_not_empty(tmp_path, monkeypatch):
     """The config is there while it draws; after an error nothing is."""
-    seen = []
-    draw = MixtureConfig.draw
+    seen, draw = [], MixtureConfig.draw
 
-    def looking(config, seed, **how):
-        folder = RunFolder.of(tmp_path, config.recipe, seed)
+    def looking(config, seed, *how):
+        folder = folder_of(tmp_path, config.recipe, seed)
         seen.append((folder.config is not None, folder.result))
         if len(seen) == 2:
             raise RuntimeError("no")
-        return draw(config, seed, **how)
+        return draw(config, seed, *how)
 
     monkeypatch.setattr(MixtureConfig, "draw", looking)
-    config = override(get_recipe("figure1/case1-sgld"), ["n_steps=400", "n_runs=4"])
+    config = override(get_recipe(SGLD), SMALL)
     run_recipe(config, 0, tmp_path)
-    assert seen == [(True, None)]
     with pytest.raises(RuntimeError):
         run_recipe(config, 1, tmp_path)
-    assert seen[1] == (True, None)
+    assert seen == [(True, None)] * 2
     assert [path.name for path in (tmp_path / config.recipe).iterdir()] == ["seed=0"]
 
 
-def test_results_say_where_and_in_which_precision(cli, tmp_path):
-    assert cli("run", "digits/sghmc", *QUICK, "--out", tmp_path)[0] == 0
-    result = RunFolder.of(tmp_path, "digits/sghmc", 0).result
-    assert (result["precision"], result["device"][:5]) == ("float32", "CPU, ")
-    config = get_recipe("clean/cifar10-resnet20")
-    assert config.place("cpu").precision == "float32"
-    assert Place.of(torch.device("cuda"), config.precision).precision == "bfloat16"
-
-
-def test_a_budget_says_what_was_not_reached(cli, tmp_path):
+def test_a_budget_says_what_was_not_reached(ok, tmp_path):
     """The old runs are still there, and must not be taken for new ones."""
-    words = ["run", "digits/sghmc", *QUICK, "--out", tmp_path]
-    assert cli(*words, "--seeds", 2)[0] == 0
-    code, out, _ = cli(*words, "--seeds", 3, "--overwrite", "--budget", "0.001s")
-    assert code == 0
+    ok(f"run {SGHMC} --seeds 2", *QUICK, out=tmp_path)
+    out = ok(f"run {SGHMC} --seeds 3 --overwrite --budget 0.001s", *QUICK, out=tmp_path)
     assert "not reached: digits/sghmc seed 1 (still the old run), digits/sghmc seed 2\n" in out
     assert "1 of them would be taken for finished: give --overwrite again" in out
-    out = cli(
-        "reproduce",
-        "digits",
-        "--only",
-        "sghmc",
-        *QUICK,
-        "--seeds",
-        4,
-        "--out",
-        tmp_path,
-        "--budget",
-        "0.001s",
-    )[1]
-    assert (
-        "not reached: digits/sghmc seed 2, digits/sghmc seed 3, digits/resghmc seed 0" in out
-    )  # seed 0 was unfinished, seed 1 is there
+    line = "reproduce digits --only sghmc --seeds 4 --budget 0.001s"
+    out = ok(line, *QUICK, out=tmp_path)  # seed 0 is unfinished, seed 1 is there
+    assert "not reached: digits/sghmc seed 2, digits/sghmc seed 3, digits/resghmc seed 0" in out
     assert "old run" not in out
-    assert cli(*words, "--seed", 3)[0] == 0
-    out = cli(*words, "--seeds", 4, "--resume", "--budget", "0.001s")[1]
-    assert (
-        "not reached: digits/sghmc seed 2\n" in out
-    )  # seeds 1 and 3 are finished, and no one's to replace
+    ok(f"run {SGHMC} --seed 3", *QUICK, out=tmp_path)
+    out = ok(f"run {SGHMC} --seeds 4 --resume --budget 0.001s", *QUICK, out=tmp_path)
+    assert "not reached: digits/sghmc seed 2\n" in out  # seeds 1 and 3 are finished
     assert "old run" not in out
 
 
-def test_a_budget_that_is_used_up_between_two_runs_pauses_the_next(cli, tmp_path, monkeypatch):
-    """It is not refused as a budget of no seconds: the next run makes its first steps, and the same
-    command goes on.
-    """
-    monkeypatch.setattr(
-        time, "monotonic", iter(range(10**9)).__next__
-    )  # a second passes whenever somebody looks
-    words = [
-        "reproduce",
-        "figure1",
-        "--only",
-        "case1-resgld",
-        *SMALL,
-        "--set",
-        "checkpoint_every=100",
-        "--out",
-        tmp_path,
-    ]
-    code, out, err = cli(*words, "--budget", "0.5s")
-    assert code == 0, err
+def test_a_budget_that_is_used_up_between_two_runs_pauses_the_next(ok, tmp_path, monkeypatch):
+    """The next run makes its first steps, and the same command goes on."""
+    # A second passes whenever somebody looks at the clock.
+    monkeypatch.setattr(time, "monotonic", iter(range(10**9)).__next__)
+    line = "reproduce figure1 --only case1-resgld --budget 0.5s"
+    out = ok(line, *SMALL, "checkpoint_every=100", out=tmp_path)
     assert "the budget is used up at step 100; the same command goes on" in out
 
 
-def test_sigterm_before_the_first_step_brings_the_finished_run_back(cli, tmp_path, monkeypatch):
-    words = ["run", "digits/sghmc", *QUICK, "--out", tmp_path]
-    assert cli(*words)[0] == 0
-    file = tmp_path / "digits/sghmc/seed=0/result.json"
-    before = file.read_bytes()
-    execute = DigitsConfig.execute
+# A finished run stays until the one that replaces it is finished
 
-    def terminated(config, jobs, **how):
-        assert not file.exists()
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [1, 2])
+def test_kill_while_a_finished_density_is_overwritten(cli, ok, tmp_path, shards):
+    settings = ("n_steps=6000", "n_runs=4", "checkpoint_every=500", f"shards={shards}")
+    folder = folder_of(tmp_path, RESGLD)
+    ok(f"run {RESGLD}", *settings, out=tmp_path)
+    whole, new = tensors_of(folder), folder.replacement
+    words = words_of(f"run {RESGLD} --overwrite", settings, tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torchrex", *words], stdout=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while not list(new.checkpoints.rglob("step=*/DONE")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    assert (new.status, tensors_of(folder)) == (None, whole)
+    refused(cli(f"run {RESGLD}", *settings, out=tmp_path), "unfinished run; add --resume")
+    ok(f"run {RESGLD} --resume", *settings, out=tmp_path)
+    assert tensors_of(folder) == whole
+    assert [each.name for each in folder.path.parent.iterdir()] == ["seed=0"]
+    assert "finished already" in ok(f"run {RESGLD} --resume", *settings, out=tmp_path)
+
+
+def test_sigterm_before_the_first_step_leaves_the_finished_run(cli, ok, tmp_path, monkeypatch):
+    ok(f"run {SGHMC}", *QUICK, out=tmp_path)
+    folder = folder_of(tmp_path, SGHMC)
+    before, execute = (folder.path / "result.json").read_bytes(), DigitsConfig.execute
+
+    def terminated(config, runs, options):
+        assert runs[0].folder == folder.replacement
         os.kill(os.getpid(), signal.SIGTERM)
-        return execute(config, jobs, **how)
+        return execute(config, runs, options)
 
     monkeypatch.setattr(DigitsConfig, "execute", terminated)
-    code, _, err = cli(*words, "--overwrite")
+    code, _, err = cli(f"run {SGHMC} --overwrite", *QUICK, out=tmp_path)
     assert (code, "nothing was written" in err) == (143, True)
-    assert file.read_bytes() == before
-    assert [path.name for path in file.parents[1].iterdir()] == ["seed=0"]
+    assert (folder.path / "result.json").read_bytes() == before
+    assert [path.name for path in folder.path.parent.iterdir()] == ["seed=0"]
 
 
-def test_what_a_killed_process_left_beside_a_run(cli, tmp_path, caplog):
-    """A run that waits comes back if nothing was done in its place, waits on if steps were, and
-    goes if the new one is there.
-    """
-    words = ["run", "digits/sghmc", *QUICK, "--out", tmp_path]
-    assert cli(*words)[0] == 0
-    path = tmp_path / "digits/sghmc/seed=0"
-    waiting, before = path.with_name("seed=0.replaced"), (path / "result.json").read_bytes()
-    path.rename(waiting)
-    path.mkdir()
-    (path / "config.json").write_bytes(
-        (waiting / "config.json").read_bytes()
-    )  # as after `kill -9` while it compiled
-    assert "is finished" in cli(*words)[2]
-    assert "the finished run of before is back" in caplog.text
-    assert (path / "result.json").read_bytes() == before
-    assert not waiting.exists()
-    assert cli(*words, "--overwrite", "--budget", "0.001s")[0] == 0  # a step is done
-    assert (waiting / "result.json").read_bytes() == before
-    assert cli(*words, "--resume")[0] == 0
-    assert not waiting.exists()
-    path.with_name("seed=0.replaced").mkdir()  # as after `kill -9` in the last moment
-    assert cli(*words, "--resume")[0] == 0
-    assert not waiting.exists()
+def test_what_a_killed_process_left_is_completed(cli, ok, tmp_path, caplog):
+    """Killed before the first step of a replacement, and at each moment of the last rename."""
+    ok(f"run {SGHMC}", *QUICK, out=tmp_path)
+    folder, again = folder_of(tmp_path, SGHMC), (f"run {SGHMC} --resume", *QUICK)
+    new, old = folder.replacement, folder.path.with_name("seed=0.old")
+    before = (folder.path / "result.json").read_bytes()
+
+    def names():
+        return sorted(path.name for path in folder.path.parent.iterdir())
+
+    new.make()
+    new.write_text("config.json", "{}")  # while it compiled
+    ok(*again, out=tmp_path)
+    assert names() == ["seed=0"]
+    folder.path.rename(new.path)  # seed=S was moved away, seed=S.new not yet renamed
+    old.mkdir()
+    ok(*again, out=tmp_path)
+    assert (names(), (folder.path / "result.json").read_bytes()) == (["seed=0"], before)
+    old.mkdir()  # both renamed, the old run not yet removed
+    ok(*again, out=tmp_path)
+    assert names() == ["seed=0"]
+    folder.path.with_name("seed=0.replaced").mkdir()  # of an older version
+    ok(*again, out=tmp_path)
+    assert "an older version kept" in caplog.text
 
 
-def test_a_failure_names_recipe_and_seed(cli, tmp_path):
-    code, _, err = cli(
-        "run", "digits/sghmc", *QUICK, "--set", "lr_of_mean=1e20", "--seed", 3, "--out", tmp_path
-    )
-    assert code == 2
-    assert "(digits/sghmc, seed 3)" in err
-    assert "(run 0)" not in err
-    assert "(digits/sghmc, seed 3)" in RunFolder.of(tmp_path, "digits/sghmc", 3).result["error"]
-    code, _, err = cli(
-        "run",
-        "figure1/case1-sgld",
-        *SMALL,
-        "--set",
-        "lr=3",
-        "--set",
-        "thin=1",
-        "--seed",
-        4,
-        "--out",
-        tmp_path,
-    )
-    assert re.search(r"\(run \d of figure1/case1-sgld, seed 4\)", err)
-    assert "seed 4)" in RunFolder.of(tmp_path, "figure1/case1-sgld", 4).result["error"]
+# Several processes
+
+
+@pytest.mark.slow
+def test_a_density_on_several_processes_under_torchrun(ok, tmp_path):
+    """One set of folders, one process that prints, and the draws of one process."""
+    ok(f"run {RESGLD}", *SMALL, "shards=4", out=tmp_path / "alone")
+    torchrun = Path(sys.executable).with_name("torchrun")
+
+    def on_two(shards, out):
+        words = words_of(f"run {RESGLD}", (*SMALL, f"shards={shards}"), tmp_path / out)
+        return subprocess.run(
+            [torchrun, "--standalone", "--nproc-per-node", "2", "-m", "torchrex", *words],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    done = on_two(4, "two")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("finished in") == 1
+    alone, two = (folder_of(tmp_path / name, RESGLD) for name in ("alone", "two"))
+    assert tensors_of(two) == tensors_of(alone)
+    assert two.result["processes"] == 2
+    done = on_two(1, "refused")
+    assert done.returncode != 0
+    assert done.stderr.count("torchrex: 2 processes cannot share 1 shard") == 1
+    assert not (tmp_path / "refused" / "figure1").exists()

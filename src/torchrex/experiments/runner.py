@@ -53,31 +53,33 @@ def run_group(runs: Sequence[Run], options: RunOptions) -> list[RunFolder]:
         logger.warning(
             "--log is for networks; %s keeps all its draws and writes none", config.recipe
         )
-    chosen: list[tuple[int, Path]] = []
+    names: list[str | None] = []  # of the folders to write; None for a run that is done
     with group.all_or_none("look at the run folders", RunFolderError):
         if group.is_main:
-            chosen = [
-                (k, _folder_to_write(run, options).path)
-                for k, run in enumerate(runs)
-                if not is_done(run, options)
+            names = [
+                None if is_done(run, options) else _folder_to_write(run, options).path.name
+                for run in runs
             ]
-    chosen = group.from_main(chosen)
-    todo = [replace(runs[k], folder=RunFolder(path)) for k, path in chosen]
+    names = group.from_main(names)
+    folders = [
+        RunFolder(run.folder.path.with_name(name or run.folder.path.name))
+        for run, name in zip(runs, names, strict=True)
+    ]
+    todo = [
+        replace(run, folder=folder)
+        for run, folder, name in zip(runs, folders, names, strict=True)
+        if name
+    ]
     if todo:
         _carry_out(todo, options, str(device))
-    at = dict(chosen)
-    return [_where_it_is(run, at.get(k)) for k, run in enumerate(runs)]
+    # A finished run has taken its place; the others are still where they were written.
+    return [each if each.path.is_dir() else runs[k].folder for k, each in enumerate(folders)]
 
 
 def _folder_to_write(run: Run, options: RunOptions) -> RunFolder:
     if not options.overwrite:
         return run.folder.active
     return run.folder.replacement if run.folder.status == "finished" else run.folder
-
-
-def _where_it_is(run: Run, written: Path | None) -> RunFolder:
-    """A finished run has taken its place; the others are still where they were written."""
-    return RunFolder(written) if written is not None and written.is_dir() else run.folder
 
 
 def _carry_out(runs: list[Run], options: RunOptions, device: str) -> None:
