@@ -22,8 +22,7 @@ from record import surroundings, write
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # the mutations are those of the tests
 
-from fuzz.specimens import make_kinds
-from fuzz.trial import Finding, try_one
+from fuzzing import Finding, make_kinds, try_one
 
 
 def main() -> None:

@@ -1,5 +1,4 @@
-"""Files from strangers: a few hundred mutated ones of every kind, and by name everything that was
-found with more of them.
+"""Files from strangers: many mutated ones of every kind, and by name what was found with more.
 
 `benchmarks/fuzz.py` does the same with 10,000. Nothing may crash, hang, be executed, or be written
 outside of its folder.
@@ -8,6 +7,7 @@ outside of its folder.
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import os
 import shutil
@@ -20,46 +20,39 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save
+from safetensors import safe_open
+from safetensors.torch import load_file, save, save_file
 from torch import nn
 
-from fuzz.mutations import SPECIAL
-from fuzz.specimens import TINY, checkpoint_state, look_at_views, make_kinds, seal_checkpoint
-from fuzz.trial import Finding, limited, standing, try_one
-from torchrex.checkpoint import Checkpoints, one_line, parse_json, printable
+from fuzzing import (
+    SPECIAL,
+    TINY,
+    Finding,
+    checkpoint_state,
+    limited,
+    look_at_views,
+    make_kinds,
+    seal_checkpoint,
+    standing,
+    try_one,
+)
+from torchrex.checkpoint import Checkpoints, one_line
 from torchrex.errors import CheckpointError, DataError, RunFolderError, TorchrexError
 from torchrex.experiments import RunFolder, get_recipe, run_recipe
 from torchrex.posterior import Draws, DrawStore
 from torchrex.recording import read_log
 from torchrex.report.reader import load_run
 from torchrex.vision.data import load_images
-from torchrex.vision.data.sources import SOURCES
 
 PACKAGE = Path(__file__).parents[1] / "src" / "torchrex"
-INPUTS = 200  # of a kind
-SLOW = ("views of a density", "views of a network")  # half as many
+INPUTS = 100  # of a kind
 NAMES = (
-    *(
-        "checkpoint",
-        "sealed checkpoint",
-        "run of a density",
-        "run of a network",
-        "draws and trace of a run",
-        "trace of a network",
-    ),
-    *(
-        "views of a density",
-        "views of a network",
-        "draws",
-        "trace",
-        "store",
-        "sealed store",
-        "cache",
-        "sealed cache",
-        "log",
-    ),
+    *("checkpoint", "sealed checkpoint", "run of a density", "run of a network"),
+    *("draws and trace of a run", "trace of a network", "views of a density", "views of a network"),
+    *("draws", "trace", "store", "sealed store", "cache", "sealed cache", "log"),
 )
 ESCAPE = "\x1b[2J\x1b]0;owned\x07"
+slow = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -90,33 +83,26 @@ def message(call, kind=TorchrexError) -> str:
 # Many inputs
 
 
+@slow
 @pytest.mark.parametrize("name", NAMES)
 def test_mutated_files(kinds, name, tmp_path):
+    assert set(kinds) == set(NAMES)
     kind = kinds[name]
     original = kind.look(kind.folder)
     outcomes = Counter()
-    for k in range(INPUTS // 2 if name in SLOW else INPUTS):
+    for k in range(INPUTS // 2 if name.startswith("views") else INPUTS):
         place = tmp_path / str(k)
         place.mkdir()
         outcomes[try_one(kind, original, place, Random(f"{name} {k}")).outcome] += 1
     assert outcomes["equal"] < 0.7 * outcomes.total()  # they were mutated
     assert set(outcomes) <= {"equal", "told", "other", "shown", "refused"}
-
-
-@pytest.mark.parametrize("special", SPECIAL)
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "log"])
-def test_something_else_in_the_place_of_every_file(kinds, name, special, tmp_path):
-    kind = kinds[name]
-    original = kind.look(kind.folder)
-    for k, file in enumerate(dict.fromkeys(kind.files)):
-        place = tmp_path / str(k)
-        place.mkdir()
-        trial = try_one(replace(kind, files=(file,)), original, place, Random(0), special)
-        assert trial.outcome in ("refused", "told") or special == "gone" or kind.may_differ, trial
-
-
-def test_every_kind_is_fuzzed(kinds):
-    assert set(kinds) == set(NAMES)
+    for special in SPECIAL if name != "log" else ():
+        for file in dict.fromkeys(kind.files):
+            place = tmp_path / f"{special} {Path(file).name}"
+            place.mkdir()
+            trial = try_one(replace(kind, files=(file,)), original, place, Random(0), special)
+            is_known = trial.outcome in ("refused", "told")
+            assert is_known or special == "gone" or kind.may_differ, trial
 
 
 class Leaky:
@@ -145,11 +131,12 @@ class Leaky:
         np.float32(1) / np.float32(0)
 
 
+@slow
 @pytest.mark.parametrize(
     "fault", ["executes", "crashes", "hangs", "talks", "escapes", "lies", "warns"]
 )
 def test_a_reader_with_a_fault_is_found(kinds, tmp_path, fault, monkeypatch):
-    monkeypatch.setattr("fuzz.trial.SECONDS", 0.2)
+    monkeypatch.setattr("fuzzing.SECONDS", 0.2)
     kind = replace(kinds["draws"], look=getattr(Leaky(), fault))
     with pytest.raises(Finding):
         try_one(kind, None if fault != "lies" else "the original", tmp_path, Random(0), "bytes")
@@ -187,9 +174,7 @@ def test_a_link_in_the_place_of_a_checkpoint_takes_nothing_away_elsewhere(saved,
     assert standing(other) == before
 
 
-@pytest.mark.parametrize(
-    "name", ["manifest.json", "DONE", "replica=0.safetensors", "shared.safetensors"]
-)
+@pytest.mark.parametrize("name", ["manifest.json", "DONE", "shared.safetensors"])
 def test_a_pipe_in_a_checkpoint_does_not_wait(saved, name):
     path = saved.path_of(30) / name
     path.unlink()
@@ -200,31 +185,33 @@ def test_a_pipe_in_a_checkpoint_does_not_wait(saved, name):
 
 def test_a_file_that_is_too_long_is_not_read(saved):
     with open(saved.path_of(30) / "shared.safetensors", "r+b") as file:
-        file.truncate(2**38)  # it takes no room on the disk, and would in memory
+        file.truncate(2**38)  # it takes no space on the disk, and would in memory
     assert saved.load_newest().step == 20
 
 
-@pytest.mark.parametrize("name", [ESCAPE, "x" * 10_000, "a\nb"])
-def test_words_of_a_manifest_are_told_in_one_line(saved, name):
-    for step in (20, 30):
-        path = saved.path_of(step) / "manifest.json"
-        manifest = json.loads(path.read_bytes())
-        manifest["files"]["shared.safetensors"][name] = 1
-        path.write_text(json.dumps(manifest))
-        (path.parent / "DONE").write_text("")
+def forge(saved, change):
+    """A change of the newest manifest, with the right checksum."""
+    path = saved.path_of(30) / "manifest.json"
+    manifest = json.loads((saved.path_of(20) / "manifest.json").read_bytes())
+    manifest["step"] = 30
+    change(manifest)
+    path.write_text(json.dumps(manifest))
     seal_checkpoint(saved.folder, "step=000000030/manifest.json")
+
+
+@pytest.mark.parametrize("name", [ESCAPE, "x" * 10_000, "a\nb"])
+def test_words_of_a_manifest_are_shown_in_one_line(saved, name):
+    forge(saved, lambda manifest: manifest["files"]["shared.safetensors"].update({name: 1}))
     shutil.rmtree(saved.path_of(20))
     assert len(message(saved.load_newest, CheckpointError)) < 2000
 
 
 def test_a_tensor_of_more_elements_than_there_are(saved):
-    path = saved.path_of(30) / "manifest.json"
     for shape in ([2**60], [2**63], [-1], [1.5], ["9"], [10**400], [1] * 100):
-        manifest = json.loads((saved.path_of(20) / "manifest.json").read_bytes())
-        manifest["step"] = 30
-        manifest["state"]["dict"]["run"]["dict"]["rung_of"]["tensor"]["shape"] = shape
-        path.write_text(json.dumps(manifest))
-        seal_checkpoint(saved.folder, "step=000000030/manifest.json")
+        tensor = {"dtype": "int64", "shape": shape}
+        forge(
+            saved, lambda m, t=tensor: m["state"]["dict"]["run"]["dict"]["rung_of"].update(tensor=t)
+        )
         assert saved.load_newest().step == 20
 
 
@@ -232,37 +219,12 @@ def test_a_tensor_of_more_elements_than_there_are(saved):
 
 
 def test_a_recipe_names_no_folder_outside(tmp_path):
-    for recipe in (
-        "../../x",
-        "/etc/x",
-        "a/../../b",
-        "..",
-        "",
-        "a//b",
-        "a\0b",
-        "a/",
-        "./a",
-        "~/x",
-        ESCAPE,
-        "C:\\x",
-        "a" * 5 + "\n",
-    ):
-        assert "names no run folder" in message(
-            lambda recipe=recipe: RunFolder.of(tmp_path, recipe, 0), RunFolderError
-        )
-    assert "names no run folder" in message(
-        lambda: RunFolder.of(tmp_path, "a", "../1"), RunFolderError
-    )
-    assert (
-        RunFolder.of(tmp_path, "digits/re-sghmc_2.0", 3).path
-        == tmp_path / "digits/re-sghmc_2.0" / "seed=3"
-    )
-    config = replace(
-        get_recipe("digits/resghmc"), recipe="../../x", epochs=1, burn_in_epochs=0, hidden=2
-    )
-    assert "names no run folder" in message(
-        lambda: run_recipe(config, 0, tmp_path / "a" / "out"), RunFolderError
-    )
+    outside = ("../../x", "/etc/x", "a/../../b", "..", "./a", "~/x", "C:\\x")
+    for recipe in (*outside, "", "a//b", "a\0b", "a/", ESCAPE, "a\n"):
+        message(lambda recipe=recipe: RunFolder.of(tmp_path, recipe, 0), RunFolderError)
+    message(lambda: RunFolder.of(tmp_path, "a", "../1"), RunFolderError)
+    good = RunFolder.of(tmp_path, "digits/re-sghmc_2.0", 3).path
+    assert good == tmp_path / "digits/re-sghmc_2.0" / "seed=3"
     assert not list(tmp_path.iterdir())
 
 
@@ -291,49 +253,26 @@ def test_nothing_is_written_through_a_link_in_a_run_folder(tmp_path, name):
     }
 
 
-def test_resuming_a_forged_checkpoint_is_one_line_and_writes_nothing_outside(tmp_path):
-    pytest.importorskip("sklearn")
-    config = replace(
-        get_recipe("digits/sghmc"), epochs=2, burn_in_epochs=0, hidden=2, checkpoint_every=10
-    )
-    path = run_recipe(config, 0, tmp_path / "out").path
-    (path / "result.json").unlink()
-    newest = Checkpoints(path / "checkpoints").steps()[-1]
-    manifest = path / "checkpoints" / f"step={newest:09d}" / "manifest.json"
-    about = json.loads(manifest.read_bytes())
-    about["setting"] = {"dict": {"../../x": 1}}
-    manifest.write_text(json.dumps(about))
-    import hashlib
-
-    (manifest.parent / "DONE").write_text(hashlib.sha256(manifest.read_bytes()).hexdigest() + "\n")
-    assert "another setting" in message(
-        lambda: run_recipe(config, 0, tmp_path / "out", resume=True), CheckpointError
-    )
-    assert [each.name for each in tmp_path.iterdir()] == ["out"]
-
-
 def edit(path, **changes):
     path.write_text(json.dumps({**json.loads(path.read_bytes()), **changes}))
 
 
+@slow
 @pytest.mark.parametrize(
     ("file", "changes"),
     [
-        ("result.json", {"metrics": {"w2": float("nan")}}),  # the page could not be written
-        ("result.json", {"metrics": {"w2": 10**400}}),  # no float
-        ("result.json", {"device": "\ud800"}),  # no UTF-8
+        ("result.json", {"metrics": {"w2": float("nan")}}),
+        ("result.json", {"metrics": {"w2": 10**400}}),
+        ("result.json", {"device": "\ud800"}),
         ("result.json", {"error": ESCAPE, "status": ESCAPE, "device": "<script>alert(1)</script>"}),
+        ("result.json", {"recipe": "<script>", "date": '"><img src=x onerror=alert(1)>'}),
         (
             "result.json",
-            {"recipe": "<script>alert(1)</script>", "date": '"><img src=x onerror=alert(1)>'},
-        ),
-        (
-            "result.json",
-            {"versions": {"<script>": ESCAPE}, "metrics": {ESCAPE: 1.0, "<script>x": 2.0}},
+            {"versions": {"<script>": ESCAPE}, "metrics": {ESCAPE: 1.0, "<script>": 2}},
         ),
         ("config.json", {"n_steps": "many"}),
         ("config.json", {"n_steps": -5, "n_runs": None}),
-        ("config.json", {"weights": [1.0], "means": "abc"}),  # no mixture
+        ("config.json", {"weights": [1.0], "means": "abc"}),
         ("config.json", {"recipe": f"<script>{ESCAPE}"}),
         ("config.json", {"lr": True, "temperatures": {}}),
         ("config.json", {ESCAPE: "<script>alert(1)</script>", "noise": 5}),
@@ -344,10 +283,14 @@ def test_what_is_shown_of_a_crafted_run(copy, file, changes):
     folder = copy("views of a density")
     edit(folder / file, **changes)
     with limited(30.0):
-        said = look_at_views(folder)  # which looks for control characters and for scripts
-    assert said
+        assert look_at_views(folder)  # which looks for control characters and for scripts
 
 
+def pair_of(**changes):
+    return {"pair": [0, 1], "proposed": 4, "accepted": 2, "acceptance_rate": 0.5, **changes}
+
+
+@slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -359,9 +302,9 @@ def test_what_is_shown_of_a_crafted_run(copy, file, changes):
         {"metrics": {"nll": 1.0, "nll_se": 1e-320}},
         {"metrics": {"nll": 1e308}},
         {"curves": {"logits_accuracy": [0.5, 7.0]}},
-        {"swaps": [{"pair": [0, 1], "proposed": 4, "accepted": 5, "acceptance_rate": 0.5}]},
-        {"swaps": [{"pair": [0, 1], "proposed": 4, "accepted": -5, "acceptance_rate": 0.5}]},
-        {"swaps": [{"pair": [-1, 1], "proposed": 4, "accepted": 2, "acceptance_rate": 0.5}]},
+        {"swaps": [pair_of(accepted=5)]},
+        {"swaps": [pair_of(accepted=-5)]},
+        {"swaps": [pair_of(pair=[-1, 1])]},
         {"seed": -1},
         {"steps_done": -1},
         {"wall_seconds": -1.0},
@@ -374,6 +317,7 @@ def test_numbers_that_no_run_gives(copy, changes):
     assert "a value that no run gives" in " ".join(load_run(folder).problems)
 
 
+@slow
 def test_deep_json_is_refused(copy):
     folder = copy("run of a density")
     for name in ("config.json", "result.json"):
@@ -384,6 +328,7 @@ def test_deep_json_is_refused(copy):
     assert "nested more than" in " ".join(load_run(folder).problems)
 
 
+@slow
 def test_a_status_that_is_no_text(copy):
     folder = copy("run of a density")
     edit(folder / "result.json", status=["finished"])
@@ -391,12 +336,14 @@ def test_a_status_that_is_no_text(copy):
     assert load_run(folder).status == "damaged"
 
 
+@slow
 def test_folder_names_that_a_terminal_would_obey(copy, tmp_path):
     folder = copy("run of a density")
     folder = folder.rename(tmp_path / f"seed=1{ESCAPE}")
     assert "control characters" in message(lambda: load_run(folder), RunFolderError)
 
 
+@slow
 def test_a_flipped_bit_in_draws_and_trace_is_found(copy):
     folder = copy("draws and trace of a run")
     for name in ("draws.safetensors", "trace.safetensors"):
@@ -411,12 +358,10 @@ def test_a_flipped_bit_in_draws_and_trace_is_found(copy):
     assert problems.count("another sha256") == 2
 
 
+@slow
 def test_files_without_checksums_are_read(copy):
     """Those of older versions."""
     folder = copy("draws and trace of a run")
-    from safetensors import safe_open
-    from safetensors.torch import load_file, save_file
-
     path = folder / "draws.safetensors"
     with safe_open(str(path), "pt") as file:
         words = {"torchrex": file.metadata()["torchrex"]}
@@ -425,6 +370,7 @@ def test_files_without_checksums_are_read(copy):
     assert load_run(folder).problems == ()
 
 
+@slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -485,80 +431,33 @@ def test_indices_that_no_store_has_written(tmp_path, change, words):
     assert len(str(error.value)) < 1000
 
 
-# Image sets
+# Image sets and logs
 
 
+@slow
 def test_a_cache_of_another_form_with_the_right_checksum(kinds, copy):
-    """Shapes and types were believed."""
     folder = copy("cache")
-    path = folder / "cifar10.safetensors"
-    import hashlib
-
     for dtype in (torch.float32, torch.bfloat16):
         tensors = {name: torch.zeros(5, 2, dtype=dtype) for name in TINY.array_names()}
-        sums = {
-            name: hashlib.sha256(t.view(torch.uint8).numpy().data).hexdigest()
-            for name, t in tensors.items()
-        }
+        content = {name: t.view(torch.uint8).numpy().data for name, t in tensors.items()}
+        sums = {name: hashlib.sha256(data).hexdigest() for name, data in content.items()}
         about = {"schema": 1, "name": "cifar10", "provenance": "x", "sha256": sums}
-        path.write_bytes(save(tensors, {"torchrex": json.dumps(about)}))
+        (folder / "cifar10.safetensors").write_bytes(save(tensors, {"torchrex": json.dumps(about)}))
         assert "cifar10" in message(lambda: load_images("cifar10", folder), DataError)
-    assert SOURCES["cifar10"] is TINY
 
 
-# Logs
-
-
-@pytest.mark.parametrize("what", ["deep", "pipe"])
-def test_a_log_of_a_stranger(tmp_path, what):
+def test_a_log_of_a_stranger(tmp_path):
     path = tmp_path / "log.jsonl"
-    if what == "pipe":
-        os.mkfifo(path)
-        with limited(2.0):
-            assert "it is a pipe and not a file" in message(lambda: read_log(path), RunFolderError)
-        return
     path.write_text('{"step": 1}\n' + "[" * 100_000 + '\n{"step": 2}\n')
-    with limited(2.0):
+    with limited(20.0):
         assert read_log(path) == [{"step": 1}]  # up to the damage
+    path.unlink()
+    os.mkfifo(path)
+    with limited(20.0):
+        assert "not a file" in message(lambda: read_log(path), RunFolderError)
 
 
-# Reading JSON
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *(
-            '{"a": 1, "a": 2}',
-            "NaN",
-            "[Infinity]",
-            "-Infinity",
-            "1e999",
-            "9" * 30,
-            "9" * 5000,
-            "-" + "9" * 30,
-            "[" * 300 + "]" * 300,
-        ),
-        *("[" * 100_000, "", "{", "'a'", '{"a": {"b": [{"c": 1, "c": 1}]}}'),
-    ],
-)
-def test_json_that_is_not_ours(text):
-    with pytest.raises(ValueError):
-        parse_json(text.encode())
-
-
-def test_json_of_ours():
-    value = {"a": [1, -(2**63), 2**63, 1.5, None, True, "ü"], "b": {"c": []}}
-    assert parse_json(json.dumps(value).encode()) == value
-    for data in (b'"\xff"', json.dumps(value).encode("utf-16")):
-        with pytest.raises(ValueError):
-            parse_json(data)
-
-
-def test_words_for_terminals():
-    assert printable({f"a{ESCAPE}": ["\ud800", "ü", 1.5, "\u202e"]}) == {
-        "a\\x1b[2J\\x1b]0;owned\\x07": ["\\ud800", "ü", 1.5, "\\u202e"]
-    }
+def test_one_line():
     assert one_line("a\n\tb\x00") == "a b\\x00"
     assert len(one_line("x" * 10_000)) == 400
 
@@ -567,8 +466,8 @@ def test_words_for_terminals():
 
 # What executes, or reads pickles, and where it is allowed for a reason.
 FORBIDDEN = {
-    *("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml"),  # modules
-    *(
+    *["pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml"],  # modules
+    *[
         "eval",
         "exec",
         "compile",
@@ -577,16 +476,9 @@ FORBIDDEN = {
         "torch.save",
         "read_pickle",
         "allow_pickle",
-    ),
-    *(
-        "gather_object",
-        "all_gather_object",
-        "broadcast_object_list",
-        "scatter_object_list",
-        "send_object_list",
-        "recv_object_list",
-    ),
-    *("loadmat", "os.system", "os.popen", "extractall"),
+    ],
+    *["gather_object", "all_gather_object", "broadcast_object_list", "scatter_object_list"],
+    *["send_object_list", "recv_object_list", "loadmat", "os.system", "os.popen", "extractall"],
 }
 ALLOWED = {
     # MATLAB files of SVHN have no other reader. They are numbers, and are held to the official md5
@@ -649,25 +541,10 @@ def test_every_array_file_is_read_without_objects():
 @pytest.mark.parametrize(
     "source",
     [
-        *(
-            "import pickle",
-            "from pickle import loads",
-            "torch.load(x)",
-            "from torch import load as f; import yaml",
-            "exec('1')",
-        ),
-        *(
-            "np.load(x, allow_pickle=True)",
-            "np.load(x, allow_pickle=yes)",
-            "dist.all_gather_object(a, b)",
-            "eval(x)",
-            "os.system(x)",
-        ),
-        *(
-            "dist.broadcast_object_list(a)",
-            "tar.extractall()",
-            "from os import system; import os; os.popen(x)",
-        ),
+        *("import pickle", "from pickle import loads", "torch.load(x)", "exec('1')", "eval(x)"),
+        *("from torch import load as f; import yaml", "np.load(x, allow_pickle=True)"),
+        *("np.load(x, allow_pickle=yes)", "dist.all_gather_object(a, b)", "os.system(x)"),
+        *("dist.broadcast_object_list(a)", "tar.extractall()", "import os; os.popen(x)"),
     ],
 )
 def test_the_walk_sees_it(source):
@@ -675,6 +552,4 @@ def test_the_walk_sees_it(source):
 
 
 def test_the_walk_does_not_see_what_is_harmless():
-    assert not uses(
-        "module.eval(); re.compile(x); np.load(x, allow_pickle=False); torch.compile(f); def_ = 'pickle'"
-    )
+    assert not uses("module.eval(); re.compile(x); np.load(x, allow_pickle=False); a = 'pickle'")
