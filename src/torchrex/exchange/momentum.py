@@ -41,7 +41,7 @@ def after_swap(
 
     `noise` is standard normal, needed by `refresh` alone.
     """
-    if policy == "keep" or not state:
+    if policy == "keep" or not sampler.velocity_std:
         return state
     dtype = state[0].dtype
     if policy == "rescale":

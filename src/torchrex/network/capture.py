@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -38,36 +39,25 @@ WARM_UP = 3  # steps before a capture: compilation, cuDNN's choice of algorithms
 MOST_GRAPHS = 4  # shapes of batches, each captured by itself; data of more shapes run eagerly
 # Small kernels that do not wait for each other become one: 6 %.
 COMPILER_OPTIONS: dict[str, Any] = {"combo_kernels": True}
-RECORDED = ("energy", "accepted", "proposed", "noise_variance", "correction", "replica_at")
+RECORDED = StepInfo._fields[1:]  # all but the position
 
 
-class Records:
-    """StepInfo of a block of steps, on the device, written by the captured step itself."""
+def empty_records(rules: Rules, length: int, device: torch.device) -> StepInfo:
+    """Memory for the information of a block of steps, which the captured step itself writes."""
+    rungs, pairs = rules.ladder.n_rungs, rules.ladder.n_pairs
 
-    def __init__(self, rules: Rules, length: int, device: torch.device) -> None:
-        rungs, pairs = rules.ladder.n_rungs, rules.ladder.n_pairs
+    def rows(n: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(length, n, 1, dtype=dtype, device=device)
 
-        def rows(n: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(length, n, 1, dtype=dtype, device=device)
-
-        self.info = StepInfo(
-            position=torch.zeros(length, 0, device=device),
-            energy=rows(rungs, torch.float64),
-            accepted=rows(pairs, torch.bool),
-            proposed=rows(pairs, torch.bool),
-            noise_variance=rows(pairs, torch.float64),
-            correction=rows(pairs, torch.float64),
-            replica_at=rows(rungs, torch.int64),
-        )
-
-    def write(self, row: int, info: StepInfo) -> None:
-        """The information of a step that was not captured."""
-        for name in RECORDED:
-            getattr(self.info, name)[row].copy_(getattr(info, name))
-
-    def read(self, first: int, last: int) -> StepInfo:
-        """A copy of rows [first, last)."""
-        return StepInfo(*(values[first:last].clone() for values in self.info))
+    return StepInfo(
+        position=torch.zeros(length, 0, device=device),
+        energy=rows(rungs, torch.float64),
+        accepted=rows(pairs, torch.bool),
+        proposed=rows(pairs, torch.bool),
+        noise_variance=rows(pairs, torch.float64),
+        correction=rows(pairs, torch.float64),
+        replica_at=rows(rungs, torch.int64),
+    )
 
 
 class CaptureState(NamedTuple):
@@ -76,82 +66,89 @@ class CaptureState(NamedTuple):
     network: NetworkStep  # with plain functions, without streams
     exchange: ExchangeState
     table: ExchangeInputs  # what a block of steps takes from outside; the clock tells the row
-    records: Records
+    records: StepInfo  # of a block of steps
 
     @property
     def tensors(self) -> list[Tensor]:
         """All that a step changes, besides the buffers of the modules."""
         replicas = self.network.replicas
         moved = [each for rows in replicas.all_rows for each in (rows.position, *rows.state)]
-        return [replicas.clock, *self.exchange, *self.records.info, *moved]
+        return [replicas.clock, *self.exchange, *self.records, *moved]
+
+
+class Source(NamedTuple):
+    """Where a captured step takes its batches from, and what it uses up there."""
+
+    select: Callable[[], Batch]
+    generators: Sequence[torch.Generator] = ()
+    moving: Sequence[Tensor] = ()
 
 
 class Graph:
     """Work of some runs on batches of one form, ready to be replayed.
 
-    `work` gets a batch of `select`, the states with the functions to compute with, and the streams
-    of the runs. `generators` and the tensors `moving` are what `select` uses up besides.
+    `work` is done three times before it is captured; then everything is put back.
     """
 
     def __init__(
-        self,
-        work: Work,
-        states: Sequence[CaptureState],
-        select: Callable[[], Batch],
-        *,
-        generators: Sequence[torch.Generator],
-        moving: Sequence[Tensor],
-        compiled: bool,
+        self, work: Work, states: Sequence[CaptureState], source: Source, *, compiled: bool
     ) -> None:
-        plain: list[Any] = [assemble_energy, update_rows, exchange_and_record]
-        assemble, update, exchange = map(compiled_form, plain) if compiled else plain
+        form = compiled_form if compiled else _as_it_is
+        assemble, update = form(assemble_energy), form(update_rows)
+        exchange = form(exchange_and_record)
         # One compiled form for all runs on the same energy: the compiler takes a method of another
         # object for other code.
+        energies = [each.network.replicas.energy for each in states]
         losses = {
-            id(energy): compiled_form(energy.losses) if compiled else energy.losses
-            for energy in (each.network.replicas.energy for each in states)
+            id(energy): form(energy.losses) for energy in {id(e): e for e in energies}.values()
         }
         states = [
-            _with(
-                each,
-                functions=Functions(losses[id(each.network.replicas.energy)], assemble, update),
-            )
-            for each in states
+            _with(each, functions=Functions(losses[id(energy)], assemble, update))
+            for each, energy in zip(states, energies, strict=True)
         ]
         device = states[0].network.replicas.device
-        default = torch.cuda.default_generators[device.index]
-        with _as_if_nothing_happened(states, generators, moving), warnings.catch_warnings():
+        with _as_if_nothing_happened(states, source), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the compiler's advice is not for our users
             side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):
-                places = [tensor.clone() for tensor in moving]
-                for k in range(WARM_UP):
-                    before = default.get_state()
-                    with no_waiting() if k == WARM_UP - 1 else contextlib.nullcontext():
-                        work(select(), states, exchange, None)
-                    if len(states) > 1 and not torch.equal(before, default.get_state()):
-                        raise RuntimeError(
-                            "a module draws random numbers, as dropout does, "
-                            "which runs must not share"
-                        )
-                    for tensor, place in zip(moving, places, strict=True):
-                        tensor.copy_(place)  # never past the end of the data
+                self._warm_up(work, states, source, exchange)
             torch.cuda.current_stream(device).wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        for generator in generators:
+        for generator in source.generators:
             self._graph.register_generator_state(generator)
         runs = SideStreams(device, len(states)) if len(states) > 1 else None
         states = [_with(each, side_streams=_streams_of(each)) for each in states]
         # The inner context leaves its stream behind if a capture fails; the outer one goes back to
-        # ours. What the work returns stays alive: a capture must not free tensors of other streams.
+        # ours. What is kept alive holds tensors of other streams, which a capture must not free.
         with torch.cuda.stream(torch.cuda.current_stream(device)), torch.cuda.graph(self._graph):
-            batch = select()
+            batch = source.select()
             self.result = work(batch, states, exchange, runs)
         self._kept_alive = (batch, states)
 
+    @staticmethod
+    def _warm_up(
+        work: Work, states: Sequence[CaptureState], source: Source, exchange: ExchangeFunction
+    ) -> None:
+        default = torch.cuda.default_generators[states[0].network.replicas.device.index]
+        places = [tensor.clone() for tensor in source.moving]
+        for k in range(WARM_UP):
+            before = default.get_state()
+            with no_waiting() if k == WARM_UP - 1 else contextlib.nullcontext():
+                work(source.select(), states, exchange, None)
+            if len(states) > 1 and not torch.equal(before, default.get_state()):
+                raise RuntimeError(
+                    "a module draws random numbers, as dropout does, which runs must not share"
+                )
+            for tensor, place in zip(source.moving, places, strict=True):
+                tensor.copy_(place)  # never past the end of the data
+
     def replay(self) -> None:
         self._graph.replay()
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
 def _with(state: CaptureState, **changes: Any) -> CaptureState:
@@ -164,51 +161,43 @@ def _streams_of(state: CaptureState) -> SideStreams | None:
     return SideStreams(replicas.device, n) if n > 1 else None
 
 
-Work = Callable[
-    [Batch, Sequence[CaptureState], Callable[..., Exchanged], SideStreams | None], list[Any]
-]
+# What a graph does: a function of the batch, the runs, the exchange and the streams of the runs.
+ExchangeFunction = Callable[..., Exchanged]
+Runs = Sequence[CaptureState]
+Work = Callable[[Batch, Runs, ExchangeFunction, SideStreams | None], list[Any]]
 
 
 def steps_of_runs(
-    batch: Batch,
-    states: Sequence[CaptureState],
-    exchange: Callable[..., Exchanged],
-    streams: SideStreams | None,
+    batch: Batch, runs: Runs, exchange: ExchangeFunction, streams: SideStreams | None
 ) -> list[Any]:
     """One step of every run; what they return must stay alive."""
-    return [
-        _step_of_run(batch, each, exchange)
-        for each in (states if streams is None else streams.each(states))
-    ]
 
+    def step_of(run: CaptureState) -> Any:
+        clock, info = run.network.replicas.clock, run.records
 
-def _step_of_run(batch: Batch, run: CaptureState, exchange: Callable[..., Exchanged]) -> Any:
-    clock, info = run.network.replicas.clock, run.records.info
+        def on_device(
+            state: ExchangeState, energy: Energy, later: Any, inputs: StepInputs, *rest: Any
+        ) -> tuple[ExchangeState, Exchanged, StepInfo]:
+            return state, exchange(state, energy, run.table, info, clock, *rest), info
 
-    def on_device(
-        state: ExchangeState, energy: Energy, later: Any, inputs: StepInputs, *rest: Any
-    ) -> tuple[ExchangeState, Exchanged, StepInfo]:
-        return state, exchange(state, energy, run.table, info, clock, *rest), info
+        inputs = StepInputs(*run.table, clock, ({"batch": batch},), move_noise={})
+        with torch.no_grad():
+            rules = run.network.rules
+            outcome = step(run.network, run.exchange, inputs, rules, exchange=on_device)
+            clock += 1
+        return outcome
 
-    inputs = StepInputs(*run.table, clock, ({"batch": batch},), move_noise={})
-    with torch.no_grad():
-        rules = run.network.rules
-        outcome = step(run.network, run.exchange, inputs, rules, exchange=on_device)
-        clock += 1
-    return outcome
+    return [step_of(run) for run in (runs if streams is None else streams.each(runs))]
 
 
 def energies_of_runs(
-    batch: Batch,
-    states: Sequence[CaptureState],
-    exchange: Callable[..., Exchanged],
-    streams: SideStreams | None,
+    batch: Batch, runs: Runs, exchange: ExchangeFunction, streams: SideStreams | None
 ) -> list[Tensor]:
     """Energies of every run's replicas, without a move: what repeated draws measure."""
     with torch.no_grad():
         return [
-            each.network.energies({"batch": batch}).total
-            for each in (states if streams is None else streams.each(states))
+            run.network.energies({"batch": batch}).total
+            for run in (runs if streams is None else streams.each(runs))
         ]
 
 
@@ -246,7 +235,7 @@ class Graphs:
     def __init__(self, states: Sequence[CaptureState], *, deterministic: bool) -> None:
         self._states, self._deterministic = list(states), deterministic
         self._forward = self._states[0].network.forward
-        self._graphs: dict[Any, tuple[Graph, Batch]] = {}
+        self._graphs: dict[Any, tuple[Graph, Batch]] = {}  # with the batch or loader it reads
         self.failed = False  # once something could not be captured, the runs go on without
 
     def __len__(self) -> int:
@@ -260,21 +249,13 @@ class Graphs:
         plain = Tensor | bool | int | float | str | None
         strange = [leaf for leaf in leaves if not isinstance(leaf, plain)]
         if strange:
-            if not self.failed:
-                self._fail(f"a batch holds a {type(strange[0]).__name__} beside its tensors")
+            self._fail(f"a batch holds a {type(strange[0]).__name__} beside its tensors")
             return None
-        key = (
-            str(form),
-            *(
-                (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
-                for leaf in leaves
-            ),
-        )
-        if key not in self._graphs and not self.failed:
-            inputs = pytree.tree_map(
-                lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch
-            )
-            self._make(key, inputs, steps_of_runs, self._states, lambda: inputs, [], [])
+        shapes = [(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else t for t in leaves]
+        key = (str(form), *shapes)
+        if key not in self._graphs:
+            inputs = pytree.tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, batch)
+            self._make(key, inputs, steps_of_runs, self._states, Source(lambda: inputs))
         if key not in self._graphs:
             return None
         graph, inputs = self._graphs[key]
@@ -283,45 +264,29 @@ class Graphs:
                 mine.copy_(given, non_blocking=True)
         return graph
 
-    def for_loader(self, loader: DeviceLoader, size: int, *, twice: bool) -> Graph | None:
-        """The graph of a step that takes batches of that size from the loader by itself."""
-        return self._from_loader("step", steps_of_runs, self._states, loader, size, twice)
-
-    def energies(self, loader: DeviceLoader, size: int, runs: Sequence[int]) -> Graph | None:
-        """The graph that measures energies of these runs on the loader's next batch."""
-        states = [self._states[k] for k in runs]
-        key = ("energies", *runs)
-        return self._from_loader(key, energies_of_runs, states, loader, size, False)
-
-    def _from_loader(
+    def for_loader(
         self,
-        what: Any,
-        work: Work,
-        states: Sequence[CaptureState],
         loader: DeviceLoader,
         size: int,
-        twice: bool,
+        *,
+        twice: bool = False,
+        energies_of: Sequence[int] | None = None,
     ) -> Graph | None:
-        key = (what, id(loader), size, twice)
+        """The graph of a step that takes batches of that size from the loader by itself, or of the
+        energies of some runs.
+        """
+        key = (id(loader), size, twice, None if energies_of is None else tuple(energies_of))
         if key not in self._graphs:
+            work: Work = steps_of_runs if energies_of is None else energies_of_runs
+            states = self._states
+            if energies_of is not None:
+                states = [states[k] for k in energies_of]
             generators = [loader.generator, *([loader.repeat_generator] if twice else [])]
-
-            def select() -> Batch:
-                return loader.select(size, twice=twice)
-
-            self._make(key, loader, work, states, select, generators, [loader.cursor])
+            select = functools.partial(loader.select, size, twice=twice)
+            self._make(key, loader, work, states, Source(select, generators, [loader.cursor]))
         return self._graphs[key][0] if key in self._graphs else None
 
-    def _make(
-        self,
-        key: Any,
-        inputs: Batch,
-        work: Work,
-        states: Sequence[CaptureState],
-        select: Callable[[], Batch],
-        generators: Sequence[torch.Generator],
-        moving: Sequence[Tensor],
-    ) -> None:
+    def _make(self, key: Any, inputs: Batch, work: Work, states: Runs, source: Source) -> None:
         """Capture with compiled parts, else without, else not at all, with one reason in the log."""
         if self.failed:
             return
@@ -332,7 +297,7 @@ class Graphs:
             )
             return
         device = states[0].network.replicas.device
-        used = [torch.cuda.default_generators[device.index], *generators]
+        used = [torch.cuda.default_generators[device.index], *source.generators]
         before = [generator.get_state() for generator in used]
         reason = ""
         for compiled in (True, False):
@@ -344,15 +309,7 @@ class Graphs:
                     self._forward,
                     _many_forms(),
                 ):
-                    graph = Graph(
-                        work,
-                        states,
-                        select,
-                        generators=generators,
-                        moving=moving,
-                        compiled=compiled,
-                    )
-                self._graphs[key] = (graph, inputs)
+                    self._graphs[key] = (Graph(work, states, source, compiled=compiled), inputs)
                 return
             except Exception as error:
                 torch.cuda.synchronize(device)
@@ -368,18 +325,19 @@ class Graphs:
         self._fail(reason)
 
     def _fail(self, reason: str) -> None:
+        if self.failed:
+            return
         self.failed = True
-        consequence = "running eagerly, with the same numbers but slower, because the step cannot"
+        what = (
+            "running eagerly, with the same numbers but slower, because the step cannot be captured"
+        )
         if len(self._states) > 1:
-            consequence = "running one after another, because the steps of the runs cannot"
-        together = " together" if len(self._states) > 1 else ""
-        logger.warning("%s be captured%s: %s", consequence, together, reason)
+            what = "running one after another, because the runs' steps cannot be captured together"
+        logger.warning("%s: %s", what, reason)
 
 
 @contextlib.contextmanager
-def _as_if_nothing_happened(
-    states: Sequence[CaptureState], generators: Sequence[torch.Generator], moving: Sequence[Tensor]
-) -> Iterator[None]:
+def _as_if_nothing_happened(states: Runs, source: Source) -> Iterator[None]:
     """Put weights, buffers, momenta, exchange state and generators back after the warm-up."""
     buffers = [
         (part, name, buffer)
@@ -388,10 +346,10 @@ def _as_if_nothing_happened(
         for part in module.modules()
         for name, buffer in part.named_buffers(recurse=False)
     ]
-    tensors = [*moving, *(buffer for _, _, buffer in buffers)]
+    tensors = [*source.moving, *(buffer for _, _, buffer in buffers)]
     tensors += [tensor for each in states for tensor in each.tensors]
     before = [tensor.clone() for tensor in tensors]
-    drawn = [generator.get_state() for generator in generators]
+    drawn = [generator.get_state() for generator in source.generators]
     try:
         yield
         for part, name, buffer in buffers:
@@ -407,7 +365,7 @@ def _as_if_nothing_happened(
             part._buffers[name] = buffer
         for tensor, value in zip(tensors, before, strict=True):
             tensor.copy_(value)
-        for generator, state in zip(generators, drawn, strict=True):
+        for generator, state in zip(source.generators, drawn, strict=True):
             generator.set_state(state)
 
 

@@ -110,7 +110,7 @@ class SideBySide:
             return info
         assert run.records is not None
         row = (run.n_steps - 1) % BLOCK
-        return StepInfo(*(values[0] for values in run.records.read(row, row + 1)))
+        return StepInfo(*(values[row].clone() for values in run.records))
 
     def advance(
         self, n_steps: int, data: Any = None, extra: Any = None, *, every: int | None = None
@@ -207,7 +207,7 @@ class SideBySide:
         if run.records is None:
             return StepInfo(*(torch.stack(values) for values in zip(*eager, strict=True)))
         last = (run.n_steps - 1) % BLOCK + 1
-        block = run.records.read(last - stretch, last)
+        block = StepInfo(*(values[last - stretch : last].clone() for values in run.records))
         # Respawning happens at the ends of blocks only, wherever a run was stopped in between.
         if last == BLOCK or not run.can_respawn:
             self._look(k, block)
@@ -304,7 +304,9 @@ class SideBySide:
             return
         graphs, extra = self._captured(), feed.extra
         size = extra.prepare() if graphs is not None and self._is_here(extra) else 0
-        graph = graphs.energies(extra, size, measuring) if graphs is not None and size else None
+        graph = None
+        if graphs is not None and size:
+            graph = graphs.for_loader(extra, size, energies_of=measuring)
         if graph is None:
             batches = [feed.next_extra() for _ in range(repeats.n_draws)]
             for run in going.values():

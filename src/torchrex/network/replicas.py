@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torchrex.distributed import ReplicaMesh
 from torchrex.errors import InvalidArgumentError, TargetError
 from torchrex.exchange import resolve_device
-from torchrex.network.randomness import keys_of
 from torchrex.network.rows import FlatLayout, Rows
 from torchrex.rng import derive_seed
 from torchrex.samplers import SGLD, Sampler, State
@@ -157,14 +156,21 @@ class Replicas:
         if self.shared:
             self._require_some_shared()
 
-        def rows(seeds: list[int], wanted: Callable[[str], bool]) -> Rows:
-            layout = FlatLayout.of(first, channels_last=source.channels_last, only=wanted)
-            keys = keys_of(seeds, self.device)
-            return Rows.of(layout, self.sampler, gradients=n, precision_of=precision_of, keys=keys)
+        def rows(streams: Sequence[str], wanted: Callable[[str], bool]) -> Rows:
+            return Rows.of(
+                FlatLayout.of(first, channels_last=source.channels_last, only=wanted),
+                self.sampler,
+                device=self.device,
+                gradients=n,
+                precision_of=precision_of,
+                streams=streams,
+                seed=seed,
+            )
 
-        self.rows = rows(self._seeds(seed), lambda name: not self.is_shared(name))
+        own = [f"move.{replica}" for replica in self.mesh.mine]
+        self.rows = rows(own, lambda name: not self.is_shared(name))
         # One row for what is the same in all replicas, with a gradient from each.
-        self.common = rows(self._common_seeds(seed), self.is_shared) if self.shared else None
+        self.common = rows(["shared.move"], self.is_shared) if self.shared else None
         # Of each replica, in the order of its row and then of the common one.
         self.parameters = [self._adopt(k, module) for k, module in enumerate(self.modules)]
         # Statistics and frozen weights that are shared are in no row.
@@ -200,18 +206,6 @@ class Replicas:
     @property
     def all_rows(self) -> list[Rows]:
         return [self.rows] if self.common is None else [self.rows, self.common]
-
-    def _seeds(self, seed: int) -> list[int]:
-        return [derive_seed(seed, f"move.{replica}") for replica in self.mesh.mine]
-
-    def _common_seeds(self, seed: int) -> list[int]:
-        return [derive_seed(seed, "shared.move")]
-
-    def take_seed(self, seed: int) -> None:
-        """The counted noise of another seed, in place, because a captured step may read the keys."""
-        self.rows.keys.copy_(keys_of(self._seeds(seed), self.device))
-        if self.common is not None:
-            self.common.keys.copy_(keys_of(self._common_seeds(seed), self.device))
 
     def is_shared(self, name: str) -> bool:
         """Is that the name of a parameter or a buffer that all replicas have in common?"""

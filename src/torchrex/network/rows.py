@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from torchrex.errors import TargetError
+from torchrex.network.randomness import keys_of
+from torchrex.rng import derive_seed
 from torchrex.samplers import Sampler, State, named_tensors
 
 # Numbers: parameters of such sizes come first, so that nearly all begin where vector loads can.
@@ -114,6 +116,7 @@ class Rows:
     gradient: Tensor  # one row for each replica that has a gradient of the row
     state: State
     precision: Tensor | float | None  # of a Gaussian prior: for all numbers, or for each of a row
+    streams: tuple[str, ...]  # of the rows' noise, by name
     keys: Tensor  # (rows, 2): of the counted noise
 
     @staticmethod
@@ -121,12 +124,14 @@ class Rows:
         layout: FlatLayout,
         sampler: Sampler,
         *,
+        device: torch.device,
         gradients: int,
         precision_of: Callable[[str], float] | None,
-        keys: Tensor,
+        streams: Sequence[str],
+        seed: int,
     ) -> Rows:
-        """Rows of zeros, one for each key."""
-        n, device = len(keys), keys.device
+        """Rows of zeros, one for each stream of noise."""
+        n = len(streams)
         position = layout.empty_rows(n, device)
         at_rest = sampler.init(position)
         state = type(at_rest)(*(layout.empty_rows(n, device).copy_(each) for each in at_rest))
@@ -139,7 +144,15 @@ class Rows:
                 for name, view in layout.views(precision).items():
                     view.fill_(each[name])
         gradient = layout.empty_rows(gradients, device)
-        return Rows(layout, position, gradient, state, precision, keys)
+        keys = torch.zeros(n, 2, dtype=torch.int64, device=device)
+        rows = Rows(layout, position, gradient, state, precision, tuple(streams), keys)
+        rows.take_seed(seed)
+        return rows
+
+    def take_seed(self, seed: int) -> None:
+        """The counted noise of that seed, in place, because a captured step may read the keys."""
+        seeds = [derive_seed(seed, name) for name in self.streams]
+        self.keys.copy_(keys_of(seeds, self.keys.device))
 
     def parts_of(self, k: int) -> dict[str, dict[str, Tensor]]:
         """A row's numbers by name, not copied: `parameters`, and the sampler's state by its own

@@ -24,7 +24,14 @@ from torchrex.exchange.algorithm import ExchangeState, StepInfo, StepInputs, sa_
 from torchrex.exchange.assignment import Indexing
 from torchrex.exchange.noise import NoiseShape, PerExample, RepeatedDraws, warn_of_no_measurement
 from torchrex.exchange.run import ReplicaExchange, RuleOptions, require_known
-from torchrex.network.capture import CaptureState, Graphs, Records, compiled_or_plain, convolutions
+from torchrex.network.capture import (
+    RECORDED,
+    CaptureState,
+    Graphs,
+    compiled_or_plain,
+    convolutions,
+    empty_records,
+)
 from torchrex.network.group import BLOCK, SideBySide
 from torchrex.network.randomness import ForwardRandomness, RandomLosses
 from torchrex.network.replicas import (
@@ -130,7 +137,8 @@ class ModuleExchange(ReplicaExchange):
         self._table: ExchangeInputs | None = None
         self._rows: list[ExchangeInputs] = []
         self._n_usable = 0
-        self.records = Records(rules, BLOCK, self.device) if on_gpu else None
+        # Of a block of steps, on the device.
+        self.records = empty_records(rules, BLOCK, self.device) if on_gpu else None
         self.capturing = on_gpu and compiled is not False and not self.mesh.is_spread
         self.deterministic = deterministic
         # Without a compiled form the predictions of a thinned average took 5 % of the time of
@@ -276,7 +284,7 @@ class ModuleExchange(ReplicaExchange):
         if self.records is None:
             self.look(StepInfo(*(values[None] for values in info)), batch)
         elif self.n_steps % BLOCK == 0:
-            self.look(self.records.info)
+            self.look(self.records)
         return info
 
     def advance(
@@ -372,7 +380,8 @@ class ModuleExchange(ReplicaExchange):
             _, state, info = step(self._network, self._state, inputs, self.rules)
         self._set_state(state)
         if self.records is not None:
-            self.records.write(self.n_steps % BLOCK, info)
+            for name in RECORDED:
+                getattr(self.records, name)[self.n_steps % BLOCK].copy_(getattr(info, name))
             clock += 1
         self.count_step()
         return info
@@ -515,7 +524,8 @@ class ModuleExchange(ReplicaExchange):
             self._first_measurement = None
         self.n_steps = int(state["n_steps"])
         self.streams.seed = int(state["seed"])
-        self.ensemble.take_seed(self.streams.seed)
+        for rows in self.ensemble.all_rows:
+            rows.take_seed(self.streams.seed)
         streams = dict(state["streams"])
         for k, (replica, saved) in enumerate(zip(self.mesh.mine, here, strict=True)):
             generators = saved["generators"].items()
@@ -526,7 +536,7 @@ class ModuleExchange(ReplicaExchange):
         self._block_start, self._replica_at = -1, None
         self.alone.begin_data_anew()
         if self.records is not None:
-            for values in self.records.info:
+            for values in self.records:
                 values.zero_()
         self.ensemble.clock.fill_(self.n_steps)
 

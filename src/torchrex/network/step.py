@@ -299,66 +299,38 @@ class NetworkStep:
         step: Tensor,
     ) -> NetworkStep:
         """Move every replica in place with the lr and temperature (replicas, 1) of its rung."""
-        replicas = self.replicas
-        refreshes = policy == "refresh" and replicas.sampler.velocity_std > 0
+        replicas, common = self.replicas, self.replicas.common
         own = Exchanged(*map(replicas.mesh.local, exchanged))
-        self._update(
-            replicas.rows,
-            gradient,
-            [f"move.{replica}" for replica in replicas.mesh.mine],
-            [f"refresh.{replica}" for replica in replicas.mesh.mine] if refreshes else None,
-            own,
-            policy,
-            step,
-        )
-        if replicas.common is not None:
+        self._update(replicas.rows, gradient, own, policy, step)
+        if common is not None:
             # Which replica is at the coldest rung changes with the swaps.
             coldest = exchanged.temperature.argmin(0, keepdim=True)
             lr, temperature = (
-                each.gather(0, coldest) for each in (exchanged.lr, exchanged.temperature)
+                exchanged.lr.gather(0, coldest),
+                exchanged.temperature.gather(0, coldest),
             )
             cold = exchanged._replace(lr=lr, temperature=temperature)
-            common = replicas.common
-            self._update(common, common.gradient, ["shared.move"], None, cold, "keep", step)
+            self._update(common, common.gradient, cold, "keep", step)
         return self
 
     def _update(
-        self,
-        rows: Rows,
-        gradient: Tensor,
-        moving: list[str],
-        refreshing: list[str] | None,
-        exchanged: Exchanged,
-        policy: MomentumPolicy,
-        step: Tensor,
+        self, rows: Rows, gradient: Tensor, at: Exchanged, policy: MomentumPolicy, step: Tensor
     ) -> None:
-        """Each replica draws from its own stream, so that a run does not depend on where its
-        replicas are computed.
-        """
-
-        def drawn(names: list[str]) -> Tensor:
-            numbers = torch.empty_like(rows.position)
-            for name, row in zip(names, numbers, strict=True):
-                row.normal_(generator=self.generators[name])
-            return numbers
-
-        numbers, fresh = None, None
+        sampler = self.replicas.sampler
+        policy = policy if sampler.velocity_std else "keep"
+        noise: Sequence[Tensor | None] = (None, None)
         if not self.counted_noise:
-            numbers = drawn(moving)
-            fresh = None if refreshing is None else drawn(refreshing)
-        self.functions.update(
-            rows.position,
-            rows.state,
-            gradient,
-            numbers,
-            fresh,
-            rows.keys,
-            step,
-            rows.precision,
-            exchanged,
-            "keep" if refreshing is None and policy == "refresh" else policy,
-            self.replicas.sampler,
-        )
+            fresh = self._drawn(rows, "refresh") if policy == "refresh" else None
+            noise = (self._drawn(rows, "move"), fresh)
+        given = (gradient, *noise, rows.keys, step, rows.precision, at, policy, sampler)
+        self.functions.update(rows.position, rows.state, *given)
+
+    def _drawn(self, rows: Rows, what: str) -> Tensor:
+        """Each row has its own stream, so that a run does not depend on where its replicas are."""
+        numbers = torch.empty_like(rows.position)
+        for name, row in zip(rows.streams, numbers, strict=True):
+            row.normal_(generator=self.generators[name.replace("move", what)])
+        return numbers
 
 
 def assemble_energy(
