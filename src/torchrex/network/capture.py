@@ -211,9 +211,7 @@ def exchange_and_record(
     n_data: int,
     finite_population: bool,
 ) -> Exchanged:
-    """`exchange_rungs` with its inputs read from the table's row of this step, state and records
-    written in place.
-    """
+    """`exchange_rungs` on the table's row of this step; state and records are written in place."""
     row = (clock % len(table.lr))[None]
     drawn = ExchangeInputs(*(values.index_select(0, row)[0] for values in table))
     inputs = StepInputs(*drawn, clock, target_noise=(), move_noise={})
@@ -242,9 +240,7 @@ class Graphs:
         return len(self._graphs)
 
     def for_batch(self, batch: Batch) -> Graph | None:
-        """The graph for batches of this form, with this batch in its inputs; None if the step has
-        to be done eagerly.
-        """
+        """The graph for batches of this form, with this batch in it; None: do it eagerly."""
         leaves, form = pytree.tree_flatten(batch)
         plain = Tensor | bool | int | float | str | None
         strange = [leaf for leaf in leaves if not isinstance(leaf, plain)]
@@ -272,9 +268,7 @@ class Graphs:
         twice: bool = False,
         energies_of: Sequence[int] | None = None,
     ) -> Graph | None:
-        """The graph of a step that takes batches of that size from the loader by itself, or of the
-        energies of some runs.
-        """
+        """The graph of a step, or of some runs' energies, that takes batches from the loader."""
         key = (id(loader), size, twice, None if energies_of is None else tuple(energies_of))
         if key not in self._graphs:
             work: Work = steps_of_runs if energies_of is None else energies_of_runs
@@ -413,9 +407,7 @@ def _many_forms() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_waiting() -> Iterator[None]:
-    """Let everything that waits for the device raise: a capture that fails in the middle is harder
-    to recover from.
-    """
+    """Let all that waits for the device raise: a failure inside a capture is harder to mend."""
     before = torch.cuda.get_sync_debug_mode()
     try:
         with warnings.catch_warnings():
@@ -428,9 +420,7 @@ def no_waiting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def convolutions(*, deterministic: bool) -> Iterator[None]:
-    """cuDNN held to algorithms that give the same bits in every process, or else free to try all
-    and take the fastest.
-    """
+    """cuDNN held to reproducible algorithms, or else free to try all and take the fastest."""
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.deterministic, cudnn.benchmark_limit
     wanted = not deterministic, deterministic, 0
@@ -442,9 +432,7 @@ def convolutions(*, deterministic: bool) -> Iterator[None]:
 
 
 def _release(generator: torch.Generator, state: Tensor) -> None:
-    """Put a generator back to a state, with memory of its own: a capture that failed leaves it
-    believing it is being captured.
-    """
+    """Put back a generator that a failed capture left believing it is being captured."""
     if generator.device.type != "cuda":
         generator.set_state(state)
         return

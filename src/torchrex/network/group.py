@@ -222,9 +222,7 @@ class SideBySide:
             self.failures[k] = failure
 
     def warn_of_noise_shapes(self) -> None:
-        """Warn of runs whose energy noise is not Gaussian, by the batches that come next, which
-        stay the next ones.
-        """
+        """Warn of energy noise that is not Gaussian, by the batches that come next."""
         data = None if self._feed is None else self._feed.data
         batches = [] if self._last_batch is None else [self._last_batch]
         if isinstance(data, DeviceLoader):
@@ -241,9 +239,7 @@ class SideBySide:
     # One step
 
     def _step(self, batch: Batch) -> list[StepInfo | None]:
-        """One step of each run on a batch that is on the device; None where it was captured and is
-        in the records.
-        """
+        """One step of each run on a batch on the device; None where it was captured."""
         if isinstance(batch, Twice):
             for run in self.runs:
                 run.random_losses.note("data")
@@ -286,9 +282,7 @@ class SideBySide:
         return True
 
     def _measure_if_due(self, feed: Feed) -> None:
-        """Repeated energies, where it is time for them: from one captured pass over a loader's
-        batch, or eagerly.
-        """
+        """Repeated energies, where it is time for them: from a captured pass, or eagerly."""
         # A run that failed stays in the graph: without it there would be another one to compile and
         # to capture.
         measuring = [
@@ -365,9 +359,7 @@ class SideBySide:
 
 
 def _require_same_everywhere(group: ProcessGroup, seeds: list[int], batch: Batch) -> None:
-    """All processes must show their replicas the same examples and draw the same uniforms: the
-    swaps compare their energies.
-    """
+    """All processes must have the same batches and uniforms: swaps compare their energies."""
     if group.size == 1:
         return
     digest = hashlib.sha256()
@@ -391,9 +383,7 @@ def _require_same_everywhere(group: ProcessGroup, seeds: list[int], batch: Batch
 
 
 def _warn_of_size(counted: int, data: Any) -> None:
-    """Warn if the data are not as many as the energy counts: every energy would be on the wrong
-    scale.
-    """
+    """Warn if the energy counts other data than these: its scale would be wrong."""
     n_data = getattr(data, "n_data", None)
     dataset = getattr(data, "dataset", None)
     if n_data is None and dataset is not None and hasattr(dataset, "__len__"):
@@ -407,11 +397,7 @@ def _warn_of_size(counted: int, data: Any) -> None:
 
 
 def _batches_of(data: Any, n_at_once: int, *, twice: bool = False) -> Callable[[], Batch]:
-    """A function that gives the next batch, or a list of `n_at_once` for independent minibatches,
-    without end.
-
-    With `twice` a DeviceLoader augments its examples twice.
-    """
+    """A function that gives the next batch, or `n_at_once` independent ones, without end."""
     if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
         raise InvalidArgumentError(
             "data must give batches, got one tuple of tensors: "

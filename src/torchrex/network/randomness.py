@@ -30,9 +30,7 @@ SMALL_SHARE = 0.05  # of the data: below, the factor 1 - n / N is left out if th
 
 
 def philox(low: Tensor, high: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Two words from a counter of two words and a key of one; words are int64 tensors of values
-    below 2^32, broadcast.
-    """
+    """Two words from a counter of two and a key of one; words are int64 below 2^32, broadcast."""
     for _ in range(10):
         product = low * MULTIPLIER  # wraps at 2^64, and the bits are those of the unsigned product
         low, high = ((product >> 32) & MASK) ^ key ^ high, product & MASK
@@ -158,9 +156,7 @@ class ForwardRandomness:
                 self.load_state_of(k, state)
 
     def now(self) -> list[Tensor]:
-        """The states of the default generators, inside of the context: they change if a forward
-        pass draws random numbers.
-        """
+        """The states of the default generators now: they change if a forward pass draws."""
         return [
             generator.get_state() for generator in (self._cpu, self._gpu) if generator is not None
         ]

@@ -388,9 +388,7 @@ class Replicas:
         }
 
     def nonfinite_part(self, replica: int) -> str | None:
-        """What a replica's module reports by a method of that name: its first part that is not
-        finite.
-        """
+        """What a replica's module reports by a method of that name."""
         if replica not in self.mesh.mine:
             return None
         ask = getattr(self.modules[self.mesh.mine.index(replica)], "nonfinite_part", None)
@@ -461,9 +459,7 @@ def _build(source: ModuleEnsemble, mine: range, seed: int) -> list[nn.Module]:
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """A copy that shares no memory with the module, with what it keeps of its last pass
-    (`self.activations = ...`).
-    """
+    """A copy that shares no memory, with what it keeps of its last pass (`self.x = ...`)."""
     kept = [
         t
         for part in module.modules()

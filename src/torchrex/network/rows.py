@@ -155,8 +155,6 @@ class Rows:
         self.keys.copy_(keys_of(seeds, self.keys.device))
 
     def parts_of(self, k: int) -> dict[str, dict[str, Tensor]]:
-        """A row's numbers by name, not copied: `parameters`, and the sampler's state by its own
-        names.
-        """
+        """A row's numbers by name, not copied: `parameters`, and the sampler's own names."""
         parts = {"parameters": self.position, **named_tensors(self.state)}
         return {part: self.layout.views(rows[k]) for part, rows in parts.items()}

@@ -181,9 +181,7 @@ class ModuleExchange(ReplicaExchange):
         return self._replica_at[1][rung]
 
     def module_at(self, rung: int = 0) -> nn.Module:
-        """A copy of the module at that rung now, in evaluation mode: nothing done to it changes the
-        run. On several processes all of them must ask.
-        """
+        """A copy of the module at that rung, in evaluation mode. On several processes all ask."""
         return copied(self.live_module_at(rung)).eval()
 
     def live_module_at(self, rung: int = 0) -> nn.Module:
@@ -234,9 +232,7 @@ class ModuleExchange(ReplicaExchange):
         return output.float() if is_half else output
 
     def energies(self, batch: Batch) -> Energy:
-        """Energies (replicas, 1) of all replicas on a batch, in the mode of a step; nothing else
-        changes but what dropout draws.
-        """
+        """Energies (replicas, 1) on a batch, in the mode of a step; only dropout moves on."""
         with self._working(), explain_batchnorm_error():
             return self._network.energies({"batch": self.to_device(batch)})
 
@@ -246,9 +242,7 @@ class ModuleExchange(ReplicaExchange):
         return self._network.finite_population
 
     def noise_shape(self, batch: Any = None, *more: Any) -> NoiseShape | None:
-        """Is the energy noise Gaussian, by the losses of this batch and more of its size? None if
-        there is nothing to compare. On several processes all of them must ask.
-        """
+        """Is the energy noise Gaussian, by these batches' losses? On several processes all ask."""
         if batch is None:
             raise InvalidArgumentError(
                 "the noise of a network's energy is that of a batch: run.noise_shape((x, y))"
@@ -269,9 +263,7 @@ class ModuleExchange(ReplicaExchange):
     # Going on
 
     def step(self, batch: Any = None) -> StepInfo:
-        """One step of every replica on a batch (with independent minibatches: a list of them, one
-        for each replica).
-        """
+        """One step of every replica on a batch (or with own minibatches on a list of them)."""
         if batch is None:
             raise InvalidArgumentError("a step on a module needs a batch: run.step((x, y))")
         # A step later than it is due: a loop may measure behind the step as well as before it.
@@ -302,9 +294,7 @@ class ModuleExchange(ReplicaExchange):
             yield infos
 
     def measure(self, batches: Iterable[Batch]) -> None:
-        """SA step of the paper from energies of extra batches at the current weights; `advance`
-        does it by itself.
-        """
+        """SA step of the paper from energies of extra batches; `advance` does it by itself."""
         feed = self.rules.noise.feed
         if not isinstance(feed, RepeatedDraws):
             raise InvalidArgumentError(
@@ -319,9 +309,7 @@ class ModuleExchange(ReplicaExchange):
     # What `SideBySide` asks of a run
 
     def try_batch(self, batch: Batch) -> int:
-        """Evaluate the first batch without consequences, so that a wrong loss or model is reported
-        before anything moves. Returns how many examples it has.
-        """
+        """Evaluate the first batch without consequences, to report errors early; its size."""
         replicas, network = self.ensemble, self._network
         if not replicas.source.shared_batches and not (
             isinstance(batch, list | tuple) and len(batch) == self.n_rungs
@@ -410,9 +398,7 @@ class ModuleExchange(ReplicaExchange):
             yield
 
     def _set_state(self, state: ExchangeState) -> None:
-        """Take over a new state; where there may be a graph that reads the old one's memory, by
-        copying.
-        """
+        """Take over a new state, by copying where a graph may read the old one's memory."""
         if self.records is None:
             self._state = state
             return
@@ -456,9 +442,7 @@ class ModuleExchange(ReplicaExchange):
     # Divergence. It never spreads: the swap test refuses an energy that is not finite by itself.
 
     def look(self, infos: StepInfo, batch: Batch = None) -> None:
-        """Are the energies of these latest steps finite? If it is one step, its batch tells whether
-        they could be.
-        """
+        """Are the energies of these latest steps finite? Of a single step the batch is known."""
         failure = first_failure(
             infos, self.n_steps, batch=batch, together=bool(self.ensemble.shared)
         )
@@ -473,9 +457,7 @@ class ModuleExchange(ReplicaExchange):
     # Stopping and going on exactly
 
     def state_dict(self) -> dict[str, Any]:
-        """All that an exact continuation needs. On several processes each has its own replicas in
-        it, and None for the others.
-        """
+        """All that an exact continuation needs; None for replicas of other processes."""
         here = {replica: self._state_of(k, replica) for k, replica in enumerate(self.mesh.mine)}
         # The generators now, but those of the block as they were before it was drawn, unless it is
         # used up.

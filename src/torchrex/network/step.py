@@ -88,9 +88,7 @@ class NetworkStep:
 
     @property
     def finite_population(self) -> bool:
-        """Are minibatches drawn without replacement, and is nothing else random, so that with all
-        data there is no noise?
-        """
+        """Has the energy of all data no noise: no replacement, and nothing else random?"""
         return not (self.replicas.source.replacement or self.random_losses.any)
 
     def draw_of(self, replica: Tensor) -> Tensor:
@@ -100,9 +98,7 @@ class NetworkStep:
     # Energies
 
     def evaluate(self, noise: Noise) -> tuple[Energy, Tensor]:
-        """Energies of all replicas, with the gradients of their data terms; those of a Gaussian
-        prior join in the move.
-        """
+        """Energies and gradients of the data terms; those of a Gaussian prior join in the move."""
         replicas, mesh = self.replicas, self.replicas.mesh
         losses, extra, objectives, gathered = [], [], [], None
         repeated: list[Tensor] = []
@@ -162,9 +158,7 @@ class NetworkStep:
         return self._assembled(losses, extra)
 
     def _modules(self) -> Iterator[tuple[int, nn.Module]]:
-        """Replica after replica; in a captured step each on its own stream, so that their kernels
-        share the device.
-        """
+        """Replica after replica; in a captured step each on its own stream."""
         items = list(enumerate(self.replicas.modules))
         if self.side_streams is not None:
             yield from self.side_streams.each(items)
@@ -210,9 +204,7 @@ class NetworkStep:
         n: int | None,
         repeated: Sequence[Tensor] = (),
     ) -> Callable[[], Energy]:
-        """Begin to send this process's losses and prior terms to all others; the energies of all
-        replicas when they are there.
-        """
+        """Begin to send losses and prior terms to all processes; calling it gives all energies."""
         mesh, rows = self.replicas.mesh, self.replicas.rows
         n, n_data = len(losses[0]) if n is None else n, self.n_data
         terms, prior = torch.stack(losses), None
@@ -265,9 +257,7 @@ class NetworkStep:
     # Batches
 
     def batch_of(self, noise: Noise, k: int) -> tuple[Batch, int | None]:
-        """What the k-th replica of this process is shown, and of how many examples that is a
-        share, if it is one.
-        """
+        """What the k-th replica here is shown, and of how many examples that is a share, if any."""
         return self._part_of(self._given(noise, k))
 
     def _given(self, noise: Noise, k: int, *, repeated: bool = False) -> Batch:
@@ -340,9 +330,7 @@ def assemble_energy(
     precision: Tensor | float | None,
     n_data: int,
 ) -> Energy:
-    """Energies (replicas, 1) from per-example losses (n,) of every replica, the Gaussian prior and
-    other terms.
-    """
+    """Energies (replicas, 1) from every replica's losses (n,), the prior and other terms."""
     require_one_size([len(terms) for terms in losses])
     per_example = torch.stack(losses)
     total = (n_data / per_example.shape[1]) * per_example.sum(1, dtype=torch.float64)
@@ -379,9 +367,7 @@ def prior_terms(
 
 
 def _gathered_energy(numbers: Tensor, dtype: torch.dtype | None, n: int, n_data: int) -> Energy:
-    """Energies from what all processes sent: prior terms, then losses of that dtype, or with None
-    sums of them.
-    """
+    """Energies from what all processes sent: prior terms, then losses, or with None their sums."""
     losses = numbers[:, 1:]
     total = (losses if dtype is None else losses.to(dtype)).sum(1, dtype=torch.float64)
     total = (n_data / n) * total + numbers[:, 0]
