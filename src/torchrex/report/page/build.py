@@ -215,7 +215,7 @@ def _summary(runs: Sequence[LoadedRun], details: Details, empty: Sequence[Path],
     facts += [(n_recipes, "recipe" if n_recipes == 1 else "recipes")]
     facts += [(finished, "finished"), (n - finished, "not finished")]
     facts += [(len(empty), "empty")] if empty else []
-    facts += [(in_words(total_seconds(runs)), "of computing, runs that trained together once")]
+    facts += [(in_words(total_seconds(runs)), "of computing (runs that train together count once)")]
     tiles = "".join(f"<li><b>{value}</b> {name}</li>" for value, name in facts)
     lines = []
     for k, run in enumerate(runs):
