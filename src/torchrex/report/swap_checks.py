@@ -32,7 +32,7 @@ from torchrex.diagnostics import (
     rungs_for_noise,
 )
 from torchrex.diagnostics.history import temperatures_at
-from torchrex.experiments.config import ExperimentConfig
+from torchrex.experiments import ExperimentConfig
 from torchrex.report.findings import Finding, Severity, about, number, percent, several, times
 from torchrex.report.reader import LoadedRun
 
@@ -41,8 +41,7 @@ UNSEEN = 3.0  # no swap in n tests: the rate is below 3 / n with 95 % confidence
 # Rungs that swap at 2 % of their tests make no swap in 150 tests one time in twenty.
 FEWEST_TESTS = round(UNSEEN / WANTED[0])  # of a pair, all chains together
 HARDLY_ANY = 1e-3  # accepted of the proposed
-FEW_SWAPS = 10  # of a chain: fewer leave the mixing between modes to chance
-FEW_TRIPS = 10  # round trips of a chain
+FEW_SWAPS = FEW_TRIPS = 10  # of a chain: fewer leave the mixing between modes to chance
 LOUD = 4.0  # noise s: an unbiased test accepts less than 4.6 % of swaps between equal energies
 NEARLY_ALL = 0.9
 BEYOND_UNBIASED = 2.0  # times the swaps of F = 1
@@ -55,9 +54,8 @@ HALVINGS = 20  # of log F: right to one part in 10,000
 ENOUGH_ROWS = 40_000  # recorded energies, all chains together, for rates of a per cent and more
 FAR_OUTSIDE = 3.0  # correction in spreads of the energy difference
 UNSETTLED = 0.2  # relative change of sigma2 between the third and the last quarter
-OF_CURVES = ("energy", "noise_variance", "correction")  # of result.json, by rung or pair
 COUNTS = ("accepted", "proposed")
-ROWS = ("steps", "replica_at", "temperature", *OF_CURVES)
+ROWS = ("steps", "replica_at", "temperature", "energy", "noise_variance", "correction")
 
 Advice = tuple[str, dict[str, Any]]  # one sentence, and its numbers
 
@@ -68,15 +66,21 @@ class Evidence:
 
     history: History
     energies: History  # from the first swap test on, as noisy as the tests saw them
-    late: History  # the last quarter of `energies`
     settings: ExperimentConfig
     factor: float  # F at the start
     annealed: bool
     has_paths: bool = True  # the rung of each replica is known, not only the energies
 
+    @cached_property
+    def late(self) -> History:
+        return last_quarter(self.energies)
+
     @property
     def follows_gap(self) -> bool:
         return self.settings.factor_follows_gap
+
+    def _since_the_start(self, part: History) -> Tensor:
+        return (self.history.inverse_gap[0] / part.inverse_gap)[:, :, None]
 
     @property
     def scaled(self) -> History:
@@ -98,25 +102,16 @@ class Evidence:
             return self.factor
         return float((factors * self._since_the_start(self.late)).nanmedian())
 
-    def factor_at_the_end(self, pair: int) -> float:
-        """F after the last swap, counted as at the start."""
-        n = int(self.history.accepted[pair].sum())
-        return self.factor * self.settings.factor_per_swap**n
-
     @property
     def swapped_late(self) -> tuple[int, int] | None:
-        """Swaps and tests of the last quarter, of all pairs, with tests spread evenly over the
-        steps; None where not all swaps are listed.
+        """Swaps and tests of the last quarter, with tests spread evenly over the steps; None where
+        not all swaps are listed.
         """
         if self.history.swaps is None:
             return None
         first, start = int(self.late.steps[0]), int(self.energies.steps[0])
-        made = int((self.history.swaps.step >= first).sum())
-        n = self.history.n_steps
+        made, n = int((self.history.swaps.step >= first).sum()), self.history.n_steps
         return made, round(int(self.history.proposed.sum()) * (n - first) / max(1, n - start))
-
-    def _since_the_start(self, part: History) -> Tensor:
-        return (self.history.inverse_gap[0] / part.inverse_gap)[:, :, None]
 
     @cached_property
     def travel(self) -> Travel:
@@ -127,32 +122,28 @@ class Evidence:
         """Round trips and restarts of a chain, all its replicas together; NaN if not known."""
         if not self.has_paths:
             return (math.nan, math.nan) if int(self.history.accepted.sum()) else (0.0, 0.0)
-        both = (self.travel.round_trips, self.travel.restarts)
-        trips, restarts = (float(n.sum(0).double().mean()) for n in both)
-        return trips, restarts
+        trips, restarts = (x.sum(0).double().mean() for x in self.travel[:2])
+        return float(trips), float(restarts)
 
     def temperatures(self, pair: int, row: int) -> str:
         """Of a pair at the first row of the run (0) or the last (-1)."""
         history = self.history if row == 0 else self.late
-        cold, hot = history.temperature[row, pair : pair + 2].tolist()
-        return f"{number(cold)} and {number(hot)}"
+        return " and ".join(map(number, history.temperature[row, pair : pair + 2].tolist()))
 
 
 def gather(run: LoadedRun) -> Evidence | None:
     """None where nothing is exchanged, or no more is known of it than `count` says."""
-    factor, history = run.correction_factor, run.history
-    if factor is None or run.settings is None or run.ladder is None:
+    factor, settings, ladder = run.correction_factor, run.settings, run.ladder
+    averaged = run.history is None
+    history = history_from_curves(run) if run.history is None else run.history
+    if factor is None or settings is None or ladder is None or history is None:
         return None
-    averaged = history is None
-    history = history_from_curves(run) if history is None else history
-    if history is None or history.n_pairs == 0 or int(history.proposed.sum()) == 0:
+    if history.n_pairs == 0 or int(history.proposed.sum()) == 0:
         return None
     energies = while_swapping(run, history)
-    if averaged:
-        energies = _with_noise(energies, run.settings.swap_noise)
-    annealed, has_paths = run.ladder.anneal is not None, not averaged or history.swaps is not None
-    late = last_quarter(energies)
-    return Evidence(history, energies, late, run.settings, factor, annealed, has_paths)
+    energies = _with_noise(energies, settings.swap_noise) if averaged else energies
+    has_paths = not averaged or history.swaps is not None
+    return Evidence(history, energies, settings, factor, ladder.anneal is not None, has_paths)
 
 
 def while_swapping(run: LoadedRun, history: History) -> History:
@@ -173,16 +164,17 @@ def settled_noise(late: History) -> tuple[Estimate, Tensor]:
 
 
 def _rows(history: History, keep: Tensor | slice) -> History:
-    kept: dict[str, Any] = {name: getattr(history, name) for name in ROWS}
-    kept = {name: None if x is None else x[keep] for name, x in kept.items()}
+    kept: dict[str, Any] = {}
+    for name in ROWS:
+        rows = getattr(history, name)
+        kept[name] = None if rows is None else rows[keep]
     return replace(history, **kept)
 
 
 def downsampled(history: History) -> History:
     """Every n-th row, so that ENOUGH_ROWS are left: means over rows stay right."""
-    return _rows(
-        history, slice(None, None, -(-len(history.steps) * history.n_chains // ENOUGH_ROWS))
-    )
+    every = -(-len(history.steps) * history.n_chains // ENOUGH_ROWS)
+    return _rows(history, slice(None, None, every))
 
 
 def history_from_curves(run: LoadedRun) -> History | None:
@@ -195,16 +187,14 @@ def history_from_curves(run: LoadedRun) -> History | None:
     if run.ladder is None or run.settings is None or len(pairs) > 1:
         return None
     unit, scale = ("epoch", run.settings.steps_per_epoch) if "epoch" in curves else ("step", 1)
-    names = (unit, f"swap_{unit}s", *OF_CURVES)
+    names = (unit, f"swap_{unit}s", "energy", "noise_variance", "correction")
     try:
-        when, swapped, energy, noise_variance, correction = (
+        when, swapped, energy, *of_pairs = (
             torch.tensor(curves[name], dtype=torch.float64) for name in names
         )
         n, n_pairs = len(when), len(pairs)
         energy = energy.reshape(n_pairs + 1, n).T[:, :, None]
-        noise_variance, correction = (
-            x.reshape(n_pairs, n).T[:, :, None] for x in (noise_variance, correction)
-        )
+        noise_variance, correction = (x.reshape(n_pairs, n).T[:, :, None] for x in of_pairs)
     except (KeyError, TypeError, ValueError, RuntimeError):  # older, or of another shape
         return None
     if n == 0:
@@ -212,7 +202,7 @@ def history_from_curves(run: LoadedRun) -> History | None:
     steps, swapped = ((each * scale).round().long() for each in (when, swapped))
     turns = (swapped[None, :] <= steps[:, None]).sum(1) % 2
     turns[0] = 0  # swaps are counted from here
-    counts = {k: torch.tensor([[p[k]] for p in pairs]).reshape(n_pairs, 1) for k in COUNTS}
+    counts = {k: torch.tensor([p[k] for p in pairs]).long().reshape(n_pairs, 1) for k in COUNTS}
     zeros = torch.zeros_like(swapped)
     return History(
         steps=steps,
@@ -250,11 +240,23 @@ class Counted(NamedTuple):
     proposed: int
     source: str
 
+    @property
+    def rate(self) -> float:
+        return self.accepted / max(1, self.proposed)
+
     def words(self, n_pairs: int) -> str:
         """The rungs swapped once in 2,000 tests (0.05 %)."""
         which = f"Rungs {self.pair} and {self.pair + 1}" if n_pairs > 1 else "The rungs"
-        rate = f" ({percent(self.accepted / self.proposed)})" if self.accepted else ""
+        rate = f" ({percent(self.rate)})" if self.accepted else ""
         return f"{which} {_swapped(self.accepted)} in {several(self.proposed, 'test')}{rate}"
+
+    @property
+    def missing(self) -> str:
+        """Six swaps in 200 tests are few because the run is short; of 10,000 hardly any passed."""
+        return MISSING[0 if self.accepted == 0 else 1 if self.rate <= HARDLY_ANY else 2]
+
+    def is_short(self, n_chains: int) -> bool:
+        return self.accepted / n_chains < FEW_SWAPS or self.rate < HARDLY_ANY
 
 
 def count(run: LoadedRun) -> list[Counted]:
@@ -265,6 +267,10 @@ def count(run: LoadedRun) -> list[Counted]:
         rows = (run.trace.get(name, torch.zeros(0)).long() for name in COUNTS)
         counts, source = list(zip(*(each.tolist() for each in rows), strict=False)), "the trace"
     return [Counted(k, *each, source) for k, each in enumerate(counts)]
+
+
+def _swapped(count: int) -> str:
+    return "never swapped" if count == 0 else f"swapped {times(count)}"
 
 
 # The checks
@@ -301,13 +307,14 @@ def check_ladder(run: LoadedRun) -> Iterable[Finding]:
 
 def swap_findings(evidence: Evidence) -> list[Finding]:
     """No swaps, too many of them, or swaps bought with bias: all are about the noise and F."""
-    history, late, factor = evidence.history, evidence.late, evidence.factor
+    history, factor = evidence.history, evidence.factor
     observed = observed_acceptance(history).value.nan_to_num(nan=0.0)
     rate, pair = float(observed.min()), int(observed.argmin())
     at_one = float(acceptance_from_energies(evidence.energies, correction_factor=1.0).value[pair])
-    variance, noise = settled_noise(late)
+    variance, noise = settled_noise(evidence.late)
     s, allowed = float(noise[pair]), float(allowed_acceptance(noise[pair]))
-    accepted, proposed = int(history.accepted[pair].sum()), int(history.proposed[pair].sum())
+    accepted, proposed = (int(x[pair].sum()) for x in (history.accepted, history.proposed))
+    counted = Counted(pair, accepted, proposed, "")
     numbers: dict[str, Any] = {
         "pair": [pair, pair + 1],
         "accepted": accepted,
@@ -319,18 +326,18 @@ def swap_findings(evidence: Evidence) -> list[Finding]:
         "allowed_acceptance": allowed,
         "correction_factor": factor,
     }
-    made = Counted(pair, accepted, proposed, "").words(history.n_pairs)
+    made = counted.words(history.n_pairs)
     made += f", {history.n_chains} chains together" if history.n_chains > 1 else ""
     here = f"Noise s = {number(s)} at temperatures {evidence.temperatures(pair, -1)}"
     left = f"{percent(allowed) if allowed > 0 else 'none'} of the swaps between equal energies"
-    told = f"{here} leaves {left} at F = 1"
+    noisy = f"{here} leaves {left} at F = 1"
     found: list[Finding] = []
-    short = accepted / history.n_chains < FEW_SWAPS or rate < HARDLY_ANY
+    short = counted.is_short(history.n_chains)
     early = short and int(history.proposed.sum(1).max()) < FEWEST_TESTS
     if early:
-        found.append(_too_early(made, f"{told}." if s > LOUD else "", numbers))
+        found.append(_too_early(made, f"{noisy}." if s > LOUD else "", numbers))
     elif short:
-        found.append(_few(evidence, pair, made, told, numbers))
+        found.append(_few(evidence, counted, made, noisy, numbers))
     elif float(observed.max()) > NEARLY_ALL:
         most = int(observed.argmax())
         numbers["largest_rate"] = float(observed[most])
@@ -342,31 +349,22 @@ def swap_findings(evidence: Evidence) -> list[Finding]:
         severity: Severity = "warning" if factor > 1 else "note"
         found.append(Finding(severity, "swaps at nearly every step", words, numbers))
     if math.isinf(factor) or not early:  # a rate of so few tests proves no bias
-        found += _price_of_factor(evidence, made if not found else "", rate, at_one, numbers)
+        found += _price_of_factor(evidence, made if not found else "", numbers)
     if found:
         return found
     if s > LOUD:
         advice, more = advise(evidence, pair, rate)
-        words = f"{made}, but {told[0].lower()}{told[1:]}; s should be below {LOUD:g}. {advice}"
+        words = f"{made}. {noisy}; s should be below {LOUD:g}. {advice}"
         title = "too much noise for these temperatures"
         return [Finding("warning", title, words, {**numbers, **more})]
-    expected = math.nan
+    numbers["acceptance_expected"] = math.nan
     if not evidence.follows_gap:
-        rows = downsampled(evidence.energies)
-        expected = float(acceptance_from_energies(rows).value[pair])
-        made += f"; {percent(expected)} expected from the energies" if expected >= 0 else ""
+        expected = float(acceptance_from_energies(downsampled(evidence.energies)).value[pair])
+        numbers["acceptance_expected"] = expected
+        made += f"; {percent(expected)} expected from the energies"
     sigma2 = number(numbers["noise_variance"])
     words = f"{made}. {here} is below {LOUD:g} (sigma2 = {sigma2}, F = {number(factor)})."
-    return [Finding("fine", "swaps", words, {**numbers, "acceptance_expected": expected})]
-
-
-def _swapped(count: int) -> str:
-    return "never swapped" if count == 0 else f"swapped {times(count)}"
-
-
-def _missing(accepted: int, rate: float) -> str:
-    """Six swaps in 200 tests are few because the run is short; of 10,000 hardly any passed."""
-    return MISSING[0 if accepted == 0 else 1 if rate <= HARDLY_ANY else 2]
+    return [Finding("fine", "swaps", words, numbers)]
 
 
 def _too_early(made: str, noise: str, numbers: dict[str, Any]) -> Finding:
@@ -377,91 +375,78 @@ def _too_early(made: str, noise: str, numbers: dict[str, Any]) -> Finding:
     return Finding("note", TOO_FEW_TESTS, words.rstrip(), {**numbers, "fewest_tests": FEWEST_TESTS})
 
 
-def _few(evidence: Evidence, pair: int, made: str, noise: str, numbers: dict[str, Any]) -> Finding:
-    trips, restarts = evidence.trips
-    rate, loud = numbers["acceptance_rate"], numbers["noise_s"] > LOUD
+def _few(
+    evidence: Evidence, counted: Counted, made: str, noise: str, numbers: dict[str, Any]
+) -> Finding:
+    (trips, restarts), factor = evidence.trips, evidence.factor
+    rate, loud, compared = counted.rate, numbers["noise_s"] > LOUD, counted.rate
     numbers = {**numbers, "round_trips_per_chain": trips, "restarts_per_chain": restarts}
-    compared, end = rate, ""
+    if counted.accepted > 0 and trips < FEW_SWAPS:
+        of = " of a chain" if evidence.history.n_chains > 1 else ""
+        made += f". Rung 0{of} got something new {times(restarts)}: too few to mix between modes"
+    end = ""
     if evidence.follows_gap:
-        numbers["factor_in_the_last_quarter"] = evidence.factor_now
-        numbers["factor_at_the_end"] = evidence.factor_at_the_end(pair)
-        end = _at_the_end(evidence, pair)
+        # What annealing and swaps have made of temperatures and F by the last quarter.
+        now, lowered, per_swap = evidence.factor_now, "", evidence.settings.factor_per_swap
+        left = factor * per_swap**counted.accepted
+        numbers |= {"factor_in_the_last_quarter": now, "factor_at_the_end": left}
+        if left < factor:
+            lowered = f", of which the factor {number(per_swap, 2)} a swap has left {number(left)}"
+            lowered += " at the end"
+            if not math.isclose(left, now, rel_tol=SAME):  # the advice compares with this one
+                lowered += f", about {about(now)} in the middle of that quarter"
+        start, cold = (evidence.temperatures(counted.pair, row) for row in (0, -1))
+        end = (
+            f" In its last quarter the ladder is annealed from temperatures {start} to {cold}; F was"
+            f" {number(factor)} at the start{lowered} (it grows as the ladder cools, and is counted"
+            f" as at the start here)."
+        )
         if evidence.swapped_late is not None:
             some, tests = evidence.swapped_late
             compared = some / max(1, tests)
             numbers |= {"swaps_in_the_last_quarter": some, "tests_in_the_last_quarter": tests}
             end += f" It {_swapped(some)} in about {about(tests)} tests there."
-    advice, more = advise(evidence, pair, compared)
-    if numbers["accepted"] > 0 and trips < FEW_SWAPS:
-        of = " of a chain" if evidence.history.n_chains > 1 else ""
-        made += f". Rung 0{of} got something new {times(restarts)}: too few to mix between modes"
+    advice, more = advise(evidence, counted.pair, compared)
     if not loud and rate >= HARDLY_ANY:  # the run is short, and noise is not in the way
         advice = "Run longer." if rate >= WANTED[0] else f"Run longer. {advice}"
-    if end:
-        words = f"{made}. {end} {advice} {noise}."
-    else:
-        words = f"{made}. {noise}; this run has F = {number(evidence.factor)}. {advice}"
+    has = "" if end else f"; this run has F = {number(factor)}"
+    words = f"{made}.{end} {noise}{has}. {advice}"
     severity: Severity = "warning" if trips < FEW_SWAPS or loud else "note"
     severity = "problem" if trips < 1 else severity
-    return Finding(severity, _missing(numbers["accepted"], rate), words, {**numbers, **more})
+    return Finding(severity, counted.missing, words, {**numbers, **more})
 
 
-def _at_the_end(evidence: Evidence, pair: int) -> str:
-    """What annealing and swaps have made of temperatures and F by the last quarter."""
-    left, middle, lowered = evidence.factor_at_the_end(pair), evidence.factor_now, ""
-    if left < evidence.factor:
-        per_swap = number(evidence.settings.factor_per_swap, 2)
-        lowered = f", of which the factor {per_swap} a swap has left {number(left)} at the end"
-        if not math.isclose(left, middle, rel_tol=SAME):  # the advice compares with this one
-            lowered += f", about {about(middle)} in the middle of that quarter"
-    return (
-        f"In its last quarter the ladder is annealed from temperatures"
-        f" {evidence.temperatures(pair, 0)} to {evidence.temperatures(pair, -1)}; F was"
-        f" {number(evidence.factor)} at the start{lowered} (it grows as the ladder cools, and is"
-        f" counted as at the start here)."
-    )
-
-
-def _price_of_factor(
-    evidence: Evidence, made: str, rate: float, at_one: float, numbers: dict[str, Any]
-) -> Iterable[Finding]:
+def _price_of_factor(evidence: Evidence, made: str, numbers: dict[str, Any]) -> Iterable[Finding]:
     """F above 1 buys swaps with bias; how many would there be without?"""
-    factor, s, ladder = evidence.factor, numbers["noise_s"], ""
-    if made and s > LOUD:  # else noise is no obstacle, or has been named
-        ladder = (
-            f", but needs {_needed_ladder(evidence)[0]}: noise s = {number(s)} is above {LOUD:g}"
-        )
+    factor, s, at_one = evidence.factor, numbers["noise_s"], numbers["acceptance_at_F_1"]
     # These states were reached with the bias of this F: a run at F = 1 would come to others.
     accepts = f"about {percent(at_one)}" if at_one > 0 else "none"
-    against = f"On the states of this run F = 1 would accept {accepts}."
-    against = f"{made}. {against}" if made else against
+    words = f"{made}. " if made else ""
+    words += f"On the states of this run F = 1 would accept {accepts}. 1 is unbiased"
+    if made and s > LOUD:  # else noise is no obstacle, or has been named
+        needs = _needed_ladder(evidence)[0]
+        words += f", but needs {needs}: noise s = {number(s)} is above {LOUD:g}"
     if math.isinf(factor):
-        words = (
-            f"F is infinite: the naive test takes noise for real differences, so bias is expected."
-            f" {against} Set a finite correction_factor; 1 is unbiased{ladder}."
-        )
-        yield Finding("problem", "naive swaps: biased", words, numbers)
-    elif factor > 1 and rate > BEYOND_UNBIASED * at_one:
+        why = "F is infinite: the naive test takes noise for real differences."
+        yield Finding("problem", "naive swaps: biased", f"{why} {words}.", numbers)
+    elif factor > 1 and numbers["acceptance_rate"] > BEYOND_UNBIASED * at_one:
         grows = " and grows with the inverse gap" if evidence.follows_gap else ""
-        words = (
-            f"F = {number(factor)}{grows}, so swaps are bought with bias. {against}"
-            f" A smaller F costs swaps; 1 is unbiased{ladder}."
-        )
-        yield Finding("warning", "F above 1: bias expected", words, numbers)
+        why = f"F = {number(factor)}{grows}, so swaps are bought with bias."
+        yield Finding("warning", "F above 1: bias expected", f"{why} {words}.", numbers)
 
 
 def count_findings(run: LoadedRun, counts: Sequence[Counted]) -> Iterable[Finding]:
     """Where only the numbers of swaps are known: energies are written when a run ends."""
-    worst = min(counts, key=lambda each: each.accepted / max(1, each.proposed))
-    factor, rate = run.correction_factor, worst.accepted / max(1, worst.proposed)
-    numbers = {**worst._asdict(), "acceptance_rate": rate, "correction_factor": factor}
+    worst, factor = min(counts, key=lambda each: each.rate), run.correction_factor
+    numbers = {**worst._asdict(), "acceptance_rate": worst.rate, "correction_factor": factor}
     made = f"{worst.words(len(counts))}, says {worst.source}"
-    chains = 1 if run.settings is None else max(1, run.settings.n_runs)
-    short = worst.accepted / chains < FEW_SWAPS or rate < HARDLY_ANY
+    chains, first = (
+        (1, 0) if run.settings is None else (run.settings.n_runs, run.settings.swap_start)
+    )
+    short = worst.is_short(max(1, chains))
     if worst.proposed == 0:
-        done = (run.result or {}).get("steps_done")
-        first = 0 if run.settings is None else run.settings.swap_start
-        if isinstance(done, int) and done <= first:
+        done = (run.result or {}).get("steps_done", math.inf)
+        if done <= first:
             made = f"Swaps are tested from step {first:,} on; the run has made {done:,} steps"
         yield Finding("note", "no swap was tested", f"{made}.", numbers)
     elif short and max(each.proposed for each in counts) < FEWEST_TESTS:
@@ -471,9 +456,8 @@ def count_findings(run: LoadedRun, counts: Sequence[Counted]) -> Iterable[Findin
         if run.ladder is not None and factor is not None:
             advice, more = advise_from_counts(worst, run.ladder.temperatures, factor)
         lost = run.status == "finished" and worst.accepted == 0
-        words = f"{made}. {advice}".rstrip()
         severity: Severity = "problem" if lost else "warning"
-        yield Finding(severity, _missing(worst.accepted, rate), words, {**numbers, **more})
+        yield Finding(severity, worst.missing, f"{made}. {advice}".rstrip(), {**numbers, **more})
     else:
         yield Finding("fine", "swaps", f"{made}. Their noise needs the energies.", numbers)
     if factor == math.inf:
@@ -492,8 +476,7 @@ def correction_findings(evidence: Evidence) -> Iterable[Finding]:
         words = (
             f"The correction is {number(numbers['correction'])}, and the energy difference"
             f" fluctuates by {number(numbers['spread'])}: only a fluctuation of"
-            f" {about(numbers['ratio'])} standard deviations swaps. A larger F, less noise or a"
-            f" smaller gap helps."
+            f" {about(numbers['ratio'])} sd swaps. A larger F, less noise or a smaller gap helps."
         )
         yield Finding("warning", "the correction is far outside the energies", words, numbers)
 
@@ -501,23 +484,21 @@ def correction_findings(evidence: Evidence) -> Iterable[Finding]:
 def settled_findings(evidence: Evidence) -> Iterable[Finding]:
     """Does the estimate of sigma2 still move? Under annealing it should."""
     history, last = evidence.energies, evidence.late
-    if evidence.annealed or len(history.steps) < 16:
-        return
     begin, end = int(history.steps[0]), int(history.steps[-1])
     middle = begin + (end - begin) // 2
     third = _rows(history, (history.steps >= middle) & (history.steps < last.steps[0]))
-    if len(third.steps) < 4:
+    if evidence.annealed or len(history.steps) < 16 or len(third.steps) < 4:
         return
     was, now = noise_level(third), noise_level(last)
     change = (now.value - was.value) / now.value
     error = (was.error.square() + now.error.square()).sqrt() / now.value
     pair = int(change.abs().argmax())
     if bool(((change.abs() > UNSETTLED) & (change.abs() > 3.0 * error)).any()):
-        values = (float(was.value[pair]), float(now.value[pair]), float(change[pair]))
-        numbers = dict(zip(("third_quarter", "last_quarter", "change"), values, strict=True))
+        before, after = float(was.value[pair]), float(now.value[pair])
+        numbers = {"third_quarter": before, "last_quarter": after, "change": float(change[pair])}
         words = (
-            f"It was {number(values[0])} in the third quarter of the run and {number(values[1])} in"
-            f" the last: swaps before had another correction. Run longer, or drop the beginning."
+            f"It was {number(before)} in the third quarter of the run and {number(after)} in the"
+            f" last: swaps before had another correction. Run longer, or drop the beginning."
         )
         yield Finding("warning", "sigma2 has not settled", words, numbers)
 
@@ -529,16 +510,14 @@ def travel_findings(evidence: Evidence) -> Iterable[Finding]:
     numbers = {"round_trips_per_chain": trips, "restarts_per_chain": restarts, "exact": exact}
     least = "" if exact or restarts == 0 else "at least "
     mean = "on average " if history.n_chains > 1 else ""
-    made = f"A chain made {mean}{least}{several(trips, 'round trip')} over the ladder"
-    made += f", its {history.n_rungs} replicas together"
+    words = f"A chain made {mean}{least}{several(trips, 'round trip')} over the ladder,"
+    words += f" its {history.n_rungs} replicas together."
     if trips >= FEW_TRIPS:
-        yield Finding("fine", "round trips", f"{made}.", numbers)
+        yield Finding("fine", "round trips", words, numbers)
         return
     often = float(observed_acceptance(history).value.nan_to_num(nan=0.0).min()) >= WANTED[0]
-    words = (
-        f"{made}. Something new came to rung 0 {least}{times(restarts)}: so often it could see"
-        f" another mode. Run longer{'' if often else ', or make swaps likelier'}."
-    )
+    words += f" So often, {least}{times(restarts)}, rung 0 could see another mode."
+    words += f" Run longer{'' if often else ', or make swaps likelier'}."
     severity: Severity = "problem" if trips < 1 and exact else "warning"
     yield Finding(severity, "too few round trips", words, numbers)
 
@@ -564,22 +543,26 @@ def advise_from_counts(counted: Counted, temperatures: Sequence[float], factor: 
 
     A rough answer, as the energies of the rungs differ; without a swap s is a lower bound.
     """
-    if factor != 1 or counted.proposed == 0:
+    if factor != 1:
         return "Which F it needs is known when it has ended: then its energies are kept.", {}
-    none = counted.accepted == 0
-    rate = min(0.5, UNSEEN / counted.proposed) if none else counted.accepted / counted.proposed
+    rate = counted.rate or min(0.5, UNSEEN / counted.proposed)
     s = float(-2.0 * torch.special.ndtri(torch.tensor(0.5 * rate, dtype=torch.float64)))
+    least = "" if counted.accepted else "at least "
+    words, numbers = (
+        f"Noise of {least}about s = {about(s)} would explain it.",
+        {"noise_s_from_counts": s},
+    )
     if len(temperatures) > 2:  # then the pair is not the ladder
-        return f"A noise of about s = {about(s)} would explain it.", {"noise_s_from_counts": s}
+        return words, numbers
     low, high = (float(factor_for_noise(s, wanted)) for wanted in WANTED)
     cold, hot = temperatures
     variance = (s / float(effective_noise(1.0 / cold - 1.0 / hot, 1.0))) ** 2
     rungs = rungs_for_noise(cold, hot, variance)
-    numbers = {"factor_for_2_percent": low, "factor_for_10_percent": high, "rungs_for_F_1": rungs}
-    advice = sentence(low, high, _ladder_words(rungs, 2, cold, hot), factor, rate)
-    least = "at least " if none else ""
-    words = f"Noise of {least}about s = {about(s)} would explain it. {advice}"
-    return words, {"noise_s_from_counts": s, **numbers}
+    numbers |= {"factor_for_2_percent": low, "factor_for_10_percent": high, "rungs_for_F_1": rungs}
+    return (
+        f"{words} {sentence(low, high, _ladder_words(rungs, 2, cold, hot), factor, rate)}",
+        numbers,
+    )
 
 
 def _needed_ladder(evidence: Evidence) -> tuple[str, int | None]:
