@@ -523,7 +523,7 @@ def test_the_display_of_work_without_observers():
 def test_drawing_takes_a_fixed_share_of_the_time(monkeypatch):
     """By a clock of our own: each picture takes 4 ms, each call of `progress` 1 ms."""
     clock, drawn = [0.0], []
-    now = SimpleNamespace(monotonic=lambda: clock[0], thread_time=lambda: clock[0])
+    now = SimpleNamespace(monotonic=lambda: clock[0], perf_counter=lambda: clock[0])
     monkeypatch.setattr(live, "time", now)
 
     def slow(self):

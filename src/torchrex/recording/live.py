@@ -174,12 +174,12 @@ class LiveDisplay(Observer):
     def _draw(self) -> None:
         if self._live is None:
             return
-        began = time.thread_time()
+        began = time.perf_counter()
         for line in self._lines.values():
             line.update()
         self._live.update(self.picture(), refresh=True)
         # The first picture loads modules: one slow picture does not delay the next for long.
-        self._cost = min(time.thread_time() - began, 2 * self._cost)
+        self._cost = min(time.perf_counter() - began, 2 * self._cost)
         self._next = time.monotonic() + max(AT_LEAST, self._cost / SHARE)
 
     def _close(self) -> None:
