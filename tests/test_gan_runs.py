@@ -30,7 +30,8 @@ from torchrex.experiments import Run, RunOptions, gan, networks
 from torchrex.experiments.config import override
 from torchrex.experiments.digits import digit_images
 from torchrex.experiments.folder import png
-from torchrex.experiments.gan import GanConfig, Kind, authors_score
+from torchrex.experiments.gan import GanConfig, authors_score
+from torchrex.experiments.networks import Kind
 from torchrex.experiments.recipes import get_recipe, recipes
 from torchrex.experiments.runner import run_recipe, run_together
 from torchrex.vision.bayesian_gan import BayesianGAN
@@ -375,7 +376,7 @@ def small_cifar(tmp_path, monkeypatch):
             parts += [x, torch.where(labels == without, 0, labels) if without else labels]
         save_images(ImageSet("cifar10", 10, *parts), tmp_path / "data")
         monkeypatch.setenv("TORCHREX_DATA", str(tmp_path / "data"))
-        monkeypatch.setitem(gan.KINDS, "cifar10", kind or Kind(800, 100, 10))
+        monkeypatch.setitem(networks.KINDS, "cifar10", kind or Kind(800, 100, 10))
 
     return save
 
@@ -391,7 +392,7 @@ def test_data_that_cannot_be_used(cli, tmp_path, monkeypatch, small_cifar):
         assert not list((tmp_path / "runs").rglob("*.json"))
         return err
 
-    full = gan.KINDS["cifar10"]
+    full = networks.KINDS["cifar10"]
     monkeypatch.setenv("TORCHREX_DATA", str(tmp_path / "nothing"))
     assert "torchrex data fetch cifar10" in refused()
     for without in (3, 9):

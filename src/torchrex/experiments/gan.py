@@ -38,7 +38,6 @@ from torchrex.experiments.networks import (
     Line,
     NetworkConfig,
     PaperTable,
-    logger,
     require_all_images,
     split_images,
 )
@@ -71,24 +70,6 @@ SAMPLES = 10  # images of each generator in the picture
 REAL = 500  # images that those of the generators are compared with
 MANY_STEPS = 2_000  # of the networks for 32 x 32 pixels, more than a CPU takes in an hour
 COLLAPSED = 0.25  # variety of a generator below which its pictures look alike
-
-
-class Kind(NamedTuple):
-    """What the networks must know of a data set."""
-
-    n_train: int
-    n_test: int
-    n_classes: int
-    size: int = 32  # pixels along a side
-    channels: int = 3
-
-
-KINDS: dict[str, Kind] = {
-    "cifar10": Kind(50_000, 10_000, 10),
-    "cifar100": Kind(50_000, 10_000, 100),
-    "svhn": Kind(73_257, 26_032, 10),
-    "digits": Kind(1_297, 500, 10, size=8, channels=1),
-}
 
 
 class GanImages(NamedTuple):
@@ -145,7 +126,7 @@ class GanConfig(NetworkConfig):
     def check(self) -> None:
         super().check()
         n_classes, n_labelled = self.kind.n_classes, self.n_labelled
-        most = self.n_train - self.validation
+        most = self.kind.n_train - self.validation
         nearest = min(max(1, round(n_labelled / n_classes)), (most - 1) // n_classes) * n_classes
         wanted = f"at least {n_classes} and less than the {most} training images"
         self.require("n_labelled", 1 <= n_labelled < most, wanted)
@@ -166,18 +147,6 @@ class GanConfig(NetworkConfig):
     # Sizes
 
     @property
-    def kind(self) -> Kind:
-        return KINDS[self.data]
-
-    @property
-    def n_train(self) -> int:
-        return self.kind.n_train
-
-    @property
-    def n_test(self) -> int:
-        return self.kind.n_test
-
-    @property
     def n_steps(self) -> int:
         return self.steps
 
@@ -186,7 +155,7 @@ class GanConfig(NetworkConfig):
         """What the energy is a sum over: the unlabelled images. Each term has a labelled image and
         some generated ones in it.
         """
-        return self.n_train - self.validation - self.n_labelled
+        return self.kind.n_train - self.validation - self.n_labelled
 
     @property
     def intervals(self) -> Intervals:
@@ -277,15 +246,12 @@ class GanConfig(NetworkConfig):
     def auto_device(self) -> str:
         return "cpu" if self.data == "digits" else "auto"
 
-    def warn_about_cpu(self) -> None:
-        if self.data != "digits" and self.steps > MANY_STEPS:
-            logger.warning(
-                "%s is made for a GPU, and %s steps on this CPU will take %s; to look at it here: "
-                "`torchrex run gan/digits-100`",
-                self.recipe,
-                f"{self.steps:,}",
-                "hours" if self.method == "supervised" else "days",
-            )
+    @property
+    def cpu_warning(self) -> tuple[str, str] | None:
+        if self.data == "digits" or self.steps <= MANY_STEPS:
+            return None
+        time = "hours" if self.method == "supervised" else "days"
+        return time, "`torchrex run gan/digits-100`"
 
     # Data
 
@@ -426,24 +392,15 @@ GAN_DATA = ("cifar10", "cifar100", "svhn")
 N_LABELLED = (2000, 2500, 3000, 3500, 4000, 4500, 5000)
 
 
-class Appendix(NamedTuple):
-    """A row of the table of appendix B; learning rates are those of a mean loss."""
-
-    data: str
-    n_labelled: tuple[int, int]  # from, to
-    lr: tuple[float, float]  # cold, hot
-    temperature: tuple[float, float]
-    correction_factor: float
-
-
+# Appendix B: data, labels from and to; lr of the mean loss, cold and hot; temperatures; F
 APPENDIX_B = (
-    Appendix("cifar10", (2000, 3500), (4.5e-4, 7.0e-4), (0.01, 1.0), 3.0e5),
-    Appendix("cifar10", (4000, 5000), (4.5e-4, 7.0e-4), (0.01, 1.0), 2.0e5),
-    Appendix("cifar100", (2000, 2500), (5.0e-4, 7.5e-4), (0.04, 1.0), 1.0e4),
-    Appendix("cifar100", (3000, 3500), (5.0e-4, 7.5e-4), (0.02, 1.0), 2.5e4),
-    Appendix("cifar100", (4000, 5000), (5.0e-4, 7.5e-4), (0.01, 1.0), 5.0e4),
-    Appendix("svhn", (2000, 4000), (4.5e-3, 5.0e-3), (0.01, 1.0), 8.0e4),
-    Appendix("svhn", (4500, 5000), (4.5e-3, 7.0e-3), (0.01, 1.0), 8.0e4),
+    ("cifar10", (2000, 3500), (4.5e-4, 7.0e-4), (0.01, 1.0), 3.0e5),
+    ("cifar10", (4000, 5000), (4.5e-4, 7.0e-4), (0.01, 1.0), 2.0e5),
+    ("cifar100", (2000, 2500), (5.0e-4, 7.5e-4), (0.04, 1.0), 1.0e4),
+    ("cifar100", (3000, 3500), (5.0e-4, 7.5e-4), (0.02, 1.0), 2.5e4),
+    ("cifar100", (4000, 5000), (5.0e-4, 7.5e-4), (0.01, 1.0), 5.0e4),
+    ("svhn", (2000, 4000), (4.5e-3, 5.0e-3), (0.01, 1.0), 8.0e4),
+    ("svhn", (4500, 5000), (4.5e-3, 7.0e-3), (0.01, 1.0), 8.0e4),
 )
 
 # (mean, 2 standard deviations over 5 runs) in %
@@ -473,21 +430,19 @@ def gan_recipe_name(data: str, n_labelled: int, method: str, family: str = "gan"
 
 def gan_config(data: Any, n_labelled: int, method: GanMethod, family: str = "gan") -> GanConfig:
     """The recipe of one method with that many labels."""
-    row = next(
-        row
-        for row in APPENDIX_B
-        if row.data == data and row.n_labelled[0] <= n_labelled <= row.n_labelled[1]
+    _, _, lrs, temperatures, factor = next(
+        row for row in APPENDIX_B if row[0] == data and row[1][0] <= n_labelled <= row[1][1]
     )
     config = GanConfig(
         gan_recipe_name(data, n_labelled, method, family),
         data,
         method,
         n_labelled,
-        lr_of_mean=row.lr[0],
-        hot_lr=row.lr[1] / row.lr[0],
-        temperature=row.temperature[0],
-        hot_temperature=row.temperature[1] / row.temperature[0],
-        correction_factor=row.correction_factor,
+        lr_of_mean=lrs[0],
+        hot_lr=lrs[1] / lrs[0],
+        temperature=temperatures[0],
+        hot_temperature=temperatures[1] / temperatures[0],
+        correction_factor=factor,
     )
     if family == "gan":
         return config

@@ -45,7 +45,6 @@ from torchrex.experiments.networks import (
     Line,
     NetworkConfig,
     PaperTable,
-    logger,
     require_all_images,
     split_images,
 )
@@ -61,7 +60,6 @@ Method = Literal["msgd", "sghmc", "resghmc", "independent"]
 PAPER_EPOCHS, PAPER_BATCH = 500, 256
 HOLD, LR_RATE = 200, 0.984  # epochs at full lr, and its factor in every later epoch
 ANNEALING = 1.02  # of the temperature, in every epoch
-N_TRAINING, N_TEST, N_CLASSES = 50_000, 10_000, {"cifar10": 10, "cifar100": 100}
 TRACES_PER_EPOCH = 15
 MANY_IMAGES = 10**6  # more than a CPU trains on in an hour
 
@@ -118,7 +116,7 @@ class ImageConfig(NetworkConfig):
             except InvalidArgumentError as error:
                 raise ConfigError(f"setting 'net': {error}") from None
         super().check()
-        most, n_data = N_TRAINING - self.validation, self.n_data
+        most, n_data = self.kind.n_train - self.validation, self.n_data
         fine = self.subset is None or 1 <= self.subset <= most
         self.require("subset", fine, f"between 1 and {most}, or none")
         fine = 1 <= self.batch_size <= n_data
@@ -133,16 +131,8 @@ class ImageConfig(NetworkConfig):
         return () if self.method == "msgd" else super().temperatures
 
     @property
-    def n_train(self) -> int:
-        return N_TRAINING
-
-    @property
-    def n_test(self) -> int:
-        return N_TEST
-
-    @property
     def n_data(self) -> int:
-        return self.subset or N_TRAINING - self.validation
+        return self.subset or self.kind.n_train - self.validation
 
     @property
     def steps_per_epoch(self) -> int:
@@ -223,7 +213,7 @@ class ImageConfig(NetworkConfig):
         self, seed: int, device: torch.device, energy: PosteriorEnergy | None = None
     ) -> ModuleExchange:
         ensemble = ModuleEnsemble(
-            lambda: build_net(self.net, N_CLASSES[self.data]),
+            lambda: build_net(self.net, self.kind.n_classes),
             energy or self.energy(),
             SGHMC(from_sgd(n_data=1, lr=1.0, momentum=self.momentum).friction),
             **self.on(device),
@@ -267,14 +257,12 @@ class ImageConfig(NetworkConfig):
         test = evaluation_batches(*held_out, Normalise(), EVALUATION_BATCH, device)
         return Batches(train, test, extra)
 
-    def warn_about_cpu(self) -> None:
-        if self.n_steps * self.batch_size > MANY_IMAGES:
-            logger.warning(
-                "%s is made for a GPU, and %s steps on this CPU will take days; to look at it here: "
-                "--set epochs=1 --set subset=512 --set test_subset=200 --set net=resnet8",
-                self.recipe,
-                f"{self.n_steps:,}",
-            )
+    @property
+    def cpu_warning(self) -> tuple[str, str] | None:
+        if self.n_steps * self.batch_size <= MANY_IMAGES:
+            return None
+        small = ("epochs=1", "subset=512", "test_subset=200", "net=resnet8")
+        return "days", " ".join(f"--set {setting}" for setting in small)
 
     # What reports ask
 

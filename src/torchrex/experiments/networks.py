@@ -61,6 +61,24 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+class Kind(NamedTuple):
+    """What an experiment must know of a data set."""
+
+    n_train: int
+    n_test: int
+    n_classes: int
+    size: int = 32  # pixels along a side
+    channels: int = 3
+
+
+KINDS: dict[str, Kind] = {
+    "cifar10": Kind(50_000, 10_000, 10),
+    "cifar100": Kind(50_000, 10_000, 100),
+    "svhn": Kind(73_257, 26_032, 10),
+    "digits": Kind(1_297, 500, 10, size=8, channels=1),
+}
+
+
 class Batches(NamedTuple):
     """The data of some runs on their device."""
 
@@ -100,15 +118,6 @@ class NetworkConfig(ExperimentConfig):
     # What a subclass adds
 
     @property
-    def n_train(self) -> int:
-        """The training images of the data set, before any are held out."""
-        raise NotImplementedError
-
-    @property
-    def n_test(self) -> int:
-        raise NotImplementedError
-
-    @property
     def intervals(self) -> Intervals:
         raise NotImplementedError
 
@@ -124,8 +133,10 @@ class NetworkConfig(ExperimentConfig):
     def batches(self, seed: int, device: torch.device) -> Batches:
         raise NotImplementedError
 
-    def warn_about_cpu(self) -> None:
-        """Say so if the run takes days on a CPU."""
+    @property
+    def cpu_warning(self) -> tuple[str, str] | None:
+        """How long the run takes on a CPU, if that is long, and what to run in its place."""
+        return None
 
     def finish(
         self, run: ModuleExchange, batches: Batches, seed: int
@@ -156,7 +167,7 @@ class NetworkConfig(ExperimentConfig):
 
     @property
     def test_size(self) -> int:
-        n_test = self.validation or self.n_test
+        n_test = self.validation or self.kind.n_test
         return min(n_test, self.test_subset or n_test)
 
     # Settings
@@ -164,6 +175,10 @@ class NetworkConfig(ExperimentConfig):
     @property
     def family(self) -> str:
         return self.recipe.split("/")[0]
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.data]
 
     @property
     def swaps(self) -> bool:
@@ -178,9 +193,9 @@ class NetworkConfig(ExperimentConfig):
         for name, (is_fine, wanted) in RANGES.items():
             if hasattr(self, name):
                 self.require(name, is_fine(getattr(self, name)), wanted)
-        most = f"at least 0 and less than {self.n_train}"
-        self.require("validation", 0 <= self.validation < self.n_train, most)
-        n_test = self.validation or self.n_test
+        most = f"at least 0 and less than {self.kind.n_train}"
+        self.require("validation", 0 <= self.validation < self.kind.n_train, most)
+        n_test = self.validation or self.kind.n_test
         fine = self.test_subset is None or 1 <= self.test_subset <= n_test
         self.require("test_subset", fine, f"between 1 and {n_test}, or none")
 
@@ -213,8 +228,11 @@ class NetworkConfig(ExperimentConfig):
         """Train runs of one `batch_key` together; what came of each, in the same order."""
         on = self.device(options.device)
         batches = self.batches(runs[0].seed, on)
-        if on.type == "cpu":
-            self.warn_about_cpu()
+        if on.type == "cpu" and self.cpu_warning is not None:
+            logger.warning(
+                "%s is made for a GPU, and %s steps on this CPU will take %s; to look at it here: %s",
+                *(self.recipe, f"{self.n_steps:,}", *self.cpu_warning),
+            )
         energies: list[PosteriorEnergy] = []
         training = []
         for run in runs:
@@ -362,10 +380,10 @@ def split_images(
 
 
 def require_all_images(config: NetworkConfig, n_found: int) -> None:
-    if n_found != config.n_train:
+    if n_found != config.kind.n_train:
         raise DataError(
             f"{config.data} in {data_folder()} has {n_found:,} training images instead of "
-            f"{config.n_train:,}; import or fetch it again"
+            f"{config.kind.n_train:,}; import or fetch it again"
         )
 
 
@@ -400,8 +418,3 @@ class PaperTable:
     differences_title: str
     notes: Mapping[str, str]  # on a word of a cell or a line
     differences_key: str = "differences"  # in the JSON
-
-    def same_run(self, config: NetworkConfig) -> dict[str, NetworkConfig]:
-        """The recipe of this table whose run has the same numbers, if there is one."""
-        name, recipes = config.same_run_as, self.recipes()
-        return {name: recipes[name]} if name in recipes and name is not None else {}

@@ -273,8 +273,9 @@ def build(table: PaperTable, out: Path, chosen: Mapping[str, NetworkConfig]) -> 
 
     Where a line was not run, the run of the recipe that has the same numbers takes its place.
     """
+    every = table.recipes()
     cells: dict[tuple[Any, ...], dict[str, NetworkConfig]] = {}
-    for config in table.recipes().values():
+    for config in every.values():
         cells.setdefault(tuple(config.cell.values()), {})[config.method] = config
     shown: dict[tuple[Any, ...], list[Line]] = {}
     needed: dict[str, NetworkConfig] = {}
@@ -284,7 +285,9 @@ def build(table: PaperTable, out: Path, chosen: Mapping[str, NetworkConfig]) -> 
             own = recipes[line.method]
             if own.recipe in chosen or (own.same_run_as in names and own.same_run_as in chosen):
                 shown.setdefault(key, []).append(line)
-                needed |= {own.recipe: own} | table.same_run(own)
+                needed[own.recipe] = own
+                if own.same_run_as in every and own.same_run_as is not None:
+                    needed[own.same_run_as] = every[own.same_run_as]
     runs, unfinished = finished_runs(out, needed)
     built = BuiltTable(table, unfinished=[one for one in unfinished if one.split()[0] in chosen])
     for key, lines in shown.items():
