@@ -45,6 +45,8 @@ class WalkingRun:
             for module in self.modules:
                 for parameter in module.parameters():
                     parameter.data += 0.1 * torch.randn(parameter.shape, generator=self.generator)
+                # The buffers of the batch norm move as well.
+                module.train()(torch.randn(8, FEATURES, generator=self.generator))
             self.n_steps += 1
 
     @torch.no_grad()
@@ -466,3 +468,78 @@ def test_bad_data_and_rungs(data):
     average.update(run)
     with pytest.raises(InvalidArgumentError, match="rung 1 is not recorded"):
         average.probabilities(1)
+
+
+# Predictions of stored draws
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory, dataset):
+    """An average, and a store that has kept every draw of it."""
+    store = DrawStore(tmp_path_factory.mktemp("draws"), capacity=100)
+    run, average = WalkingRun(), PosteriorAverage([dataset[:30]], rungs=(0, 1), store=store)
+    for _ in range(6):
+        run.step()
+        average.update(run)
+    return DrawStore.load(store.folder), average
+
+
+def test_predictions_of_stored_draws_equal_the_average(stored):
+    (store, average), made = stored, []
+    prediction = store.predict(lambda: made.append(make_model()) or made[-1], average.data)
+    assert prediction.n_draws == average.n_draws == 6
+    assert torch.equal(prediction.probabilities, average.probabilities())
+    assert torch.equal(prediction.entropy, average.predictive_entropy())
+    assert torch.equal(prediction.mutual_information, average.mutual_information())
+    assert torch.equal(prediction.labels, average.labels)
+    assert prediction.metrics() == average.metrics()
+    assert len(made) == 1  # one module for all draws
+    assert not made[0].training
+
+
+def test_predictions_pool_rungs_and_leave_the_given_module_alone(stored):
+    store, average = stored
+    module = make_model().train()
+    before = copy.deepcopy(module.state_dict())
+    prediction = store.predict(module, average.data, rung=None)
+    torch.testing.assert_close(prediction.probabilities, average.probabilities(None))
+    torch.testing.assert_close(prediction.mutual_information, average.mutual_information(None))
+    assert repr(prediction) == "Prediction(12 draws on 30 examples, 4 classes)"
+    assert module.training
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+
+
+def test_predictions_of_inputs_alone_and_of_other_batches(stored):
+    store, average = stored
+    ((x, y),) = average.data
+    alone = store.predict(make_model, [x])
+    assert torch.equal(alone.probabilities, average.probabilities())
+    assert alone.labels is None
+    with pytest.raises(InvalidArgumentError, match="need targets"):
+        alone.metrics()
+    for name, forward in (("input", None), ("odd", lambda module, batch: module(batch["odd"]))):
+        batch = {name: x, "label": y}
+        named = store.predict(make_model, [batch], target_key="label", forward=forward)
+        assert torch.equal(named.probabilities, average.probabilities())
+
+
+def test_wrong_models_and_data_are_named(stored, tmp_path):
+    (store, average), wider = stored, make_model()
+    wider[3] = nn.Linear(8, 7)
+    with pytest.raises(InvalidArgumentError, match=r"3.weight.*\[7, 8\]"):
+        store.predict(wider, average.data)
+    with pytest.raises(InvalidArgumentError, match=r"Missing key.* Unexpected key"):
+        store.predict(nn.Linear(2, 2), average.data)
+    ((x, y),) = average.data
+    passes = iter([[(x, y)], [(x.flip(0), y.flip(0))]])
+
+    class Reordered:
+        def __iter__(self):
+            return iter(next(passes))
+
+    with pytest.raises(InvalidArgumentError, match="shuffle=False"):
+        store.predict(make_model, Reordered())
+    with pytest.raises(InvalidArgumentError, match=r"rung 2.*\[0, 1\]"):
+        store.predict(make_model, average.data, rung=2)
+    with pytest.raises(InvalidArgumentError, match="no draw"):
+        DrawStore(tmp_path, capacity=1).predict(make_model, average.data)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from assertions import assert_mean_is, assert_mean_is_not
 from torchrex.errors import CheckpointError, InvalidArgumentError
-from torchrex.posterior import DrawStore, PosteriorAverage
+from torchrex.posterior import DrawStore
 from torchrex.posterior.store_format import load_into, slot_of
 from torchrex.rng import derive_seed
 
@@ -25,12 +25,6 @@ from torchrex.rng import derive_seed
 def no_sync(monkeypatch):
     """Syncing takes nearly all the time of these tests."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-def make_model() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4, 3)
-    )
 
 
 class Counter(nn.Module):
@@ -179,7 +173,7 @@ def test_awkward_tensors_survive(tmp_path):
 
 
 def test_the_module_is_not_touched_and_names_are_those_before_compilation(tmp_path):
-    inner, wrapped = make_model(), nn.Module()
+    inner, wrapped = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), nn.Module()
     wrapped._orig_mod = inner  # what torch.compile makes of the names
     store = DrawStore(tmp_path, capacity=2)
     store.add(wrapped, step=1)
@@ -518,117 +512,3 @@ def test_bad_settings_steps_and_folders(tmp_path):
         with pytest.raises(CheckpointError, match="no store of draws"):
             DrawStore.load(tmp_path / name)
     assert not (tmp_path / "absent").exists()
-
-
-# Prediction
-
-
-class OneRun:
-    """A run of one conv net that takes random steps."""
-
-    n_rungs = 2
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.modules = [make_model(), make_model()]
-        self.n_steps = 0
-
-    def step(self) -> None:
-        self.n_steps += 1
-        for module in self.modules:
-            for parameter in module.parameters():
-                parameter.data += 0.3 * torch.randn_like(parameter)
-            module.train()(torch.randn(8, 2, 3, 3))  # the batch norm's buffers move as well
-
-    @torch.no_grad()
-    def predict(self, batch, rung: int = 0) -> Tensor:
-        return self.modules[rung].eval()(batch[0])
-
-    def live_module_at(self, rung: int) -> nn.Module:
-        return self.modules[rung]
-
-
-def batches() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(30, 2, 3, 3, generator=generator)
-    y = torch.randint(3, (30,), generator=generator)
-    return [(x[:16], y[:16]), (x[16:], y[16:])]
-
-
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory):
-    """An average and a store that has kept every draw of it."""
-    folder = tmp_path_factory.mktemp("draws")
-    store, run = DrawStore(folder, capacity=100), OneRun()
-    average = PosteriorAverage(batches(), rungs=(0, 1), store=store)
-    for _ in range(6):
-        run.step()
-        average.update(run)
-    return folder, average
-
-
-def test_predictions_of_stored_draws_equal_the_average(stored):
-    folder, average = stored
-    made = []
-    prediction = DrawStore.load(folder).predict(
-        lambda: made.append(make_model()) or made[-1], batches()
-    )
-    assert prediction.n_draws == average.n_draws == 6
-    assert torch.equal(prediction.probabilities, average.probabilities())
-    assert torch.equal(prediction.entropy, average.predictive_entropy())
-    assert torch.equal(prediction.mutual_information, average.mutual_information())
-    assert torch.equal(prediction.labels, average.labels)
-    assert prediction.metrics() == average.metrics()
-    assert len(made) == 1  # one module for all draws
-    assert not made[0].training
-
-
-def test_prediction_pools_rungs_and_leaves_the_given_module_alone(stored):
-    folder, average = stored
-    module = make_model().train()
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    prediction = DrawStore.load(folder).predict(module, batches(), rung=None)
-    torch.testing.assert_close(prediction.probabilities, average.probabilities(None))
-    torch.testing.assert_close(prediction.mutual_information, average.mutual_information(None))
-    assert repr(prediction) == "Prediction(12 draws on 30 examples, 3 classes)"
-    assert module.training
-    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
-
-
-def test_prediction_of_inputs_alone_and_of_other_batches(stored):
-    folder, average = stored
-    store = DrawStore.load(folder)
-    alone = store.predict(make_model, [x for x, _ in batches()])
-    assert torch.equal(alone.probabilities, average.probabilities())
-    assert alone.labels is None
-    with pytest.raises(InvalidArgumentError, match="need targets"):
-        alone.metrics()
-    odd = [{"pixels": x, "label": y} for x, y in batches()]
-    for data, forward in (
-        ([{"input": x, "label": y} for x, y in batches()], None),
-        (odd, lambda module, batch: module(batch["pixels"])),
-    ):
-        named = store.predict(make_model, data, target_key="label", forward=forward)
-        assert torch.equal(named.probabilities, average.probabilities())
-
-
-def test_wrong_models_and_data_are_named(stored, tmp_path):
-    store = DrawStore.load(stored[0])
-    wider = make_model()
-    wider[4] = nn.Linear(4, 7)
-    with pytest.raises(InvalidArgumentError, match=r"4.weight.*\[7, 4\]"):
-        store.predict(wider, batches())
-    with pytest.raises(InvalidArgumentError, match=r"Missing key.* Unexpected key"):
-        store.predict(Counter, batches())
-    shuffled = iter([batches(), batches()[::-1]])
-
-    class Reordered:
-        def __iter__(self):
-            return iter(next(shuffled))
-
-    with pytest.raises(InvalidArgumentError, match="shuffle=False"):
-        store.predict(make_model, Reordered())
-    with pytest.raises(InvalidArgumentError, match=r"no draw of rung 2.*\[0, 1\]"):
-        store.predict(make_model, batches(), rung=2)
-    with pytest.raises(InvalidArgumentError, match="no draw"):
-        DrawStore(tmp_path, capacity=1).predict(make_model, batches())
