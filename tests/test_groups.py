@@ -29,7 +29,14 @@ from torchrex.network import ModuleExchange
 from torchrex.vision.data import ImageSet, save_images
 
 # Four epochs of one step each.
-TINY = ["net=resnet8", "epochs=4", "subset=256", "test_subset=50", "batch_size=32", "checkpoint_every=2"]
+TINY = [
+    "net=resnet8",
+    "epochs=4",
+    "subset=256",
+    "test_subset=50",
+    "batch_size=32",
+    "checkpoint_every=2",
+]
 NAME = "clean/cifar10-resnet20"
 
 
