@@ -253,14 +253,11 @@ def test_a_group_that_fits_nothing_is_refused():
 
 def test_energies_alone_are_those_with_gradients():
     """Repeated draws ask for energies without gradients; these include a function prior."""
-    x, y = batch_of(8)
     for prior, _ in PRIORS.values():
-        ensemble = tr.ModuleEnsemble(
-            double(), tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=prior)
-        )
-        tr.ModuleExchange(ensemble, tr.Ladder((1.0, 2.0), 1e-3))
-        noise = {"batch": (x, y)}
-        assert torch.equal(ensemble.energies(noise).total, ensemble.evaluate(noise)[0].total)
+        energy = tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=prior)
+        run = make_run(double, energy)
+        alone = run.energies(batch_of(8)).total
+        assert torch.equal(alone, run.step(batch_of(8)).energy)
 
 
 # From torch.optim.SGD
