@@ -157,7 +157,7 @@ def test_a_run_in_its_warm_start_has_no_swaps_yet(tmp_path):
 
 
 def test_curves_say_it_where_the_trace_is_not_there(tmp_path, four):
-    """As in the committed results. Where more swaps were made than are listed nothing is made up."""
+    """As in the committed results. More swaps than are listed: the rungs are not known."""
     run = load_run(write_gan(tmp_path, with_trace=False))
     assert run.history is None
     history = history_from_curves(run)
@@ -370,6 +370,7 @@ def test_the_picture_is_seen_in_a_browser(four, tmp_path):
         browser.click("#none")
         browser.click('[data-run="0"]')
         browser.run("document.querySelector('img.samples').decode()")
-        script = "document.querySelectorAll('img')].map(each => [each.naturalWidth, each.width, each.alt])"
-        assert browser.run(f"[...{script}") == [[102, 306, NOTE]]
+        shown = "each => [each.naturalWidth, each.width, each.alt]"
+        images = "[...document.querySelectorAll('img')]"
+        assert browser.run(f"{images}.map({shown})") == [[102, 306, NOTE]]
         assert browser.errors == []

@@ -107,7 +107,9 @@ def trained(monkeypatch, folder):
     ],
 )
 def test_stopped_and_resumed_equals_never_stopped(cli, tmp_path, caplog, recipe, more, stops):
-    """Bit for bit, with repeated energies between the stops. A budget too short for an epoch is reported at every stop."""
+    """Bit for bit, with repeated energies between the stops. A budget too short for an epoch is
+    reported at every stop.
+    """
     settings, words = [*SHORT, *more], ["run", recipe, "--device", "cpu"]
     code, _, err = cli(*words, "--out", tmp_path / "whole", settings=settings)
     assert code == 0, err

@@ -73,8 +73,8 @@ def rebuild(cli, tmp_path):
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a finished run of a recipe. `headline` and `pooled` are accuracies in %; the others lie
-    a known distance below them.
+    """Writes a finished run of a recipe. `headline` and `pooled` are accuracies in %; the others
+    are a known distance below them.
     """
 
     def one(
@@ -244,7 +244,7 @@ def test_table_2_has_its_own_recipes_and_numbers(write, rebuild):
 
 
 def test_the_paper_s_numbers_are_those_of_the_recipes(write, tmp_path):
-    """Every method of every cell finds its own number, and no cell but those of the paper has one."""
+    """Every method of every cell finds its own number, and no other cell has one."""
     for (data, net), columns in PAPER_TABLE1.items():
         for method, (mean, _) in zip(("msgd", "sghmc", "resghmc"), columns, strict=True):
             for seed, apart in ((0, -0.1), (1, 0.1)):
@@ -625,7 +625,7 @@ def test_figure_2_by_hand(write, rebuild):
 
 
 def test_the_pictures_of_figure_2(write, rebuild):
-    """The clean energies have the prior in them; swaps in every part of the axis leave no room for
+    """The clean energies have the prior in them; swaps in every part of the axis leave no space for
     their numbers. Rows with other settings have marks.
     """
     write(R20, 0)

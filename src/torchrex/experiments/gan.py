@@ -230,15 +230,16 @@ class GanConfig(NetworkConfig):
         """
         options = super().on(device)
         mesh = options["mesh"]
+        n_processes = mesh.process_group.size
         if mesh.is_spread and self.shared:
             raise ConfigError(
-                f"{self.recipe} needs one process, got {mesh.process_group.size}: its rungs share their "
-                f"generators; start it without torchrun, or add --set generators=own"
+                f"{self.recipe} needs one process, got {n_processes}: its rungs share their "
+                "generators; start it without torchrun, or add --set generators=own"
             )
         if mesh.shares_examples:
             raise ConfigError(
                 f"{self.recipe} can use at most {self.n_rungs} process(es), one for each rung, got "
-                f"{mesh.process_group.size}; start fewer"
+                f"{n_processes}; start fewer"
             )
         return options
 

@@ -234,7 +234,7 @@ class ImageConfig(NetworkConfig):
         )
 
     def batches(self, seed: int, device: torch.device) -> Batches:
-        """The order and the augmentation depend on `data_seed` alone, not on who takes part."""
+        """The order and the augmentation depend on `data_seed` alone, not on the runs."""
         images = load_images(self.data)
         if self.subset is None:
             require_all_images(self, len(images.train_images))

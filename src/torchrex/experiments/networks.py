@@ -230,7 +230,7 @@ class NetworkConfig(ExperimentConfig):
         batches = self.batches(runs[0].seed, on)
         if on.type == "cpu" and self.cpu_warning is not None:
             logger.warning(
-                "%s is made for a GPU, and %s steps on this CPU will take %s; to look at it here: %s",
+                "%s is made for a GPU, and %s steps on this CPU will take %s; to try it here: %s",
                 *(self.recipe, f"{self.n_steps:,}", *self.cpu_warning),
             )
         energies: list[PosteriorEnergy] = []
@@ -311,8 +311,8 @@ def _rungs(config: NetworkConfig) -> list[tuple[str, int | None]]:
 
 
 def metrics_of(config: NetworkConfig, average: PosteriorAverage) -> dict[str, Any]:
-    """Of the average of probabilities, the sum of logits (`logits_`), the newest network (`single_`);
-    `best_` is the best draw on the evaluated images, as the authors reported it.
+    """Of the average of probabilities, the sum of logits (`logits_`) and the newest network
+    (`single_`); `best_` is the best draw on the evaluated images, as the authors reported it.
     """
     metrics: dict[str, Any] = {"n_draws": average.n_draws}
     for prefix, rung in _rungs(config):

@@ -47,7 +47,7 @@ VARIANCES = {
     "clean": "paired, every step (clean)",
 }
 TICKS = 50  # swaps that can be distinguished on an axis
-LABELS = 16  # numbers that an axis has room for
+LABELS = 16  # numbers that fit an axis
 FAMILY_STYLES: dict[str, dict[str, Any]] = {
     "icml2020": {"color": "0.45", "ls": "--"},
     "clean": {"color": "#1b6ca8", "ls": "-"},
@@ -240,7 +240,7 @@ def _plot_course(of: Mapping[str, Any], axis: Any, name: str, label: str) -> Non
         axis.plot(course["epoch"], values, label=words, lw=1.4, **FAMILY_STYLES[family])
     axis.set(xlabel="epoch", ylabel=label, yscale="log")
     bottom, top = axis.get_ylim()
-    axis.set_ylim(bottom, top * (top / bottom) ** 0.2)  # room for the legend
+    axis.set_ylim(bottom, top * (top / bottom) ** 0.2)  # space for the legend
     axis.legend(fontsize=7.5, frameon=False, loc="upper right")
 
 
@@ -256,7 +256,7 @@ def plot_correction(of: Mapping[str, Any], axis: Any) -> None:
 
 def plot_energies(of: Mapping[str, Any], axis: Any) -> None:
     """Mean training energy of each epoch on both rungs, and a row of ticks for each family: a tick
-    for every swap, or for several with their number above it where there is room.
+    for every swap, or for several with their number above it where it fits.
     """
     for height, (family, course) in enumerate(of["course"].items()):
         colour, n_epochs = FAMILY_STYLES[family]["color"], len(course["epoch"])
@@ -277,7 +277,7 @@ def plot_energies(of: Mapping[str, Any], axis: Any) -> None:
     top = axis.get_ylim()[1]
     axis.set(xlabel="epoch", ylabel="energy (summed)", yscale="log", title="(b) energies and swaps")
     lowest = min(min(values) for course in of["course"].values() for values in course["energy"])
-    axis.set_ylim(lowest / 1.6 ** max(1, len(of["course"])), top * 1.3)  # room for the ticks
+    axis.set_ylim(lowest / 1.6 ** max(1, len(of["course"])), top * 1.3)  # space for the ticks
     axis.legend(fontsize=7.5, frameon=False)
 
 
@@ -311,8 +311,8 @@ def plot_factors(of: Mapping[str, Any], axis: Any) -> None:
             axis.axhline(of["levels"][line.title]["mean"], label=line.title, **style)
     axis.axvline(AUTHORS_F0, color="0.75", lw=5, alpha=0.5, zorder=0, label="best in the paper")
     bottom, top = axis.get_ylim()
-    room = top - bottom  # for the swaps and the legend
-    axis.set_ylim(bottom - 0.15 * room, top + 0.4 * room)
+    height = top - bottom
+    axis.set_ylim(bottom - 0.15 * height, top + 0.4 * height)  # for the swaps and the legend
     for one in of["factors"]:
         words = f"{statistics.fmean(one['swaps']):.3g}"
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}

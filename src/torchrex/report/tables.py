@@ -393,8 +393,9 @@ def as_table(built: BuiltTable, console: Console) -> Table:
 
 
 def fitted_table(heads: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> Table:
-    """As many columns as the console has room for; the last ones go first. A row is the title of its
-    section, its own title, and a cell for each head.
+    """As many columns as fit the console; the last ones are dropped first.
+
+    A row is the title of its section, its own title, and a cell for each head.
     """
     for n_shown in range(len(heads), 1, -1):
         table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
@@ -507,8 +508,8 @@ def draw(built: BuiltTable, path: Path) -> None:
             (handles[line.title],) = axis.plot(times, mean, marker=marker, **styles[line.title])
             late += mean[len(mean) // 4 :]  # the first draws are far below
         if late:
-            room = 0.1 * (max(late) - min(late)) + 0.05
-            axis.set_ylim(min(late) - room, max(late) + room)
+            margin = 0.1 * (max(late) - min(late)) + 0.05
+            axis.set_ylim(min(late) - margin, max(late) + margin)
         extra = f"\n{textwrap.fill(str(cell.settings), 60)}" if cell.settings.others else ""
         axis.set_title(f"{cell.title}{extra}", fontsize=9)
         axis.set(xlabel=cell.config.unit, ylabel="accuracy of the average, %")
