@@ -8,7 +8,7 @@ from torchrex.posterior.arviz_export import (
 )
 from torchrex.posterior.average import PosteriorAverage
 from torchrex.posterior.draws import Draws, mean_error
-from torchrex.posterior.draws_file import SHAPES, check_draws, checksums, with_another_sha256
+from torchrex.posterior.draws_file import SHAPES, checksums, with_another_sha256
 from torchrex.posterior.prediction import Prediction, classification_metrics, predictive_entropy
 from torchrex.posterior.store import DrawStore
 
@@ -18,7 +18,6 @@ __all__ = [
     "Draws",
     "PosteriorAverage",
     "Prediction",
-    "check_draws",
     "checksums",
     "classification_metrics",
     "coordinate_labels",

@@ -102,7 +102,7 @@ def read_draws(path: Path) -> dict[str, Any]:
                 f"{path} is damaged: {one_line(_some(changed))} have another sha256 than the file "
                 "states; restore it, or sample again"
             )
-        check_draws(path, tensors, meta)
+        _check_draws(path, tensors, meta)
     except RunFolderError:
         raise
     except FileNotFoundError:
@@ -129,7 +129,7 @@ def _what_is_wrong(path: Path, error: Exception) -> str:
     return f"{path} is not a safetensors file; give what Draws.save wrote"
 
 
-def check_draws(path: Path, tensors: Mapping[str, Tensor], meta: Any) -> None:
+def _check_draws(path: Path, tensors: Mapping[str, Tensor], meta: Any) -> None:
     """Refuse tensors and metadata that no run can have written: nothing checks them again."""
     meta = meta if isinstance(meta, dict) else {}
     wrong = [name for name, kind in META.items() if type(meta.get(name)) is not kind]

@@ -19,8 +19,13 @@ from torch import Tensor
 
 from torchrex.checkpoint import DamagedError, one_line, read
 from torchrex.density import few_threads
-from torchrex.diagnostics import convergence, equipartition_temperature, hill
-from torchrex.diagnostics.convergence import AT_ONE_POINT, FEWEST_DRAWS
+from torchrex.diagnostics import (
+    AT_ONE_POINT,
+    FEWEST_DRAWS,
+    convergence,
+    equipartition_temperature,
+    hill,
+)
 from torchrex.errors import CheckpointError, MissingDependencyError, RunFolderError, TorchrexError
 from torchrex.experiments.config import to_json
 from torchrex.posterior import Draws

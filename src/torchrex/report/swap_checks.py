@@ -30,8 +30,8 @@ from torchrex.diagnostics import (
     observed_acceptance,
     round_trips,
     rungs_for_noise,
+    temperatures_at,
 )
-from torchrex.diagnostics.history import temperatures_at
 from torchrex.experiments import ExperimentConfig
 from torchrex.report.findings import Finding, Severity, about, number, percent, several, times
 from torchrex.report.reader import LoadedRun
