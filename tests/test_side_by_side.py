@@ -181,7 +181,7 @@ def test_a_run_that_diverges_is_left_behind(device):
     assert same(numbers(alone), numbers(good))
 
 
-def members(tmp_path, jobs, device="cpu", **options):
+def members(folder, jobs, device="cpu", **options):
     return [
         TrainingRun(
             make(method, seed, device, **options),
@@ -191,34 +191,30 @@ def members(tmp_path, jobs, device="cpu", **options):
                 )
             ],
             tr.Trace(3),
-            tr.Checkpoints(tmp_path / f"{method}{seed}"),
+            tr.Checkpoints(folder / f"{method}{seed}"),
             {"method": method},
         )
         for method, seed in jobs
     ]
 
 
+def trained(group, n_steps, **options):
+    """Members that were trained on fresh loaders, with checkpoints at every tenth step."""
+    data, extra = loaders("cpu")
+    return train_together(group, data, n_steps, extra=extra, checkpoint_every=10, **options)
+
+
 JOBS = [("msgd", 0), ("re", 0), ("re", 1)]
 
 
 def test_stopped_and_resumed_together_equals_never_stopped(tmp_path):
-    data, extra = loaders("cpu")
     whole = members(tmp_path / "whole", JOBS)
-    assert train_together(whole, data, 40, extra=extra, checkpoint_every=10).status == "finished"
-
-    parts = members(tmp_path / "parts", JOBS)
-    data, extra = loaders("cpu")
-    assert (
-        train_together(parts, data, 40, extra=extra, checkpoint_every=10, budget=0.0).status
-        == "paused"
-    )
+    assert trained(whole, 40).status == "finished"
+    assert trained(members(tmp_path / "parts", JOBS), 40, budget=0.0).status == "paused"
     outcome, calls = "paused", 0
     while outcome == "paused":
         parts = members(tmp_path / "parts", JOBS)
-        data, extra = loaders("cpu")
-        outcome = train_together(
-            parts, data, 40, extra=extra, checkpoint_every=10, budget=1e-9
-        ).status
+        outcome = trained(parts, 40, budget=1e-9).status
         calls += 1
     assert calls > 3
     for one, other in zip(whole, parts, strict=True):
@@ -229,17 +225,13 @@ def test_stopped_and_resumed_together_equals_never_stopped(tmp_path):
 
 def test_one_that_is_a_checkpoint_behind_takes_the_others_back(tmp_path):
     """A crash between two members' saves: all go on from the step that all have."""
-    data, extra = loaders("cpu")
     whole = members(tmp_path / "whole", JOBS)
-    train_together(whole, data, 40, extra=extra, checkpoint_every=10)
-    first = members(tmp_path / "parts", JOBS)
-    data, extra = loaders("cpu")
-    train_together(first, data, 30, extra=extra, checkpoint_every=10)
+    trained(whole, 40)
+    trained(members(tmp_path / "parts", JOBS), 30)
     for path in sorted((tmp_path / "parts" / "re1").glob("step=000000030/*")):
         path.unlink()
     again = members(tmp_path / "parts", JOBS)
-    data, extra = loaders("cpu")
-    train_together(again, data, 40, extra=extra, checkpoint_every=10)
+    trained(again, 40)
     for one, other in zip(whole, again, strict=True):
         assert same(numbers(one.run), numbers(other.run))
 
@@ -247,105 +239,79 @@ def test_one_that_is_a_checkpoint_behind_takes_the_others_back(tmp_path):
 def test_those_that_measure_know_where_the_extra_batches_are(tmp_path):
     """Runs that paused at the same step each by itself, of which only one has taken extra batches."""
     whole = members(tmp_path / "whole", [("re", 0)])
-    data, extra = loaders("cpu")
-    train_together(whole, data, 40, extra=extra, checkpoint_every=10)
+    trained(whole, 40)
     for job in (("msgd", 0), ("re", 0)):
-        data, extra = loaders("cpu")
-        train_together(
-            members(tmp_path / "parts", [job]), data, 10, extra=extra, checkpoint_every=10
-        )
+        trained(members(tmp_path / "parts", [job]), 10)
     both = members(tmp_path / "parts", [("msgd", 0), ("re", 0)])
-    data, extra = loaders("cpu")
-    train_together(both, data, 40, extra=extra, checkpoint_every=10)
+    trained(both, 40)
     assert same(numbers(whole[0].run), numbers(both[1].run))
 
 
 def test_a_member_whose_last_move_before_a_draw_went_nowhere_is_left_behind(tmp_path):
-    data, extra = loaders("cpu")
     group = members(tmp_path, [("paired", 0), ("paired", 1)])
-    broken = group[0].averages[0].update
+    plain = group[0].averages[0].update
 
     def update(run):
         if run.n_steps == 15:
             run.ensemble.position[0, 0] = float("nan")
-        return broken(run)
+        return plain(run)
 
     group[0].averages[0].update = update
-    assert train_together(group, data, 40, extra=extra, checkpoint_every=10).status == "finished"
+    assert trained(group, 40).status == "finished"
     assert group[0].failure.step == 15
     assert group[1].failure is None
 
 
-def test_runs_without_a_common_checkpoint_are_told(tmp_path):
+def test_runs_without_a_common_checkpoint_are_refused(tmp_path):
     for name, steps in (("re", 30), ("msgd", 10)):
-        data, extra = loaders("cpu")
-        train_together(
-            members(tmp_path, [(name, 0)]), data, steps, extra=extra, checkpoint_every=10
-        )
-    data, extra = loaders("cpu")
+        trained(members(tmp_path, [(name, 0)]), steps)
     with pytest.raises(CheckpointError, match="no checkpoint of the same step"):
-        train_together(
-            members(tmp_path, [("re", 0), ("msgd", 0)]), data, 40, extra=extra, checkpoint_every=10
-        )
+        trained(members(tmp_path, [("re", 0), ("msgd", 0)]), 40)
 
 
 def test_a_member_that_diverges_is_named_and_the_others_finish(tmp_path):
-    data, extra = loaders("cpu")
     group = [*members(tmp_path, [("paired", 0)]), *members(tmp_path, [("paired", 1)], lr=1e30)]
-    outcome = train_together(group, data, 40, extra=extra, checkpoint_every=10)
-    assert outcome.status == "finished"
+    assert trained(group, 40).status == "finished"
     assert group[0].failure is None
     assert "checkpoint before it" in str(group[1].failure)
-    lost = [*members(tmp_path / "lost", [("paired", 0), ("paired", 1)], lr=1e30)]
-    data, extra = loaders("cpu")
     with pytest.raises(NonFiniteEnergyError):
-        train_together(lost, data, 40, extra=extra, checkpoint_every=10)
+        trained(members(tmp_path / "lost", [("paired", 0), ("paired", 1)], lr=1e30), 40)
 
 
 def test_out_of_memory_says_what_to_lower_and_keeps_the_state(tmp_path, monkeypatch):
-    group = members(tmp_path, JOBS)
-    data, extra = loaders("cpu")
-    calls = []
+    calls, original = [], Net.forward
 
-    def full(*_):
+    def full(*given):
         calls.append(1)
         if len(calls) > 15:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(*_)
+        return original(*given)
 
-    original = Net.forward
     monkeypatch.setattr(Net, "forward", full)
-    with pytest.raises(
-        DeviceError,
-        match=r"5 replicas in 3 runs side by side on batches of 32; train fewer.*step=000000000",
-    ):
-        train_together(group, data, 40, extra=extra, checkpoint_every=10)
+    words = r"5 replicas in 3 runs .* on batches of 32.*step=000000000"
+    with pytest.raises(DeviceError, match=words):
+        trained(members(tmp_path, JOBS), 40)
 
 
 def test_what_cannot_go_side_by_side():
-    run = make("re", 0, "cpu")
+    run, ladder = make("re", 0, "cpu"), tr.Ladder((1.0, 2.0), 1e-5)
     data, extra = loaders("cpu")
-    with pytest.raises(InvalidArgumentError, match="same run was given twice"):
-        SideBySide([run, run])
-    with pytest.raises(InvalidArgumentError, match="at least one run"):
-        SideBySide([])
-    other = tr.ModuleExchange(
-        tr.ModuleEnsemble(Net, ENERGY),
-        tr.Ladder((1.0, 2.0), 1e-5),
-        noise=Smoothing(0.3, RepeatedDraws(4, every=8)),
-    )
-    with pytest.raises(InvalidArgumentError, match=r"\[\(0, 7, 4\), \(0, 8, 4\)\]"):
-        SideBySide([run, other])
+    noise = Smoothing(0.3, RepeatedDraws(4, every=8))
+    other = tr.ModuleExchange(tr.ModuleEnsemble(Net, ENERGY), ladder, noise=noise)
+    apart = tr.ModuleExchange(tr.ModuleEnsemble(Net, ENERGY, shared_batches=False), ladder)
+    for runs, words in (
+        ([run, run], "same run was given twice"),
+        ([], "at least one run"),
+        ([run, other], r"\[\(0, 7, 4\), \(0, 8, 4\)\]"),
+        ([run, apart], "shared_batches=True"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=words):
+            SideBySide(runs)
     with pytest.raises(InvalidArgumentError, match="second loader as extra"):
         list(SideBySide([run, make("msgd", 0, "cpu")]).advance(3, data))
     advance([run], 3, "cpu")
     with pytest.raises(InvalidArgumentError, match=r"same step, got \[0, 3\]"):
         list(SideBySide([run, make("re", 1, "cpu")]).advance(3, data, extra))
-    apart = tr.ModuleExchange(
-        tr.ModuleEnsemble(Net, ENERGY, shared_batches=False), tr.Ladder((1.0, 2.0), 1e-5)
-    )
-    with pytest.raises(InvalidArgumentError, match="shared_batches=True"):
-        SideBySide([make("re", 2, "cpu"), apart])
 
 
 def test_members_are_made_from_what_is_natural(tmp_path):
