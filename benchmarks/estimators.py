@@ -1,9 +1,9 @@
 r"""Do estimators of the noise variance agree on a real checkpoint, within standard errors?
 
 Two replicas of a network trained on CIFAR-10, at their last checkpoint and on the same augmented
-minibatches, as in a step: the variance of repeated energies (the paper's way, with many more draws
-than its ten) beside the free ones from per-example losses, unpaired and paired. BatchNorm sees its
-own minibatch in training mode, so the examples of a batch are not quite independent.
+minibatches, as in a step. The variance of repeated energies (as in the paper, with many more draws
+than its ten) is compared with the free ones from per-example losses, unpaired and paired. BatchNorm
+uses the statistics of its minibatch, so the examples of a batch are not quite independent.
 
     python benchmarks/estimators.py --checkpoint RUN/checkpoints/step=... \
         --out results/estimators.json

@@ -199,12 +199,12 @@ def table(record: dict[str, Any]) -> str:
         for case in CASES:
             one = found[(rungs, *case)]
             formula = f"{1e3 * one['formula']:.3g}"
-            told = (
+            shown = (
                 ""
                 if one["simulated"] is None
                 else f"{1e3 * one['simulated']:.3g} ± {1e3 * one['se']:.1g} "
             )
-            cells.append(f"{told}({formula})")
+            cells.append(f"{shown}({formula})")
         lines.append(f"| {rungs:,} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

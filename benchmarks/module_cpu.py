@@ -1,4 +1,4 @@
-"""What does a step on a small network cost on one CPU core, beside posteriors' SGHMC?
+"""What does a step on a small network cost on one CPU core, compared with posteriors' SGHMC?
 
 An MLP (64-64-10, batch 64), where the time goes into overhead, and a small CNN (two 3x3
 convolutions on 16x16 images, batch 64), where it goes into arithmetic. Both libraries sample the

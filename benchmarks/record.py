@@ -1,4 +1,4 @@
-"""What a benchmark writes beside its numbers (machine, versions, date, command), and the tables
+"""What a benchmark writes with its numbers (machine, versions, date, command), and the tables
 made from them.
 
 `python benchmarks/record.py` puts the tables of the stored results into benchmarks/README.md,
@@ -155,7 +155,7 @@ def networks_table(record: dict[str, Any]) -> str:
 
 
 def module_cpu_table(record: dict[str, Any]) -> str:
-    """Small networks on one core, beside posteriors."""
+    """Small networks on one core, compared with posteriors."""
     lines = [
         "| network | sampler | rungs | microseconds a step (min to max) | times torchrex, one "
         "rung |",
@@ -273,7 +273,7 @@ def difference(effect: dict[str, Any]) -> str:
 
 
 def images_table(record: dict[str, Any]) -> str:
-    """Tables 1 and 2 in short: the paper's number beside ours, and what the swaps did."""
+    """Tables 1 and 2 in short: the paper's number next to ours, and what the swaps did."""
     heads = (
         "data",
         "net",
@@ -358,7 +358,7 @@ def headline(record: dict[str, Any], effect: dict[str, Any]) -> str:
 
 
 def table3_table(record: dict[str, Any]) -> str:
-    """Table 3 in short: the paper's number beside ours, and what swaps and unlabelled images
+    """Table 3 in short: the paper's number next to ours, and what swaps and unlabelled images
     contribute.
     """
     heads = (

@@ -13,7 +13,7 @@ PAGE = HERE.parent / "docs" / "scaling.md"
 
 
 def gather_table(record: dict[str, Any]) -> str:
-    """The gather alone beside the model, which is fitted to the quietest tenth."""
+    """The gather alone and the model, which is fitted to the quietest tenth."""
     lines = [
         "| ranks | bytes from each | bytes to each | us, quietest tenth | model | us, median (to "
         "90 %) |",
@@ -25,11 +25,11 @@ def gather_table(record: dict[str, Any]) -> str:
             g["us"],
             1e6 * ring_seconds(g["ranks"], g["bytes"], cores=model["cores"], **model["ring"]),
         )
-        told = (
+        shown = (
             f"**{number(us['p10'])}** | {number(predicted)} | {number(us['median'])} "
             f"({number(us['p90'])})"
         )
-        lines.append(f"| {g['ranks']} | {g['bytes']:,} | {g['ranks'] * g['bytes']:,} | {told} |")
+        lines.append(f"| {g['ranks']} | {g['bytes']:,} | {g['ranks'] * g['bytes']:,} | {shown} |")
     return "\n".join(lines)
 
 
@@ -55,7 +55,7 @@ def step_table(record: dict[str, Any]) -> str:
         assert way is not None
         ms, sent = way["ms"], r["sent_by_rank_0"]
         size = f"{sum(of['bytes'] for of in sent.values()):,}" if sent else "0"
-        told = f"{number(ms['median'])} ({number(ms['p90'])})"
+        shown = f"{number(ms['median'])} ({number(ms['p90'])})"
         parts = ["", "", ""]
         if "transport" in way:
             us = way["transport"]["median"]
@@ -78,7 +78,7 @@ def step_table(record: dict[str, Any]) -> str:
         model = number(predicted_ms(record, r)) if r["threads"] == 1 else ""
         lines.append(
             f"| {r['net']}, {r['replicas']} | {ranks} | {size} | {number(ms['p10'])} | {model} | "
-            f"{told} | {' | '.join(parts)} |"
+            f"{shown} | {' | '.join(parts)} |"
         )
     return "\n".join(lines)
 
@@ -98,7 +98,7 @@ def overlap_table(record: dict[str, Any]) -> str:
         inside = [
             ways[way]["waiting"]["median"] + ways[way]["transport"]["median"] for way in WAYS[:2]
         ]
-        told = [
+        shown = [
             f"{number(inside[k])} ({number(ways[way]['transport']['median'])})"
             for k, way in enumerate(WAYS[:2])
         ]
@@ -107,8 +107,8 @@ def overlap_table(record: dict[str, Any]) -> str:
         )
         ms = " / ".join(number(ways[way]["ms"]["median"]) for way in WAYS)
         lines.append(
-            f"| {r['net']}, {r['replicas']}, {r['ranks']} | {told[0]} | {told[1]} | {number(cpu)} "
-            f"| {ms} |"
+            f"| {r['net']}, {r['replicas']}, {r['ranks']} | {shown[0]} | {shown[1]} | "
+            f"{number(cpu)} | {ms} |"
         )
     return "\n".join(lines)
 
@@ -132,7 +132,7 @@ def besides_table(record: dict[str, Any]) -> str:
 
 
 def headline(record: dict[str, Any]) -> str:
-    """The answer in words: four ranks of one replica beside one rank of four."""
+    """The answer in words: four ranks of one replica and one rank of four."""
     found = {
         (r["ranks"], r["threads"]): r["ways"]
         for r in record["results"]

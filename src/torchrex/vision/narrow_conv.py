@@ -139,8 +139,8 @@ if triton is not None:
             pair = block * BLOCK + tl.arange(0, BLOCK)
             above = windows(x, pair, -1, n_pairs, S)
             if S.TILES == 3:
-                beside, below = windows(x, pair, 0, n_pairs, S), windows(x, pair, 1, n_pairs, S)
-                total = tl.dot(below, w2, tl.dot(beside, w1, tl.dot(above, w0)))
+                level, below = windows(x, pair, 0, n_pairs, S), windows(x, pair, 1, n_pairs, S)
+                total = tl.dot(below, w2, tl.dot(level, w1, tl.dot(above, w0)))
             else:
                 total = tl.dot(above, w0)
             where = pair[:, None] * (2 * S.CO) + tl.arange(0, 2 * S.CO)[None, :]
@@ -158,7 +158,7 @@ if triton is not None:
             if S.TILES == 1:  # the tile holds the windows of all rows
                 window = tl.trans(windows(x, pair, -1, n_pairs, S))
                 total0 = tl.dot(window, pairs(dy, pair, 0, n_pairs, S), total0)
-            else:  # the pairs that look at this row are one row below, beside and above
+            else:  # the pairs that look at this row are one row below, level and above
                 window = tl.trans(windows(x, pair, 0, n_pairs, S))
                 total0 = tl.dot(window, pairs(dy, pair, 1, n_pairs, S), total0)
                 total1 = tl.dot(window, pairs(dy, pair, 0, n_pairs, S), total1)
