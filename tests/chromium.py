@@ -4,7 +4,6 @@ Nothing to install but Chromium.
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import itertools
 import json
@@ -20,34 +19,16 @@ from pathlib import Path
 from typing import Any
 
 FLAGS = (
-    *(
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-first-run",
-        "--disable-background-networking",
-    ),
-    *(
-        "--disable-component-update",
-        "--disable-sync",
-        "--disable-dev-shm-usage",
-        "--remote-debugging-pipe",
-        "--hide-scrollbars",
-    ),
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *("--disable-dev-shm-usage", "--remote-debugging-pipe", "--hide-scrollbars"),
 )
 PATIENCE = 60.0
 
 
 def find_chromium() -> str | None:
-    return next(
-        (
-            found
-            for name in ("chromium", "chromium-browser", "google-chrome")
-            if (found := shutil.which(name))
-        ),
-        None,
-    )
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 class Browser:
@@ -92,22 +73,20 @@ class Browser:
         return message
 
     def _note(self, method: str | None, params: dict[str, Any]) -> None:
+        said = None
         if method == "Page.loadEventFired":
             self.loaded = True
         elif method == "Runtime.exceptionThrown":
-            self.errors.append(json.dumps(params["exceptionDetails"])[:400])
-        elif method == "Runtime.consoleAPICalled" and params["type"] in (
-            "error",
-            "warning",
-            "assert",
-        ):
-            self.errors.append(json.dumps(params["args"])[:400])
+            said = json.dumps(params["exceptionDetails"])
+        elif method == "Runtime.consoleAPICalled" and params["type"] != "log":
+            said = json.dumps(params["args"])
         elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
-            self.errors.append(params["entry"]["text"])
-        elif method == "Network.requestWillBeSent" and not params["request"]["url"].startswith(
-            ("file:", "data:", "about:")
-        ):
-            self.errors.append(f"the page asked for {params['request']['url']}")
+            said = params["entry"]["text"]
+        elif method == "Network.requestWillBeSent":
+            url = params["request"]["url"]
+            said = None if url.startswith(("file:", "data:", "about:")) else f"it asked for {url}"
+        if said is not None:
+            self.errors.append(said[:400])
 
     def open(self, path: Path) -> float:
         """Load a file and wait until it is drawn; the seconds that took."""
@@ -129,13 +108,8 @@ class Browser:
         return answer["result"].get("value")
 
     def look(self, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        self.send(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.send("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
         self.run("new Promise(done => setTimeout(done, 150))")
@@ -146,19 +120,14 @@ class Browser:
     def click(self, selector: str) -> None:
         self.run(f"document.querySelector({json.dumps(selector)}).click()")
 
-    def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        picture = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(picture["data"]))
-
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[Browser]:
     """A fresh browser with its profile in an empty folder; it ends with the block."""
     program = find_chromium()
     assert program is not None
-    ends = [
-        fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 50) for end in (*os.pipe(), *os.pipe())
-    ]  # away from 3 and 4
+    # Away from 3 and 4.
+    ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 50) for end in (*os.pipe(), *os.pipe())]
     its_in, write, read, its_out = ends
 
     def plug() -> None:
@@ -172,7 +141,7 @@ def chromium(profile: Path) -> Iterator[Browser]:
         preexec_fn=plug,
         close_fds=True,
         pass_fds=(3, 4),
-        start_new_session=True,  # its helpers leave it for the first process; in our group they would look like orphans of ours
+        start_new_session=True,  # in our group its helpers would look like orphans of ours
     )
     os.close(its_in)
     os.close(its_out)
