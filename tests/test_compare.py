@@ -1,4 +1,4 @@
-"""Paired by seed, with hand-computed numbers, and verdicts that claim no more than the seeds allow."""
+"""Paired by seed, with numbers by hand, and verdicts that claim no more than the seeds allow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor separates the three cases of figure 1, says what to change, and passes healthy runs."""
+"""The doctor separates the cases of figure 1, says what to change, and passes healthy runs."""
 
 from __future__ import annotations
 
@@ -503,7 +503,7 @@ def test_numbers_look_the_same_everywhere():
 
 
 def test_what_a_run_has_already_is_no_advice(figure1):
-    """At F = 1 with 3 % of few tests: not an F of 1, no bias, and nothing to change but the length."""
+    """At F = 1 with 3 % of few tests there is nothing to change but the length."""
     run = figure1("case1-resgld")
     short = replace(run.history, accepted=torch.full((1, 16), 3), proposed=torch.full((1, 16), 100))
     found = finding_of(check_ladder(replace(run, history=short)), "few swaps")

@@ -1,4 +1,4 @@
-"""Run folders are read by one reader; a damaged file is a problem in words, and the rest is used."""
+"""One reader of run folders: a damaged file is a problem in words, and the rest is used."""
 
 from __future__ import annotations
 

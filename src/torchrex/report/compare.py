@@ -365,8 +365,8 @@ def _table(comparison: Comparison, width: int | None) -> list[str]:
     for spared in ((), ("seeds",), ("seeds", "better")):
         shown = [k for k in filled if k != verdict and COLUMNS[k] not in spared]
         widths = [max(len(each[k]) for each in (COLUMNS, *rows)) for k in shown]
-        room = None if width is None else width - sum(widths) - len(GAP) * len(widths)
-        if room is None or room >= LEAST_FOR_VERDICT:
+        left = None if width is None else width - sum(widths) - len(GAP) * len(widths)
+        if left is None or left >= LEAST_FOR_VERDICT:
             break
     else:
         made = []
@@ -381,7 +381,7 @@ def _table(comparison: Comparison, width: int | None) -> list[str]:
     head = [name if k in filled else "" for k, name in enumerate(COLUMNS)]
     for row in (head, *rows):
         start = "".join(row[k].ljust(n) + GAP for k, n in zip(shown, widths, strict=True))
-        first, *more = wrapped(row[verdict], room)
+        first, *more = wrapped(row[verdict], left)
         made += [(start + first).rstrip(), *(" " * len(start) + line for line in more)]
     return made
 

@@ -86,20 +86,17 @@ def check_truth(run: LoadedRun) -> Iterable[Finding]:
         numbers["tolerated"] = tolerated
         ours = measured(value, error) if known and error else number(value)
         words = f"Its {name.replace('_', ' ')} is {ours}, and the truth is {number(truth)}"
+        limit = f"the {100 * TOLERATED:g} % tolerated"
         if off <= tolerated:
-            words += f": within the {100 * TOLERATED:g} % tolerated."
-            yield Finding("fine", "truth", words, numbers)
+            yield Finding("fine", "truth", f"{words}: within {limit}.", numbers)
         elif off <= chance:
-            words += (
-                f": off by more than the {100 * TOLERATED:g} % tolerated, perhaps by chance."
-                f" Run longer, or more runs."
-            )
+            words += f": off by more than {limit}, perhaps by chance. Run longer, or more runs."
             yield Finding("warning", "far from the truth", words, numbers)
         else:
             factor = run.correction_factor or 1.0
-            biased = f"F = {number(factor)} biases the swaps: lower F."
+            cure = f"F = {number(factor)} biases the swaps: lower F."
             unknown = "" if known else " One run does not show how much of that is chance."
-            words += f": its answer is wrong.{unknown} {biased if factor > 1 else _to_cross(run)}"
+            words += f": its answer is wrong.{unknown} {cure if factor > 1 else _to_cross(run)}"
             yield Finding("problem", "the answer is wrong", words, numbers)
 
 
@@ -274,7 +271,7 @@ def check_tail(run: LoadedRun) -> Iterable[Finding]:
     numbers["sigmas"] = tail.sigmas
     if tail.too_heavy:
         words = (
-            f"The tail of {REPEATED:,} energies drawn again at one place has index {tail.index:.2g};"
+            f"{REPEATED:,} energies drawn again at one place have the tail index {tail.index:.2g};"
             f" a Gaussian has {tail.gaussian_index:.2g} ({tail.sigmas:.0f} sd off)."
             f" So swaps are biased at any F; a smaller gap between temperatures reduces it."
         )
@@ -425,9 +422,8 @@ def look_at_checkpoints(run: LoadedRun) -> list[Saved]:
                     saved.damaged[step] = one_line(damage)
         except CheckpointError as error:
             saved.refused = one_line(error)
-        if saved.sound or saved.damaged or saved.refused:
-            found.append(saved)
-    return found
+        found.append(saved)
+    return [saved for saved in found if saved.sound or saved.damaged or saved.refused]
 
 
 def are_large(run: LoadedRun) -> bool:
@@ -441,11 +437,11 @@ def are_large(run: LoadedRun) -> bool:
 
 def checkpoint_findings(run: LoadedRun, found: Sequence[Saved]) -> Iterable[Finding]:
     """Damage costs a finished run nothing, and an unfinished one steps, or all of them."""
-    for saved in found:
-        if saved.refused:
-            words = f"{saved.refused[0].upper()}{saved.refused[1:].rstrip('.')}."
-            title = "checkpoints that cannot be used"
-            yield Finding("warning", title, words, {"shard": saved.shard})
+    refused = [saved for saved in found if saved.refused]
+    for saved in refused:
+        title, words = "checkpoints that cannot be used", saved.refused.rstrip(".")
+        words = f"{words[0].upper()}{words[1:]}."
+        yield Finding("warning", title, words, {"shard": saved.shard})
     sound = [saved.name(step) for saved in found for step in saved.sound]
     why = {s.name(step): words for s in found for step, words in s.damaged.items()}
     numbers = {"whole": sound, "damaged": list(why)}
@@ -458,13 +454,13 @@ def checkpoint_findings(run: LoadedRun, found: Sequence[Saved]) -> Iterable[Find
         words += f". {after if finished else _what_a_resume_does(found)} Check the disk."
         title = "damaged checkpoint" + ("s" if len(why) > 1 else "")
         yield Finding("note" if finished else "warning", title, words, numbers)
-    elif sound and not any(saved.refused for saved in found):
-        newest = min(max(saved.sound) for saved in found)
-        of, reached = "", "the newest has"
+    elif sound and not refused:
+        newest = f"step {min(max(saved.sound) for saved in found):,}"
+        words = f"{several(len(sound), 'checkpoint')} {'is' if len(sound) == 1 else 'are'} sound"
+        words += f"; the newest has {newest}."
         if len(found) > 1:
-            of, reached = f" of {len(found)} shards", "all shards have reached"
-        are = "is sound" if len(sound) == 1 else "are sound"
-        words = f"{several(len(sound), 'checkpoint')}{of} {are}; {reached} step {newest:,}."
+            words = f"{several(len(sound), 'checkpoint')} of {len(found)} shards are sound; all"
+            words += f" shards have reached {newest}."
         yield Finding("fine", "checkpoints", words, numbers)
 
 

@@ -37,7 +37,7 @@ OPTIONAL: dict[str, Any] = {
     **{"steps_done": int, "replicas_side_by_side": int, "curves": dict},
 }
 LARGEST = 1e150  # of a number: its square is finite
-# Of a trace: axes, and whether its numbers are whole.
+# Of a trace: axes, and whether its numbers are integers.
 TRACE = {
     **dict.fromkeys(("steps", "swap_steps", "swap_pairs", "accepted", "proposed"), (1, True)),
     **dict.fromkeys(("energy", "noise_variance", "correction"), (2, False)),
@@ -289,12 +289,12 @@ def _is_pair(pair: dict[str, Any]) -> bool:
 def _read_trace(path: Path) -> dict[str, Tensor]:
     """The tensors of a trace; ValueError if no run can have recorded them."""
     tensors = read_tensors(path)
-    for name, (axes, whole) in TRACE.items():
+    for name, (axes, integers) in TRACE.items():
         x = tensors.get(name)
         if x is None:
             continue
-        fits = x.ndim == axes and x.is_floating_point() != whole and not x.is_complex()
-        if fits and whole:
+        fits = x.ndim == axes and x.is_floating_point() != integers and not x.is_complex()
+        if fits and integers:
             fits = bool((x >= 0).all()) and (axes == 1 or bool((x < max(1, x.shape[1])).all()))
         if fits and name.endswith("steps"):
             fits = bool((x[1:] >= x[:-1]).all())

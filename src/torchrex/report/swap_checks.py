@@ -397,9 +397,9 @@ def _few(
                 lowered += f", about {about(now)} in the middle of that quarter"
         start, cold = (evidence.temperatures(counted.pair, row) for row in (0, -1))
         end = (
-            f" In its last quarter the ladder is annealed from temperatures {start} to {cold}; F was"
-            f" {number(factor)} at the start{lowered} (it grows as the ladder cools, and is counted"
-            f" as at the start here)."
+            f" In its last quarter the ladder is annealed from temperatures {start} to {cold};"
+            f" F was {number(factor)} at the start{lowered} (it grows as the ladder cools, and is"
+            f" counted as at the start here)."
         )
         if evidence.swapped_late is not None:
             some, tests = evidence.swapped_late

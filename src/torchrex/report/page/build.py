@@ -391,7 +391,7 @@ def _link(folder: Mapping[str, str]) -> Cell:
 
 
 def clock(run: LoadedRun) -> tuple[float | None, str]:
-    """Runs that trained together have one clock: the same seconds to the last digit, on one device."""
+    """Runs that trained together have one clock: the same seconds to the last digit."""
     result, settings, alone = run.result or {}, run.settings, False
     seconds = result.get("wall_seconds")
     if settings is not None:

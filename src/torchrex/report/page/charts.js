@@ -81,7 +81,7 @@ class Chart {
     const { spec } = this;
     this.svg = el("svg", { tabindex: 0, role: "img", "aria-label": `${spec.title}; ${spec.yLabel} against ${spec.xLabel}` });
     this.readout = el("output", {});
-    this.reset = el("button", { type: "button", onclick: () => this.link.zoom(null), disabled: "" }, "whole");
+    this.reset = el("button", { type: "button", onclick: () => this.link.zoom(null), disabled: "" }, "all");
     const bar = el("div", { class: "bar" },
       el("button", { type: "button", "aria-label": "zoom in", onclick: () => this.scale(0.5) }, "+"),
       el("button", { type: "button", "aria-label": "zoom out", onclick: () => this.scale(2) }, "−"), this.reset);

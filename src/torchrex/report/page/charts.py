@@ -253,25 +253,25 @@ def overlays(family: Family, charts: Mapping[int, Sequence[Chart]]) -> list[Char
             if name not in made:
                 fixed = [each for each in first["series"] if each.get("reference")]
                 made[name] = {**first, "series": fixed, "note": ""}
-            whole = made[name]
+            overlay = made[name]
             if "yLow" in first:
-                whole["yLow"] = min(whole.get("yLow", first["yLow"]), first["yLow"])
+                overlay["yLow"] = min(overlay.get("yLow", first["yLow"]), first["yLow"])
             members.setdefault(name, []).append(row.short)
             for j, each in enumerate(first["series"]):
                 if each.get("own") and each["type"] != "band":
                     y, pooled = _mean([other["series"][j] for other in same])
                     if not pooled:
-                        whole["note"] = "Where the x of seeds differ, the first seed is drawn."
+                        overlay["note"] = "Where the x of seeds differ, the first seed is drawn."
                     style = len(members[name]) - 1
-                    whole["series"].append({**each, "name": row.label, "y": y, "style": style})
-    for name, whole in made.items():
-        title = whole["title"]
-        if whole["kind"] == "accuracy":
-            title = f"accuracy of the {whole['of']} against number of draws"
+                    overlay["series"].append({**each, "name": row.label, "y": y, "style": style})
+    for name, overlay in made.items():
+        title = overlay["title"]
+        if overlay["kind"] == "accuracy":
+            title = f"accuracy of the {overlay['of']} against number of draws"
         ends = zip(min(members[name]), max(members[name]), strict=False)
         common = "".join(a for a, _ in takewhile(lambda ab: ab[0] == ab[1], ends)).rstrip("-_ ")
-        whole["title"] = f"{common}: {title}" if common else title
-    return [whole for name, whole in made.items() if len(members[name]) > 1]
+        overlay["title"] = f"{common}: {title}" if common else title
+    return [overlay for name, overlay in made.items() if len(members[name]) > 1]
 
 
 def _mean(lines: list[Chart]) -> tuple[list[Any], bool]:

@@ -32,9 +32,9 @@ SIGNATURE = b"\x89PNG\r\n\x1a\n"
 LARGEST = 2**20  # bytes of a picture: a grid of 100 images of 32 x 32 pixels has a third of it
 MOST_PIXELS = 2**22
 MOST_TOGETHER = 2**23  # bytes of all pictures of a page
-SMALL = 400  # pixels of width up to which a picture is enlarged, by whole numbers
+SMALL = 400  # pixels of width up to which a picture is enlarged, by integers
 
-Picture = dict[str, Any]  # "title", "note", "width" on the page, "src" if there is room for it
+Picture = dict[str, Any]  # "title", "note", "width" on the page, "src" if it fits on the page
 
 
 def details_of(run: LoadedRun, page: Path) -> dict[str, Any]:
