@@ -29,7 +29,7 @@ from torchrex.cli.running import Number
 from torchrex.experiments import RunFolder, dumps, get_recipe, override, recipes, run_recipe
 from torchrex.experiments.digits import DigitsConfig
 from torchrex.experiments.mixtures import MixtureConfig
-from torchrex.report.page import advice
+from torchrex.report.page import build
 
 SMALL = ("n_steps=400", "n_runs=4")
 QUICK = ("epochs=2", "burn_in_epochs=1", "hidden=8")
@@ -100,7 +100,7 @@ def modules_after(*words):
         ("run --help", 0, "--budget"),
         ("reproduce --help", 0, "figure1, digits"),
         ("data import --help", 0, "cifar10, cifar100, svhn"),
-        ("report --help", 0, f"Ask doctor about runs for {advice.SECONDS:g} s"),
+        ("report --help", 0, f"Ask doctor about runs for {build.SECONDS:g} s"),
         ("rnu", 2, "Did you mean 'run'?"),
         ("run digits/sghmc --seedz 3", 2, "--seedz"),
         (
@@ -128,7 +128,7 @@ def test_help_and_typing_errors_are_answered_without_torch(line, code, expected)
 
 def test_what_is_written_out_for_quick_help_is_what_the_modules_have():
     assert tuple(outputs.OUTPUTS) == run_arguments.THINGS
-    assert look.SECONDS == advice.SECONDS
+    assert look.SECONDS == build.SECONDS
 
 
 def test_names_of_the_package_are_there_before_they_are_loaded():

@@ -108,28 +108,14 @@ def _say_where(name: str, folder: Path | None) -> None:
 
 @contextlib.contextmanager
 def _bar(title: str) -> Iterator[Callback | None]:
-    """A callback (done, total) that draws one line, or None where stderr is not a terminal. The
-    total may be 0 for not known.
-    """
+    """A callback (done, total or 0 if unknown); None where stderr is not a terminal."""
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import Progress
 
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(console=console, transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total or None)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -93,28 +94,22 @@ def _carry_out(runs: list[Run], options: RunOptions, device: str) -> None:
             runs[k] = replace(run, observers=watching)
     writers = [RunWriter(run, options) for run in runs] if group.is_main else []
     try:
-        with group.all_or_none("making of the run folders", RunFolderError):
-            for writer in writers:
-                writer.begin()
-        outcome, results = runs[0].config.execute(runs, options)
+        with _explained(runs[0]):
+            with group.all_or_none("making of the run folders", RunFolderError):
+                for writer in writers:
+                    writer.begin()
+            outcome, results = runs[0].config.execute(runs, options)
     except NonFiniteEnergyError as failure:
         for writer in writers:
             _name(failure, writer.run if len(runs) == 1 else None)
             writer.write(RunResult(failure=failure), "failed", time.perf_counter() - began)
         raise
-    except BaseException as failure:
+    except BaseException:
         for writer in writers:
             writer.undo()
-        if isinstance(failure, OSError) and not isinstance(failure, TorchrexError):
-            raise _cannot_write(runs[0], failure) from None
         raise
-    with group.all_or_none("writing of the results", RunFolderError):
-        try:
-            _write(writers, outcome, results, group.size)
-        except OSError as failure:
-            if isinstance(failure, TorchrexError):
-                raise
-            raise _cannot_write(runs[0], failure) from None
+    with group.all_or_none("writing of the results", RunFolderError), _explained(runs[0]):
+        _write(writers, outcome, results, group.size)
     failures = [result.failure for result in results if result.failure is not None]
     if len(failures) == len(results):
         raise failures[-1]
@@ -146,8 +141,16 @@ def _name(failure: NonFiniteEnergyError, run: Run | None) -> None:
         failure.args = (str(failure).replace(f"(run {failure.run})", f"({run.name})"),)
 
 
-def _cannot_write(run: Run, failure: OSError) -> RunFolderError:
-    return RunFolderError(f"cannot write {run.folder.path} ({failure}); choose another --out")
+@contextlib.contextmanager
+def _explained(run: Run) -> Iterator[None]:
+    """An error of the disk says which folder cannot be written."""
+    try:
+        yield
+    except TorchrexError:
+        raise
+    except OSError as error:
+        message = f"cannot write {run.folder.path} ({error}); choose another --out"
+        raise RunFolderError(message) from None
 
 
 def is_done(run: Run, options: RunOptions) -> bool:
