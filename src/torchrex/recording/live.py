@@ -27,7 +27,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from torchrex.exchange import StepInfo
-from torchrex.recording.observer import Average, Observer, Watched, join, metrics_of
+from torchrex.posterior import PosteriorAverage
+from torchrex.recording.observer import Observer, Watched, join, metrics_of
 
 Callback = Callable[[int, int], None]  # (steps done, steps in all)
 
@@ -53,7 +54,7 @@ class Line:
         self.proposed = [tested for _, tested in before]
         self.counted_since = watched.run.n_steps if watched.swaps_before is None else 0
         self.noise_variance = self.correction = [float("nan")] * n
-        self.average: Average | None = None
+        self.average: PosteriorAverage | None = None
         self.n_draws = 0  # of the average, when its accuracy was computed
         self.accuracy: float | None = None
 
@@ -131,7 +132,7 @@ class LiveDisplay(Observer):
             if going[-1].watched is watched:  # runs report in turn: draw them at the same step
                 self.progress(watched.run.n_steps, watched.n_steps)
 
-    def on_draw(self, watched: Watched, average: Average) -> None:
+    def on_draw(self, watched: Watched, average: PosteriorAverage) -> None:
         if self.shows and watched.number_of(average) == 0:
             self._lines[watched].average = average
 

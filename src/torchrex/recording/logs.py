@@ -32,7 +32,8 @@ from torchrex.errors import (
     require_whole,
 )
 from torchrex.exchange import StepInfo
-from torchrex.recording.observer import Average, Observer, Watched, Window, Windows, metrics_of
+from torchrex.posterior import PosteriorAverage
+from torchrex.recording.observer import Observer, Watched, Window, Windows, metrics_of
 
 logger = logging.getLogger("torchrex")
 
@@ -125,7 +126,7 @@ class JsonLines(_Log):
             time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )
 
-    def on_draw(self, watched: Watched, average: Average) -> None:
+    def on_draw(self, watched: Watched, average: PosteriorAverage) -> None:
         self._write_rest(watched)  # lines are in the order of the steps
         self._write(
             kind="draw",
@@ -238,7 +239,7 @@ class TensorBoard(_Log):
         self._writer = self._make(str(self.path), purge_step=step + 1 if step else 0)
         self._writer.add_text("run", f"{watched.name}, seed {watched.seed}, {watched.run!r}", step)
 
-    def on_draw(self, watched: Watched, average: Average) -> None:
+    def on_draw(self, watched: Watched, average: PosteriorAverage) -> None:
         number, step = watched.number_of(average), watched.run.n_steps
         head = f"average_{number}" if number else "average"
         self._writer.add_scalar(f"{head}/n_draws", average.n_draws, step)

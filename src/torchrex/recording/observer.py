@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchrex.errors import InvalidArgumentError
 from torchrex.exchange import Ladder, ReplicaExchange, StepInfo
+from torchrex.posterior import PosteriorAverage
 from torchrex.recording.trace import Trace
 
 
@@ -25,10 +26,10 @@ class Watched:
     name: str
     run: ReplicaExchange
     n_steps: int  # where it will end
-    averages: tuple[Any, ...] = ()
+    averages: tuple[PosteriorAverage, ...] = ()
     swaps_before: tuple[tuple[int, int], ...] | None = None  # made and tested by pair, if known
 
-    def number_of(self, average: Any) -> int:
+    def number_of(self, average: PosteriorAverage) -> int:
         """Which of the run's averages this one is."""
         return next((k for k, one in enumerate(self.averages) if one is average), 0)
 
@@ -57,17 +58,7 @@ def on_host(infos: StepInfo) -> StepInfo:
     return StepInfo(*(values.cpu() for values in infos))
 
 
-class Average(Protocol):
-    """What observers ask of an average after a draw."""
-
-    @property
-    def rungs(self) -> tuple[int, ...]: ...
-    @property
-    def n_draws(self) -> int: ...
-    def metrics(self, rung: int | None = 0) -> dict[str, float]: ...
-
-
-def metrics_of(average: Average, rung: int | None = 0) -> dict[str, float]:
+def metrics_of(average: PosteriorAverage, rung: int | None = 0) -> dict[str, float]:
     """Accuracy and the other metrics, or nothing where the data have no labels."""
     try:
         return average.metrics(rung)
@@ -88,7 +79,7 @@ class Observer:
     def on_steps(self, watched: Watched, infos: StepInfo) -> None:
         """Steps up to `watched.run.n_steps`, stacked along the first axis, on the host."""
 
-    def on_draw(self, watched: Watched, average: Any) -> None:
+    def on_draw(self, watched: Watched, average: PosteriorAverage) -> None:
         """An average took a draw."""
 
     def on_save(self, watched: Watched) -> None:
