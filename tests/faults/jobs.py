@@ -33,47 +33,33 @@ def network(folder, n_steps=N_STEPS, every=EVERY, keep=2):
     energies from other batches.
     """
     energy = tr.PosteriorEnergy(loss, n_data=40, prior=tr.GaussianPrior(3.0))
-    run = tr.ModuleExchange(
-        tr.ModuleEnsemble(
-            with_everything,
-            energy,
-            tr.SGHMC(0.1),
-            initial="independent",
-            mesh=replica_mesh(N_RUNGS),
-        ),
+    run = _run(
+        with_everything,
+        energy,
         tr.Ladder((0.5, 0.52, 0.55, 0.6), 1e-3),
         noise=tr.Smoothing(0.3, tr.RepeatedDraws(3, every=7)),
         correction_factor=3.0,
         seed=3,
     )
-    return _train(
-        run,
-        tr.DeviceLoader(classes(), 8, seed=1),
-        classes(20, seed=9),
-        folder,
-        n_steps,
-        every,
-        keep,
-    )
+    loader = tr.DeviceLoader(classes(), 8, seed=1)
+    return _train(run, loader, classes(20, seed=9), folder, n_steps, every, keep)
 
 
 def digits(folder, n_steps=120, every=15, keep=2, **records):
     """A net of 16 hidden units on the handwritten digits."""
     data = _digits(Path(folder).parent)
     energy = tr.PosteriorEnergy(F.cross_entropy, n_data=len(data["x"]), prior=tr.GaussianPrior(3.0))
-    run = tr.ModuleExchange(
-        tr.ModuleEnsemble(
-            _one_layer, energy, tr.SGHMC(0.1), initial="independent", mesh=replica_mesh(N_RUNGS)
-        ),
+    run = _run(
+        _one_layer,
+        energy,
         tr.Ladder((0.1, 0.1025, 0.105, 0.11), 4e-5),
         noise=tr.PairedVariance(0.05),
         correction_factor=30.0,  # swaps from the first steps on: they must come back too
         seed=5,
     )
     loader = tr.DeviceLoader((data["x"], data["y"]), 64, seed=1)
-    return _train(
-        run, loader, (data["test x"], data["test y"]), folder, n_steps, every, keep, **records
-    )
+    test = (data["test x"], data["test y"])
+    return _train(run, loader, test, folder, n_steps, every, keep, **records)
 
 
 def mixture(folder, n_steps=1_200, every=100, keep=2, *, compiled=False, thin=100):
@@ -100,11 +86,16 @@ def mixture(folder, n_steps=1_200, every=100, keep=2, *, compiled=False, thin=10
     return {"status": draws.status, "signal": None, "stands_at": draws.n_steps, "swaps": swaps}
 
 
+def _run(model, energy, ladder, **rules):
+    mesh = replica_mesh(N_RUNGS)
+    ensemble = tr.ModuleEnsemble(model, energy, tr.SGHMC(0.1), initial="independent", mesh=mesh)
+    return tr.ModuleExchange(ensemble, ladder, **rules)
+
+
 def _train(run, loader, test, folder, n_steps, every, keep, *, average_every=10, traced=True):
-    average, trace = (
-        tr.PosteriorAverage([test], every=average_every, rungs=(0, 3)),
-        tr.Trace() if traced else None,
-    )
+    average = tr.PosteriorAverage([test], every=average_every, rungs=(0, 3))
+    trace = tr.Trace() if traced else None
+    measures = isinstance(run.rules.noise, tr.Smoothing)
     outcome = tr.train(
         run,
         loader,
@@ -113,18 +104,12 @@ def _train(run, loader, test, folder, n_steps, every, keep, *, average_every=10,
         trace=trace,
         checkpoints=tr.Checkpoints(Path(folder), keep=keep),
         checkpoint_every=every,
-        extra=tr.DeviceLoader(classes(), 8, seed=2)
-        if isinstance(run.rules.noise, tr.Smoothing)
-        else None,
+        extra=tr.DeviceLoader(classes(), 8, seed=2) if measures else None,
         on_interrupt="return",
     )
     swaps = None if trace is None else int(trace.state_dict()["tensors"]["accepted"].sum())
-    return {
-        "status": outcome.status,
-        "signal": outcome.signal,
-        "stands_at": run.n_steps,
-        "swaps": swaps,
-    }
+    how = {"status": outcome.status, "signal": outcome.signal}
+    return {**how, "stands_at": run.n_steps, "swaps": swaps}
 
 
 def _one_layer():

@@ -25,7 +25,7 @@ ALL = 10**6  # checkpoints to keep
 
 
 def announced(job, sign, folder):
-    """The job, after a sign that all ranks have joined: one killed before leaves the others waiting
+    """The job, after a sign that all ranks have joined: one killed before would make the others wait
     for their time-out.
     """
     process_group = tr.distributed.join()
@@ -34,11 +34,14 @@ def announced(job, sign, folder):
     return job(folder)
 
 
-def left_over(before, seconds=10.0):
-    """Which processes that this one has started, or that those have started, are there and were not
-    there before.
+def processes():
+    """All there are."""
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()}
 
-    Their parents may be gone; and they have some time to be reaped.
+
+def left_over(before, seconds=10.0):
+    """Processes started by this one, or by those, that were not there before; some may be orphans.
+    They have some time to be reaped.
     """
     deadline = time.monotonic() + seconds
     while (left := _descendants(before) - before) and time.monotonic() < deadline:
@@ -46,13 +49,7 @@ def left_over(before, seconds=10.0):
     return left
 
 
-def processes():
-    """All there are."""
-    return {int(name) for name in os.listdir("/proc") if name.isdigit()}
-
-
 def _descendants(before):
-    """This process's own, and orphans that it or they have left."""
     known = {}
     for pid in processes():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -60,30 +57,24 @@ def _descendants(before):
             known[pid] = (int(parent), int(group))
 
     def is_mine(pid):
-        asked = pid
+        asked = top = pid
         while pid in known and pid != os.getpid():
             top = pid
             pid, group = known[pid]
-            if (
-                pid == 1
-            ):  # whoever loses its parent becomes a child of the first process, but stays in our group
-                return (
-                    top not in before and group == os.getpgrp() and not _is_of_another_worker(asked)
-                )
+            if pid == 1:  # an orphan is a child of the first process, but stays in our group
+                ours = top not in before and group == os.getpgrp()
+                return ours and not _is_of_another_worker(asked)
         return pid == os.getpid()
 
     return {pid for pid in known if is_mine(pid)}
 
 
 def _is_of_another_worker(pid):
-    """Pytest's workers beside this one have orphans of their own."""
+    """Other workers of pytest have orphans of their own."""
     mine = f"PYTEST_XDIST_WORKER={os.environ.get('PYTEST_XDIST_WORKER')}".encode()
     with contextlib.suppress(OSError):
-        told = [
-            entry
-            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if entry.startswith(mine[:20])
-        ]
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        told = [entry for entry in entries if entry.startswith(mine[:20])]
         return bool(told) and told != [mine]
     return False
 
@@ -98,9 +89,7 @@ class Killer:
         alone(job, self.whole, keep=ALL)
         self.last = tr.Checkpoints(folders_of(self.whole)[0]).steps()[-1]
         self.kills, self.missed, self.runs, self.moves = [], 0, 0, Counter()
-        self._took = dict.fromkeys(
-            sizes, 1.0
-        )  # seconds from joining to the end, a guess that is corrected
+        self._took = dict.fromkeys(sizes, 1.0)  # seconds from joining to the end; corrected later
         Ranks(1, os.getpid, self.folder).wait(LONGEST)  # the server of forks is there from now on
         self._before = processes()
 
@@ -150,11 +139,8 @@ class Killer:
             # One that was killed on its way out has done its work, and so have those that saw it
             # go: all of them saved the last step before the first could leave. Whether it is the
             # right one is seen when the run has ended.
-            rest = [
-                each or {}
-                for rank, each in enumerate(said)
-                if rank != victim and not finished[rank]
-            ]
+            others = [each or {} for rank, each in enumerate(said) if rank != victim]
+            rest = [each for each in others if each.get("status") != "finished"]
             saw_it = [
                 each.get("error") == "RankError" and f"rank {victim} " in each["said"]
                 for each in rest
@@ -163,15 +149,14 @@ class Killer:
             return True
         self._took[size] = max(self._took[size], struck - began)
         self._judge(place, said, victim)
+        newest = [self._newest(here) or 0 for here in folders_of(place)]
         self.kills.append(
             {
                 "ranks": size,
                 "victim": victim,
                 "seconds_after_joining": round(struck - began, 3),
                 "seconds_until_all_had_ended": round(time.monotonic() - struck, 3),
-                "resumes_from_step": min(
-                    (self._newest(here) or 0 for here in folders_of(place)), default=0
-                ),
+                "resumes_from_step": min(newest, default=0),
             }
         )
         self._tell(self.kills[-1])
@@ -180,17 +165,14 @@ class Killer:
     def _judge(self, place, said, victim):
         others = [each for rank, each in enumerate(said) if rank != victim]
         assert said[victim] is None, said
-        assert all(
-            each["error"] == "RankError" and each["said"].startswith(f"rank {victim} ")
-            for each in others
-        ), said
+        for each in others:
+            assert each["error"] == "RankError", said
+            assert each["said"].startswith(f"rank {victim} "), said
         assert sum(each["speaks"] for each in others) == min(1, len(others)), said
         for here in folders_of(place):
             newest, whole = self._newest(here), self.whole / here.relative_to(place)
             if newest is not None:
-                assert contents_of(here, newest) == contents_of(whole, newest), (
-                    f"step {newest} is another"
-                )
+                assert contents_of(here, newest) == contents_of(whole, newest), f"step {newest}"
 
     def _newest(self, place):
         """The step from which it goes on; nothing that counts as complete may turn out damaged."""
@@ -206,22 +188,18 @@ class Killer:
         return None if found is None else found.step
 
     def summary(self):
+        kills = self.kills
+        moved = sum(n for (before, after), n in self.moves.items() if before != after)
         return {
-            "kills": len(self.kills),
-            "exact_resumes": len(self.kills),  # another would have raised
+            "kills": len(kills),
+            "exact_resumes": len(kills),  # another would have raised
             "runs": self.runs,
-            "kills_on_ranks": {
-                size: sum(kill["ranks"] == size for kill in self.kills) for size in self.sizes
-            },
-            "kills_of_rank_0": sum(kill["victim"] == 0 for kill in self.kills),
-            "resumes_on_another_number_of_ranks": sum(
-                n for (a, b), n in self.moves.items() if a != b
-            ),
-            "before_the_first_checkpoint": sum(
-                kill["resumes_from_step"] == 0 for kill in self.kills
-            ),
+            "kills_on_ranks": {n: sum(kill["ranks"] == n for kill in kills) for n in self.sizes},
+            "kills_of_rank_0": sum(kill["victim"] == 0 for kill in kills),
+            "resumes_on_another_number_of_ranks": moved,
+            "before_the_first_checkpoint": sum(kill["resumes_from_step"] == 0 for kill in kills),
             "too_late_to_hit": self.missed,
             "longest_seconds_until_all_had_ended": max(
-                kill["seconds_until_all_had_ended"] for kill in self.kills
+                kill["seconds_until_all_had_ended"] for kill in kills
             ),
         }
