@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,7 +129,7 @@ def transform(images: Tensor, random: Tensor, settings: Augment) -> Tensor:
     cropped = crop_and_flip(images, random, settings.crop_padding, flip=settings.flip)
     x = normalise(cropped, settings.mean, settings.std)
     if settings.erase is not None:
-        inside = boxes(random, settings.erase, height, width).cover(height, width)
+        inside = erased(random, settings.erase, height, width)
         x = torch.where(inside[..., None], per_channel(settings.erase.fill, x.device), x)
     return x.to(settings.dtype).permute(0, 3, 1, 2)
 
@@ -162,25 +162,8 @@ def crop_and_flip(images: Tensor, random: Tensor, padding: int, *, flip: bool) -
     return pixels * known[..., None]
 
 
-class Boxes(NamedTuple):
-    """A rectangle of each image; its height is 0 if nothing is erased."""
-
-    top: Tensor
-    left: Tensor
-    height: Tensor
-    width: Tensor
-
-    def cover(self, height: int, width: int) -> Tensor:
-        """Which pixels (n, height, width) of the images are inside."""
-        row = torch.arange(height, device=self.top.device)
-        column = torch.arange(width, device=self.top.device)
-        across = (row >= self.top[:, None]) & (row < (self.top + self.height)[:, None])
-        along = (column >= self.left[:, None]) & (column < (self.left + self.width)[:, None])
-        return across[:, :, None] & along[:, None, :]
-
-
-def boxes(random: Tensor, erasing: Erasing, height: int, width: int) -> Boxes:
-    """What is erased: the first attempted size that fits, at a place where it fits."""
+def erased(random: Tensor, erasing: Erasing, height: int, width: int) -> Tensor:
+    """Pixels (n, height, width) to erase: the first attempted size that fits, where it fits."""
     (least, most), (flattest, tallest) = erasing.area, erasing.aspect
     area = (least + (most - least) * random[SIZES : SIZES + erasing.attempts]) * (height * width)
     aspect = flattest + (tallest - flattest) * random[SIZES + erasing.attempts :]
@@ -190,9 +173,13 @@ def boxes(random: Tensor, erasing: Erasing, height: int, width: int) -> Boxes:
     for attempt in reversed(range(erasing.attempts)):  # the first attempt overwrites the others
         h = torch.where(fits[attempt], heights[attempt], h)
         w = torch.where(fits[attempt], widths[attempt], w)
-    h = h * (random[ERASE] < erasing.probability)
-    top, left = integers(random[TOP], height - h + 1), integers(random[LEFT], width - w + 1)
-    return Boxes(top, left, h.long(), w.long())
+    h = h * (random[ERASE] < erasing.probability)  # a height of 0 erases nothing
+    top = integers(random[TOP], height - h + 1)[:, None]
+    left = integers(random[LEFT], width - w + 1)[:, None]
+    row, column = (torch.arange(size, device=random.device) for size in (height, width))
+    across = (row >= top) & (row < top + h.long()[:, None])
+    along = (column >= left) & (column < left + w.long()[:, None])
+    return across[:, :, None] & along[:, None, :]
 
 
 def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
