@@ -134,7 +134,7 @@ class DrawRecorder:
         return {"n_seen": self.n_seen, "rows": rows, **swaps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the steps of `state_dict()`, thinned alike; more steps than then may follow."""
+        """Go on after the steps of `state_dict()`, thinned alike. More steps may follow."""
         rows, n_seen = state["rows"], state["n_seen"]
         kept = max(0, n_seen - self.burn_in) // self.thin
         fits = set(rows) == set(FIELDS) and all(len(tensor) == kept for tensor in rows.values())
@@ -225,8 +225,7 @@ class Drawing:
             self.run.prepare(self.options.n_steps, eager=not was_compiled, shared=shared)
             if found is not None and was_compiled and not self.run.is_compiled:
                 logger.warning(
-                    "%s is of a compiled run; it goes on eagerly, with the same numbers to rounding",
-                    found.path,
+                    "%s is of a compiled run; it goes on eagerly, the same to rounding", found.path
                 )
         if found is not None:
             with _its_form(found.path):

@@ -269,6 +269,6 @@ def _row(tree: Any, k: int) -> Any:
 
 
 def _rows_from(tree: Any, first: int) -> list[Tensor]:
-    """The rows of every stacked tensor from `first` on, each row contiguous as the kernels expect."""
+    """The rows of every stacked tensor from `first` on; kernels expect contiguous rows."""
     leaves = [tensor[first:] for tensor in pytree.tree_leaves(tree)]
     return [tensor if tensor[0].is_contiguous() else tensor.contiguous() for tensor in leaves]

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import shutil
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,16 +30,16 @@ from torch import Tensor
 
 from torchrex.errors import TargetError
 
-ALLOWED_CALLS = {
+# What Inductor's code may call besides its own kernels: allocation and checks.
+ALLOWED = [
     "empty_strided_cpu",
     "assert_size_stride",
     "assert_alignment",
     "reinterpret_tensor",
     "clear",
-}
-
-
-LARGEST_SCALAR = 8  # numbers in a tensor; up to here plain scalar code is faster than masked vectors (0.07 against 0.13 us)
+]
+# Numbers in a tensor up to which scalar code is faster than masked vectors (0.07 against 0.13 us).
+LARGEST_SCALAR = 8
 LARGEST_PRODUCT = 2**20  # multiplications of a matrix product that is unrolled into the kernels
 
 
@@ -47,18 +49,14 @@ class CannotReplayError(RuntimeError):
 
 @dataclass
 class Recording:
-    """Kernel calls of one execution: addresses, the tensors they touched (kept alive), and the
-    outputs.
-    """
+    """Kernel calls of one execution: addresses, the tensors they touched (kept alive), outputs."""
 
     kernels: list[tuple[int, tuple[Tensor, ...]]]
     outputs: list[Tensor]
 
 
 def record(function: Callable[..., Sequence[Tensor]], args: Sequence[Tensor]) -> Recording:
-    """Compile a pure function of CPU tensors and record the kernel calls of one execution on
-    `args`.
-    """
+    """Compile a pure function of CPU tensors and record its kernel calls on `args`."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
@@ -79,26 +77,20 @@ def record(function: Callable[..., Sequence[Tensor]], args: Sequence[Tensor]) ->
             graph = trace(*args)
     except GuardOnDataDependentSymNode:
         raise CannotReplayError(
-            "the target branches on the values of its tensors (torch.distributions do, unless made with validate_args=False)"
+            "the target branches on the values of its tensors (torch.distributions do, unless made "
+            "with validate_args=False)"
         ) from None
+    sizes = [0]
     for node in graph.graph.nodes:
-        if (
-            isinstance(node.target, torch._ops.OpOverload)
-            and torch.Tag.nondeterministic_seeded in node.target.tags
-        ):
+        tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
+        if torch.Tag.nondeterministic_seeded in tags:
             raise CannotReplayError(f"the target draws random numbers of its own ({node.target})")
-    # One thread: a step is too short to share out, and a parallel region in each of them would cost
-    # more than it saves.
-    settings = {
-        "cpp_wrapper": False,
-        "compile_threads": 1,
-        "graph_partition": False,
-        "cpp.threads": 1,
-    }
-    values = [
-        node.meta["val"] for node in graph.graph.nodes if isinstance(node.meta.get("val"), Tensor)
-    ]
-    if max(value.numel() for value in values) <= LARGEST_SCALAR:
+        if isinstance(value := node.meta.get("val"), Tensor):
+            sizes.append(value.numel())
+    # One thread: a step is too short to share out.
+    settings: dict[str, Any] = {"cpp_wrapper": False, "graph_partition": False}
+    settings |= {"compile_threads": 1, "cpp.threads": 1}
+    if max(sizes) <= LARGEST_SCALAR:
         settings["cpp.simdlen"] = 1
     with torch.no_grad(), config.patch(settings):
         compiled: Any = compile_fx_inner(graph, list(args))
@@ -130,8 +122,8 @@ def record(function: Callable[..., Sequence[Tensor]], args: Sequence[Tensor]) ->
 
 
 def _small_products() -> dict[Any, Callable[..., Any]]:
-    """Matrix products as multiply and sum, which Inductor fuses into the step; as library calls
-    they could not be recorded.
+    """Matrix products as multiply and sum, which Inductor fuses into the step. Library calls could
+    not be recorded.
     """
     aten = torch.ops.aten
 
@@ -150,32 +142,22 @@ def _small_products() -> dict[Any, Callable[..., Any]]:
     def mv(a: Tensor, v: Tensor) -> Any:
         return (a * v).sum(1) if a.numel() <= LARGEST_PRODUCT else NotImplemented
 
-    return {
-        aten.mm.default: mm,
-        aten.bmm.default: bmm,
-        aten.addmm.default: addmm,
-        aten.mv.default: mv,
-    }
+    products = ((aten.mm, mm), (aten.bmm, bmm), (aten.addmm, addmm), (aten.mv, mv))
+    return {operator.default: function for operator, function in products}
 
 
 def _require_only_kernels(source: str, kernels: set[str]) -> None:
-    """Refuse a graph whose code calls a library function (a matrix product, say): it would be
-    missing from the recording.
-    """
-    tree = ast.parse(source)
-    bodies = [
-        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "call"
-    ]
-    if not bodies:
+    """Refuse a graph whose code calls a library function: the recording would not have it."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    body = next((function for function in functions if function.name == "call"), None)
+    if body is None:
         raise CannotReplayError("Inductor's code has an unknown form")
-    for node in ast.walk(bodies[0]):
+    for node in ast.walk(body):
         if isinstance(node, ast.Call):
-            name = (
-                node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "?")
-            )
-            if name not in kernels | ALLOWED_CALLS:
+            called = ast.unparse(node.func)
+            if called.split(".")[-1] not in kernels.union(ALLOWED):
                 raise CannotReplayError(
-                    f"the step calls {ast.unparse(node.func)}, which is not one of its own kernels"
+                    f"the step calls {called}, which is not one of its own kernels"
                 )
 
 
@@ -210,55 +192,50 @@ class Replay:
 
     def _build(self) -> Any:
         """Write, compile and load the C loop."""
-        source = "\n".join(
-            [
-                "#include <string.h>",
-                "#include <exception>",
-                'extern "C" int replay(long n, long next, long every, char** p, char* error, long size) {',
-                "  try {",
-                "  for (long t = 0, j = 0; t < n; t++) {",
-                "    if (t == next) {" if self._measure else "    if (0) {",
-                *(
-                    self._program(self._measure, self._measure_examples, "j", [])
-                    if self._measure
-                    else []
-                ),
-                "      next += every; j++;",
-                "    }",
-                *self._program(self._step, self._examples, "t", self._output_like),
-                "  }",
-                "  } catch (const std::exception& e) { strncpy(error, e.what(), size - 1); return 1; }",
-                "  return 0;",
-                "}",
-            ]
-        )
         from torch._inductor.cpp_builder import get_cpp_compiler
 
-        with tempfile.TemporaryDirectory(prefix="torchrex-") as folder:
-            code, library = Path(folder, "loop.cpp"), Path(folder, "loop.so")
-            code.write_text(source)
-            command = [get_cpp_compiler(), "-O2", "-shared", "-fPIC", str(code), "-o", str(library)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise CannotReplayError(
-                    f"the C++ compiler failed: {done.stderr.strip().splitlines()[-1:]}"
-                )
-            return ctypes.CDLL(str(library)).replay
+        measure = ["    if (0) {"]
+        if self._measure is not None:
+            program = self._program(self._measure, self._measure_examples, "j", [])
+            measure = ["    if (t == next) {", *program, "      next += every; j++;"]
+        lines = [
+            "#include <string.h>",
+            "#include <exception>",
+            'extern "C" int replay(long n, long next, long every, char** p, char* why, long m) {',
+            "  try {",
+            "  for (long t = 0, j = 0; t < n; t++) {",
+            *measure,
+            "    }",
+            *self._program(self._step, self._examples, "t", self._output_like),
+            "  }",
+            "  } catch (const std::exception& e) { strncpy(why, e.what(), m - 1); return 1; }",
+            '  catch (...) { strncpy(why, "unknown error", m - 1); return 1; }',
+            "  return 0;",
+            "}",
+        ]
+        # The file stays as long as the loop: an exception's backtrace looks into it.
+        folder = tempfile.mkdtemp(prefix="torchrex-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        code, library = Path(folder, "loop.cpp"), Path(folder, "loop.so")
+        code.write_text("\n".join(lines))
+        command = [get_cpp_compiler(), "-O2", "-shared", "-fPIC", str(code), "-o", str(library)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1:]
+            raise CannotReplayError(f"the C++ compiler failed: {last}")
+        return ctypes.CDLL(str(library)).replay
 
     def _program(
         self, recording: Recording, examples: list[Tensor], index: str, outputs: list[Tensor]
     ) -> list[str]:
-        """C statements of one program. A pointer is a row of `p` and, for stacked tensors, a step
-        along the stacking axis.
-        """
+        """C statements of one program. A pointer is a row of `p`, plus a stride if stacked."""
         role: dict[int, tuple[str, int]] = {}  # storage address -> (what it is, which one)
         for tensor in self.carry:
             role[_storage(tensor)] = ("fixed", self._slot("address", tensor.data_ptr()))
         kind = "input" if index == "t" else "measure"
         for which, tensor in enumerate(examples):
             role[_storage(tensor)] = (kind, self._slot(kind, which))
-        # An output that a kernel writes for itself alone goes straight to its place; any other is
-        # copied there.
+        # An output that a kernel writes alone goes straight to its place; others are copied there.
         written = {_storage(tensor) for _, tensors in recording.kernels for tensor in tensors}
         shared = {_storage(tensor) for tensor in recording.outputs[: len(self.carry)]}
         copies = []
@@ -266,8 +243,8 @@ class Replay:
             if not tensor.is_contiguous():
                 raise CannotReplayError("an output is not contiguous")
             slot, address = self._slot("output", which), _storage(tensor)
-            whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-            if whole and address in written and address not in role and address not in shared:
+            alone = tensor.untyped_storage().nbytes() == tensor.nbytes
+            if alone and address in written and address not in role and address not in shared:
                 role[address] = ("output", slot)
             else:
                 copies.append((slot, tensor))
@@ -275,46 +252,34 @@ class Replay:
         def pointer(tensor: Tensor) -> str:
             what, slot = role.get(_storage(tensor), ("", -1))
             if slot < 0:
-                what, slot = role.setdefault(
-                    _storage(tensor), ("fixed", self._slot("address", _storage(tensor)))
-                )
-            offset = tensor.data_ptr() - _storage(tensor)
-            return f"p[{slot}] + {offset}L" + (
-                "" if what == "fixed" else f" + {index} * (long)p[{slot + 1}]"
-            )
+                what, slot = "fixed", self._slot("address", _storage(tensor))
+                role[_storage(tensor)] = what, slot
+            start = f"p[{slot}] + {tensor.data_ptr() - _storage(tensor)}L"
+            return start if what == "fixed" else f"{start} + {index} * (long)p[{slot + 1}]"
 
         lines = []
         for address, tensors in recording.kernels:
-            slot = self._slot("address", address)
-            types, values = (
-                ", ".join(["char*"] * len(tensors)),
-                ", ".join(pointer(tensor) for tensor in tensors),
-            )
+            slot, types = self._slot("address", address), ", ".join(["char*"] * len(tensors))
+            values = ", ".join(pointer(tensor) for tensor in tensors)
             lines.append(f"((void (*)({types}))p[{slot}])({values});")
         for slot, tensor in copies:
-            size = tensor.numel() * tensor.element_size()
-            lines.append(
-                f"memcpy(p[{slot}] + {index} * (long)p[{slot + 1}], {pointer(tensor)}, {size});"
-            )
+            place = f"p[{slot}] + {index} * (long)p[{slot + 1}]"
+            lines.append(f"memcpy({place}, {pointer(tensor)}, {tensor.nbytes});")
         for old, new in zip(self.carry, recording.outputs, strict=False):
             if new.data_ptr() == old.data_ptr():
                 continue
-            if (
-                _storage(new) in {_storage(tensor) for tensor in self.carry}
-                or not new.is_contiguous()
-            ):
+            carried = {_storage(tensor) for tensor in self.carry}
+            if _storage(new) in carried or not new.is_contiguous():
                 raise CannotReplayError("the step permutes its own state")
             if (new.shape, new.dtype) != (old.shape, old.dtype):
                 raise CannotReplayError(
                     f"the step changes its state from {old.dtype} to {new.dtype}"
                 )
-            lines.append(
-                f"memcpy({pointer(old)}, {pointer(new)}, {old.numel() * old.element_size()});"
-            )
+            lines.append(f"memcpy({pointer(old)}, {pointer(new)}, {old.nbytes});")
         return ["      " + line for line in lines]
 
     def _slot(self, kind: str, which: int) -> int:
-        """A row of the pointer table; stacked tensors take a second row for their stride in bytes."""
+        """A row of the pointer table; stacked tensors have a second row, their stride in bytes."""
         self._pointers.append((kind, which))
         if kind != "address":
             self._pointers.append((kind + " stride", which))
@@ -334,32 +299,23 @@ class Replay:
         measure_at: int = -1,
         every: int = 0,
     ) -> None:
-        """`n` steps over stacked inputs; a measurement before step `measure_at`, counted from here,
-        and each `every` after.
+        """`n` steps over stacked inputs. A measurement comes before step `measure_at`, counted from
+        here, and each `every` after.
         """
         stacked = {"input": inputs, "output": outputs, "measure": measure_inputs}
         table = (ctypes.c_void_p * len(self._pointers))()
         for row, (kind, which) in enumerate(self._pointers):
+            tensors = stacked.get(kind.removesuffix(" stride"))
             if kind == "address":
                 table[row] = which
-            elif stacked[kind.removesuffix(" stride")]:
-                tensor = stacked[kind.removesuffix(" stride")][which]
-                table[row] = (
-                    tensor.stride(0) * tensor.element_size()
-                    if kind.endswith("stride")
-                    else tensor.data_ptr()
-                )
-        error = ctypes.create_string_buffer(500)
-        failed = self._function(
-            ctypes.c_long(n),
-            ctypes.c_long(measure_at),
-            ctypes.c_long(every),
-            table,
-            error,
-            ctypes.c_long(len(error)),
-        )
-        if failed:  # a kernel checks the bounds of an index, say
-            reason = error.value.decode(errors="replace").splitlines()[0].split(", ")[-1]
+            elif tensors:
+                tensor, is_stride = tensors[which], kind.endswith("stride")
+                stride = tensor.stride(0) * tensor.element_size()
+                table[row] = stride if is_stride else tensor.data_ptr()
+        why, numbers = ctypes.create_string_buffer(500), map(ctypes.c_long, (n, measure_at, every))
+        if self._function(*numbers, table, why, ctypes.c_long(len(why))):
+            # A kernel checks the bounds of an index, say.
+            reason = why.value.decode(errors="replace").splitlines()[0].split(", ")[-1]
             raise TargetError(f"the target failed inside the compiled loop: {reason}")
 
 

@@ -159,7 +159,7 @@ class DensityExchange(ReplicaExchange):
         yield info
 
     def _up_to_failure(self, info: StepInfo, first_at: Tensor) -> Iterator[StepInfo]:
-        """Yield the good steps of this stretch, then raise for the first energy that is not finite."""
+        """Yield the good steps of this stretch, then raise for the first non-finite energy."""
         k, rung, run = (int(i) for i in (~info.energy.isfinite()).nonzero()[0])
         replica_at = first_at if k == 0 else info.replica_at[k - 1]
         if k:
@@ -269,8 +269,8 @@ class DensityExchange(ReplicaExchange):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict()` of a run with the same target, ladder and rules. A state of another
-        form leaves the run as it was.
+        """Restore `state_dict()` of a run with the same target, ladder and rules. A state of
+        another form leaves the run as it was.
         """
         self._require_same(state.get("setting"), self.setting)
         given, here = tuple(state["position"].shape), tuple(self._ensemble.position.shape)

@@ -1,4 +1,4 @@
-"""Independent runs in shards: which process samples which, with which seed, and how the draws of all
+"""Independent runs in shards: which process samples which, with which seed, and how the draws
 come together.
 
 The number of shards decides the random numbers, the number of processes does not. Each process

@@ -18,9 +18,7 @@ from torchrex.targets import Energy, Noise, Target
 
 @dataclass(frozen=True)
 class TensorEnsemble:
-    """R replicas x B runs. Immutable: a move returns a new ensemble, so a step can be traced,
-    compiled and repeated.
-    """
+    """R replicas x B runs. Immutable: a move returns a new ensemble."""
 
     target: Target
     sampler: Sampler
@@ -56,7 +54,8 @@ class TensorEnsemble:
             position = start.expand(shape).clone()
         except RuntimeError:
             raise InvalidArgumentError(
-                f"initial must be a number or broadcast to (rungs, runs, dim) = {shape}, got shape {tuple(start.shape)}"
+                f"initial must be a number or broadcast to (rungs, runs, dim) = {shape}, "
+                f"got shape {tuple(start.shape)}"
             ) from None
         if not bool(position.isfinite().all()):
             raise InvalidArgumentError("initial must be finite")
@@ -78,13 +77,10 @@ class TensorEnsemble:
         return False  # targets draw their own minibatches with replacement
 
     def evaluate(self, noise: Noise) -> tuple[Energy, Tensor]:
-        """Energies and gradients at the current positions, in the ensemble's own precision whatever
-        the target computes in.
-        """
+        """Energies and gradients, in the ensemble's precision whatever the target computes in."""
         energy, gradient = self.target.energy_and_gradient(self.position, noise)
-        return energy._replace(total=energy.total.to(self.position.dtype)), gradient.to(
-            self.position.dtype
-        )
+        dtype = self.position.dtype
+        return energy._replace(total=energy.total.to(dtype)), gradient.to(dtype)
 
     def energies(self, noise: Noise) -> Energy:
         """Energies alone; noise with a leading axis gives repeated draws along that axis."""
@@ -104,7 +100,7 @@ class TensorEnsemble:
         policy: MomentumPolicy,
         step: Tensor,
     ) -> TensorEnsemble:
-        """Adjust the samplers' states after a swap, then move every replica with its rung's rates."""
+        """Adjust the sampler states after a swap, then move every replica with its rung's rates."""
         swapped, before, after, lr, temperature = (each.unsqueeze(-1) for each in exchanged)
         state = after_swap(
             self.sampler,
@@ -142,20 +138,14 @@ class TensorEnsemble:
     def draw_move_noise(self, generator: torch.Generator, n: int, *, refresh: bool) -> Noise:
         """Standard normals of `n` moves; a second set where momenta are drawn anew at a swap."""
 
-        def normals() -> Tensor:
-            return torch.randn(
-                (n, *self.position.shape),
-                generator=generator,
-                dtype=self.position.dtype,
-                device=generator.device,
-            )
-
-        return {"move": normals()} | (
-            {"refresh": normals()} if refresh and self.sampler.velocity_std else {}
-        )
+        shape, dtype, device = (n, *self.position.shape), self.position.dtype, generator.device
+        names = ["move", "refresh"] if refresh and self.sampler.velocity_std else ["move"]
+        return {
+            name: torch.randn(shape, generator=generator, dtype=dtype, device=device)
+            for name in names
+        }
 
     def __repr__(self) -> str:
         replicas, runs, _ = self.position.shape
-        return (
-            f"TensorEnsemble({self.target!r}, {self.sampler!r}, {replicas} replicas x {runs} runs)"
-        )
+        sizes = f"{replicas} replicas x {runs} runs"
+        return f"TensorEnsemble({self.target!r}, {self.sampler!r}, {sizes})"
