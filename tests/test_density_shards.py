@@ -21,28 +21,16 @@ from torchrex.rng import derive_seed
 
 NAMES = ("values", "steps", "noise_variance", "replica_at", "energy", "accepted", "proposed")
 MIXTURE = tr.Noisy(tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5]), tr.Gaussian(2.0))
-RULES = {
-    "temperatures": (1.0, 10.0),
-    "lr": 0.03,
-    "correction_factor": 2.0,
-    "thin": 7,
-    "burn_in": 30,
-}
+LADDER = tr.Ladder((1.0, 10.0), 0.03)
+NOISE = tr.RunningMean(tr.RepeatedDraws(4, 50), initial=10.0)
 
 
-def draw(folder=None, n_steps=600, n_runs=7, **more):
-    noise = tr.RunningMean(tr.RepeatedDraws(4, 50), initial=10.0)
-    start = torch.linspace(-2.0, 2.0, n_runs)[:, None]
-    settings = {
-        **RULES,
-        "seed": 5,
-        "initial": start,
-        "noise": noise,
-        "checkpoint_every": 100,
-        "shards": 4,
-        **more,
-    }
-    return tr.sample(MIXTURE, n_steps=n_steps, n_runs=n_runs, checkpoints=folder, **settings)
+def draw(folder=None, n_steps=600, n_runs=7, seed=5, shards=4, **more):
+    sizes = {"n_steps": n_steps, "n_runs": n_runs, "thin": 7, "burn_in": 30, "shards": shards}
+    rules = {"ladder": LADDER, "noise": NOISE, "correction_factor": 2.0}
+    start = {"initial": torch.linspace(-2.0, 2.0, n_runs)[:, None], "seed": seed}
+    options = {**sizes, **rules, **start, "checkpoint_every": 100, **more}
+    return tr.sample(MIXTURE, checkpoints=folder, **options)
 
 
 def assert_same(a, b):
@@ -53,10 +41,9 @@ def assert_same(a, b):
 
 def plain(draws):
     """Equal means equal bit for bit."""
-    tensors = {
-        name: [str(getattr(draws, name).dtype), getattr(draws, name).tolist()] for name in NAMES
-    }
-    return {**tensors, "n_steps": draws.n_steps, "status": draws.status, "settings": draws.settings}
+    tensors = {name: getattr(draws, name) for name in NAMES}
+    lists = {name: [str(tensor.dtype), tensor.tolist()] for name, tensor in tensors.items()}
+    return {**lists, "n_steps": draws.n_steps, "status": draws.status, "settings": draws.settings}
 
 
 # In one process
@@ -68,7 +55,7 @@ def test_runs_are_cut_into_neighbours():
 
 
 @pytest.mark.parametrize("sampler", [None, tr.SGHMC(0.2)])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_shard_is_a_run_of_its_own_seed_and_its_own_part_of_the_start(
     compiled, sampler, monkeypatch
 ):
@@ -80,17 +67,8 @@ def test_a_shard_is_a_run_of_its_own_seed_and_its_own_part_of_the_start(
     parts = []
     for k, runs in enumerate(cut(7, 3)):
         start = torch.linspace(-2.0, 2.0, 7)[runs.start : runs.stop, None]
-        seed = derive_seed(5, f"shard.{k}")
-        parts.append(
-            draw(
-                n_runs=len(runs),
-                shards=None,
-                seed=seed,
-                initial=start,
-                compiled=compiled,
-                sampler=sampler,
-            )
-        )
+        own = {"seed": derive_seed(5, f"shard.{k}"), "initial": start, "shards": None}
+        parts.append(draw(n_runs=len(runs), compiled=compiled, sampler=sampler, **own))
     assert whole.values.shape[0] == 7
     assert whole.settings["shards"] == 3
     assert whole.acceptance_rate > 0
@@ -111,23 +89,15 @@ def test_draws_go_as_far_as_all_shards_do(tmp_path):
         if len(seen) == 7:
             raise KeyboardInterrupt
 
-    part, whole = (
-        draw(tmp_path, n_steps=2000, progress=interrupt, on_interrupt="return"),
-        draw(n_steps=2000),
-    )
-    assert part.status == "interrupted"
-    assert part.n_steps == 100  # the first three have done 200
-    assert part.n_draws == 10
+    part = draw(tmp_path, n_steps=800, progress=interrupt, on_interrupt="return")
+    whole = draw(n_steps=800)
+    # The first three have done 200 steps.
+    assert (part.status, part.n_steps, part.n_draws) == ("interrupted", 100, 10)
     assert torch.equal(part.values, whole.values[:, :10])
     assert torch.equal(part.energy, whole.energy[:10])
-    assert part.values.shape[0] == 7
-    assert [tr.Checkpoints(tmp_path / f"shard={k}").steps()[-1] for k in range(4)] == [
-        200,
-        200,
-        200,
-        100,
-    ]
-    assert_same(draw(tmp_path, n_steps=2000), whole)
+    newest = [tr.Checkpoints(tmp_path / f"shard={k}").steps()[-1] for k in range(4)]
+    assert newest == [200, 200, 200, 100]
+    assert_same(draw(tmp_path, n_steps=800), whole)
 
 
 def test_a_budget_that_is_used_up_at_once_leaves_something_of_every_shard(tmp_path):
@@ -137,17 +107,15 @@ def test_a_budget_that_is_used_up_at_once_leaves_something_of_every_shard(tmp_pa
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
-    for shards, words in (
-        (8, "n_runs=7 cannot be divided into shards=8"),
-        (0, "whole number >= 1"),
-        (True, "whole number"),
+    for bad, word in (
+        ({"shards": 8}, "shards=8"),
+        ({"shards": 0}, "whole number >= 1"),
+        ({"shards": True}, "whole number"),
+        ({"seed": -1}, "seed"),
+        ({"initial": torch.zeros(3, 1)}, "broadcast to"),
     ):
-        with pytest.raises(InvalidArgumentError, match=words):
-            draw(shards=shards)
-    with pytest.raises(InvalidArgumentError, match="seed must be"):
-        draw(seed=-1)
-    with pytest.raises(InvalidArgumentError, match="broadcast to"):
-        draw(initial=torch.zeros(3, 1))
+        with pytest.raises(InvalidArgumentError, match=word):
+            draw(**bad)
     draw(tmp_path / "four", n_steps=100)
     draw(tmp_path / "one", n_steps=100, shards=None)
     with pytest.raises(CheckpointError, match=r"shard was '0 of 4' and is now '0 of 2'"):
@@ -162,18 +130,9 @@ def breaks(x):
     return torch.where(x[:, 0] > 5.5, float("nan"), -0.5 * x.square().sum(-1))
 
 
-def draw_broken(folder=None, shards=4):
-    settings = {
-        "temperatures": (1.0, 2.0),
-        "lr": 0.1,
-        "n_steps": 5000,
-        "n_runs": 6,
-        "dtype": torch.float64,
-        "seed": 2,
-    }
-    return tr.sample(
-        breaks, dim=1, shards=shards, checkpoints=folder, checkpoint_every=20, **settings
-    )
+def draw_broken(n_runs=6, shards=4, seed=2):
+    ladder, sizes = tr.Ladder((1.0, 2.0), 0.1), {"dim": 1, "n_steps": 5000, "n_runs": n_runs}
+    return tr.sample(breaks, ladder=ladder, **sizes, shards=shards, dtype=torch.float64, seed=seed)
 
 
 def test_a_broken_run_is_counted_among_all():
@@ -185,20 +144,11 @@ def test_a_broken_run_is_counted_among_all():
     assert error.draws.values.isfinite().all()
     (shard,) = (k for k, runs in enumerate(cut(6, 4)) if error.run in runs)
     runs = cut(6, 4)[shard]
-    settings = {
-        "temperatures": (1.0, 2.0),
-        "lr": 0.1,
-        "n_steps": 5000,
-        "n_runs": len(runs),
-        "dtype": torch.float64,
-    }
-    with pytest.raises(NonFiniteEnergyError) as alone:
-        tr.sample(breaks, dim=1, seed=derive_seed(2, f"shard.{shard}"), **settings)
-    assert (alone.value.step, alone.value.run + runs.start, alone.value.rung) == (
-        error.step,
-        error.run,
-        error.rung,
-    )
+    with pytest.raises(NonFiniteEnergyError) as caught:
+        draw_broken(len(runs), None, derive_seed(2, f"shard.{shard}"))
+    alone = caught.value
+    assert (alone.step, alone.run + runs.start) == (error.step, error.run)
+    assert alone.rung == error.rung
 
 
 # On several
@@ -208,6 +158,7 @@ def job(folder, options):
     return plain(draw(folder, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"n_steps": 300, "compiled": True, "sampler": tr.SGHMC(0.2)}],
@@ -220,6 +171,7 @@ def test_the_number_of_processes_changes_nothing(tmp_path, options):
         assert run_ranks(n, job, tmp_path, str(tmp_path / str(n)), options) == [alone] * n
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(4, 1), (4, 2), (1, 3)])
 def test_a_run_goes_on_on_another_number_of_processes(tmp_path, before, after):
     run_ranks(before, job, tmp_path, str(tmp_path / "run"), {"n_steps": 250})
@@ -235,26 +187,19 @@ def refused(folder, what):
     elif what == "none":
         draw(shards=None)
     elif what == "other":
-        draw(folder, lr=0.02 if rank == 1 else 0.03)
+        draw(folder, ladder=tr.Ladder((1.0, 10.0), 0.02) if rank == 1 else LADDER)
     elif what == "broken":
         draw_broken()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "error", "words"),
     [
-        (
-            "seeds",
-            "InvalidArgumentError",
-            "rank 0 has seed 0 and rank 1 1; give all processes the same seed",
-        ),
-        (
-            "shards",
-            "InvalidArgumentError",
-            "4 processes cannot share 3 shards; give shards=4 or more",
-        ),
-        ("none", "InvalidArgumentError", "4 processes cannot share 1 shard; give shards=4 or more"),
-        ("other", "CheckpointError", "is a checkpoint of another setting: ladder."),
+        ("seeds", "InvalidArgumentError", "rank 0 has seed 0 and rank 1 1"),
+        ("shards", "InvalidArgumentError", "4 processes cannot share 3 shards; give shards=4"),
+        ("none", "InvalidArgumentError", "4 processes cannot share 1 shard; give shards=4"),
+        ("other", "CheckpointError", "another setting: ladder."),
         ("broken", "NonFiniteEnergyError", "became nan at step"),
     ],
 )
@@ -282,31 +227,22 @@ def slow(folder, slow_ranks, timeout, raises="", n_steps=300):
     """Some ranks take seconds, the others none: more than the time-out of a collective."""
     os.environ |= {"SLOW": slow_ranks, "RAISES": raises}
     processes.SILENCE = 2.0
-    settings = {"temperatures": (1.0, 2.0), "lr": 0.1, "n_runs": 4, "seed": 2, "compiled": False}
-    open(f"{folder}-{os.environ['RANK']}", "w").close()
-    draws = tr.sample(
-        slow_target,
-        dim=1,
-        n_steps=n_steps,
-        shards=4,
-        checkpoints=folder,
-        checkpoint_every=50,
-        on_interrupt="return",
-        **settings,
-    )
-    return {
-        "status": draws.status,
-        "sum": float(draws.values.double().sum()),
-        "n_steps": draws.n_steps,
-    }
+    sizes = {"dim": 1, "n_steps": n_steps, "n_runs": 4, "shards": 4, "checkpoint_every": 50}
+    options = {**sizes, "seed": 2, "compiled": False, "on_interrupt": "return"}
+    ladder = tr.Ladder((1.0, 2.0), 0.1)
+    draws = tr.sample(slow_target, ladder=ladder, checkpoints=folder, **options)
+    total = float(draws.values.double().sum())
+    return {"status": draws.status, "sum": total, "n_steps": draws.n_steps}
 
 
+@pytest.mark.slow
 def test_nobody_is_too_slow_as_long_as_he_lives(tmp_path):
     said = run_ranks(2, slow, tmp_path, str(tmp_path / "run"), "1", 2, timeout=2)
     assert [each.get("status") for each in said] == ["finished"] * 2, said
     assert said[0] == said[1]
 
 
+@pytest.mark.slow
 def test_an_error_of_the_users_own_reaches_the_others(tmp_path):
     said = run_ranks(2, slow, tmp_path, str(tmp_path / "run"), "", 2, "1")
     assert said[1]["error"] == "ZeroDivisionError"
@@ -323,6 +259,7 @@ def after_checkpoint(ranks, folder, shard):
     return ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_gone_is_named_and_the_rest_goes_on_from_there(tmp_path, number):
     whole = run_ranks(1, slow, tmp_path, str(tmp_path / "whole"), "", 60)
@@ -341,6 +278,7 @@ def test_a_rank_that_is_gone_is_named_and_the_rest_goes_on_from_there(tmp_path, 
     assert run_ranks(1, slow, tmp_path, str(tmp_path / "run"), "", 60) == whole
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_stops_all(tmp_path):
     whole = run_ranks(1, slow, tmp_path, str(tmp_path / "whole"), "", 60, "", 2000)
     ranks = Ranks(2, slow, tmp_path, str(tmp_path / "run"), "0 1", 60, "", 2000)

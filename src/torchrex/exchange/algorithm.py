@@ -1,12 +1,11 @@
-"""Algorithm 1 of Deng et al. (2020), cut at another point of its loop: energies, SA step, swaps,
-move.
+"""Algorithm 1 of Deng et al. (2020), its loop begun elsewhere: energies, SA step, swaps, move.
 
 A gradient does not depend on the temperature, so the energies that come with the gradients at the
-current positions serve the swap test too, and a step needs one evaluation. A swap exchanges who
-stands on which rung and moves no weights.
+current positions serve the swap test too, and a step needs one evaluation. A swap exchanges rungs
+and moves no weights.
 
-Everything here is a pure function of tensors that are handed in, random numbers included. It does
-not know what kind of ensemble it drives, nor whether it runs eagerly or compiled.
+Everything here is a pure function of tensors, random numbers included. It does not know the kind of
+ensemble, nor whether it runs eagerly or compiled.
 """
 
 from __future__ import annotations
@@ -53,22 +52,22 @@ class Rules:
 
     @property
     def swaps(self) -> bool:
-        """Is there anybody to swap with?"""
+        """Can any pair swap?"""
         return self.ladder.n_pairs > 0 and not isinstance(self.pairing, NoSwaps)
 
 
 class ExchangeState(NamedTuple):
     """What the next step needs besides the ensemble."""
 
-    replica_at: Tensor  # (rungs, runs): who stands there; the only thing a swap changes
-    noise_variance: Tensor  # (pairs, runs): what the estimator remembers: sigma2, or the variance of one example's term
+    replica_at: Tensor  # (rungs, runs): the only thing a swap changes
+    noise_variance: Tensor  # (pairs, runs): sigma2, or the variance of one example's term
     noise_updates: Tensor  # (pairs, runs): SA steps taken so far
     correction_factor: Tensor  # (..., pairs, runs): memory of the rule for F
     resting: Tensor  # (pairs, runs): for how many steps more the pair is not tested
 
     @property
     def rung_of(self) -> Tensor:
-        """(replicas, runs): where each replica stands, the inverse of replica_at."""
+        """(replicas, runs): the rung of each replica, the inverse of replica_at."""
         return Selects.invert(self.replica_at)
 
     @staticmethod
@@ -77,12 +76,10 @@ class ExchangeState(NamedTuple):
     ) -> ExchangeState:
         """Replica k is at rung k."""
         n_rungs, n_pairs = rules.ladder.n_rungs, rules.ladder.n_pairs
-        replica_at = torch.arange(n_rungs, device=device, dtype=rules.assignment.dtype)[
-            :, None
-        ].repeat(1, n_runs)
+        rungs = torch.arange(n_rungs, device=device, dtype=rules.assignment.dtype)
         per_pair = torch.ones(n_pairs, n_runs, device=device, dtype=dtype)
         return ExchangeState(
-            replica_at=replica_at,
+            replica_at=rungs[:, None].repeat(1, n_runs),
             noise_variance=per_pair * rules.noise.initial,
             noise_updates=torch.zeros_like(per_pair),
             correction_factor=rules.factor.start(per_pair),
@@ -95,9 +92,7 @@ class StepInputs(NamedTuple):
 
     temperature: Tensor  # (rungs,)
     lr: Tensor  # (rungs,)
-    move_temperature: (
-        Tensor  # (rungs,): that of the noise of the move, the same unless the ladder says otherwise
-    )
+    move_temperature: Tensor  # (rungs,): of the move's noise, the same unless the ladder differs
     first_gap: Tensor  # (pairs,): inverse gaps at step 0
     proposed: Tensor  # (rounds, pairs, runs or 1): which pairs are tested
     uniform: Tensor  # (rounds, pairs, runs)
@@ -119,12 +114,12 @@ class StepInfo(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """What the swaps of one step leave for the ensemble to act on; all of shape (replicas, runs)."""
+    """What the ensemble has to do after the swaps of one step; all of shape (replicas, runs)."""
 
     swapped: Tensor  # has the replica changed rungs?
-    scale_before: Tensor  # sqrt(lr * temperature) of the rung it stood on,
-    scale_after: Tensor  # and of the rung it stands on
-    lr: Tensor  # of the rung it stands on
+    scale_before: Tensor  # sqrt(lr * temperature) of the rung before,
+    scale_after: Tensor  # and of the rung now
+    lr: Tensor  # of the rung now
     temperature: Tensor
 
 
@@ -134,9 +129,7 @@ class Ensemble(Protocol):
     @property
     def n_data(self) -> int | None: ...
     @property
-    def finite_population(
-        self,
-    ) -> bool: ...  # are examples drawn without replacement, and is nothing else random?
+    def finite_population(self) -> bool: ...  # no example twice, and nothing else random?
     def evaluate(self, noise: Noise) -> tuple[Energy, Tensor]: ...
     def energies(self, noise: Noise) -> Energy: ...
     def draw_of(self, replica: Tensor) -> Tensor: ...
@@ -163,9 +156,7 @@ def step(
     *,
     exchange: Exchange | None = None,
 ) -> tuple[E, ExchangeState, StepInfo]:
-    """One step of Algorithm 1 for every run at once. `exchange` may be a compiled form of
-    `exchange_rungs`.
-    """
+    """One step of Algorithm 1 for every run. `exchange` may be a compiled `exchange_rungs`."""
     exchange = exchange_rungs if exchange is None else exchange
     energy, gradient = ensemble.evaluate(inputs.target_noise[0])
     # Fresh energies for a later round: a noisy energy is used in one test only.
@@ -189,10 +180,8 @@ def exchange_rungs(
     n_data: int | None,
     finite_population: bool,
 ) -> tuple[ExchangeState, Exchanged, StepInfo]:
-    """SA step and swaps, from the energies (replicas, runs) of every round: small tensors in, small
-    tensors out.
-    """
-    stood, rested = state.replica_at, state.resting
+    """SA step and swaps, from the energies (replicas, runs) of every round."""
+    before, rested = state.replica_at, state.resting
     accepted = torch.zeros_like(state.noise_variance, dtype=torch.bool)
     correction, noise_variance = torch.zeros_like(state.noise_variance), state.noise_variance
     for round_, (now, proposed) in enumerate(zip([energy, *later], inputs.proposed, strict=False)):
@@ -223,7 +212,7 @@ def exchange_rungs(
     lr, temperature = inputs.lr[:, None], inputs.move_temperature[:, None]
     if rules.ladder.n_pairs:
         invert = rules.assignment.invert
-        rung_of, rung_before = invert(state.replica_at), invert(stood)
+        rung_of, rung_before = invert(state.replica_at), invert(before)
         scale = (lr * temperature).sqrt()
         exchanged = Exchanged(
             swapped=rung_of != rung_before,
@@ -233,14 +222,13 @@ def exchange_rungs(
             temperature=take(temperature, rung_of),
         )
     else:
-        exchanged = Exchanged(accepted, lr, lr, lr, temperature)  # nobody to change places with
+        exchanged = Exchanged(accepted, lr, lr, lr, temperature)  # nothing to swap with
+    proposed = inputs.proposed.any(0)
     info = StepInfo(
         position=energy.total[:0],
-        energy=take(energy.total, stood) if rules.ladder.n_pairs else energy.total,
+        energy=take(energy.total, before) if rules.ladder.n_pairs else energy.total,
         accepted=accepted,
-        proposed=inputs.proposed.any(0) & (rested <= 0)
-        if rules.swap_rest
-        else inputs.proposed.any(0),
+        proposed=proposed & (rested <= 0) if rules.swap_rest else proposed,
         noise_variance=noise_variance,
         correction=correction,
         replica_at=state.replica_at,
@@ -251,18 +239,16 @@ def exchange_rungs(
 def noise_of_energies(
     state: ExchangeState, energy: Energy, rules: Rules, n_data: int | None, finite_population: bool
 ) -> tuple[ExchangeState, Tensor, float]:
-    """sigma2 (pairs, runs) for the tests of these energies, and its degrees of freedom, after the
-    SA step of a running one.
+    """sigma2 (pairs, runs) for the tests of these energies, after an SA step where it is a running
+    one; and its degrees of freedom.
     """
     feed, noise = rules.noise.feed, rules.noise
     if not isinstance(feed, PerExample):
         return state, state.noise_variance, math.inf
     assert energy.per_example is not None
     assert n_data is not None
-    n, sample = (
-        energy.per_example.shape[-1],
-        variance_of_pairs(state, energy, feed, n_data, rules.assignment),
-    )
+    n = energy.per_example.shape[-1]
+    sample = variance_of_pairs(state, energy, feed, n_data, rules.assignment)
     if isinstance(noise, BatchVariance):
         variance = noise.blended(state.noise_variance, state.noise_updates, sample)
     else:
@@ -277,15 +263,12 @@ def noise_of_energies(
 def remember_pairs(
     state: ExchangeState, energy: Energy, rules: Rules, n_data: int | None
 ) -> ExchangeState:
-    """After the swaps: the variance of the pairs as they are now, on this minibatch, for the tests
-    on the next one.
-    """
+    """After the swaps: the variance of the present pairs on this minibatch, for the next tests."""
     if not isinstance(rules.noise, BatchVariance):
         return state
     assert n_data is not None
-    return sa_step(
-        state, variance_of_pairs(state, energy, rules.noise.feed, n_data, rules.assignment), rules
-    )
+    sample = variance_of_pairs(state, energy, rules.noise.feed, n_data, rules.assignment)
+    return sa_step(state, sample, rules)
 
 
 def variance_of_pairs(
@@ -302,9 +285,7 @@ def variance_of_pairs(
 
 
 def measure(ensemble: Ensemble, state: ExchangeState, noise: Noise, rules: Rules) -> ExchangeState:
-    """SA step of the paper: the variance of repeated energy draws at the current positions, taken
-    now and then.
-    """
+    """SA step of the paper: the variance of repeated energy draws at the current positions."""
     feed = rules.noise.feed
     assert isinstance(feed, RepeatedDraws)
     energies = ensemble.energies(noise).total.expand(feed.n_draws, *state.replica_at.shape)
@@ -313,9 +294,7 @@ def measure(ensemble: Ensemble, state: ExchangeState, noise: Noise, rules: Rules
 
 
 def sa_step(state: ExchangeState, sample: Tensor, rules: Rules) -> ExchangeState:
-    """Feed one sample of the variance to the estimator (Eq. 13 or 14); one that is not finite tells
-    nothing and is left out.
-    """
+    """Feed one sample of the variance to the estimator (Eq. 13 or 14), unless it is not finite."""
     finite = sample.isfinite()
     m = state.noise_updates + finite
     updated = rules.noise.update(state.noise_variance, m, sample)
@@ -334,8 +313,8 @@ def swap_step(
     inputs: StepInputs,
     rules: Rules,
 ) -> tuple[ExchangeState, Tensor, Tensor]:
-    """Test the proposed pairs, which are disjoint, and let the accepted ones change places; also
-    the corrections.
+    """Test the proposed pairs, which are disjoint, and swap the accepted ones; also returns these
+    and the corrections.
     """
     inverse_gap = (1.0 / inputs.temperature).neg().diff().unsqueeze(-1)
     energy_at = rules.assignment.take(energy, state.replica_at)
@@ -352,7 +331,7 @@ def swap_step(
     )
     swap_rate = 1.0 if rules.swap_intensity is None else rules.swap_intensity * inputs.lr[:-1, None]
     probability = acceptance_probability(log_ratio, swap_rate)
-    finite = energy_at.isfinite()  # a broken replica stays where it is
+    finite = energy_at.isfinite()  # a replica without a finite energy does not swap
     if rules.swap_rest:
         proposed = proposed & (state.resting <= 0)
     accepted = proposed & (uniform < probability) & finite[:-1] & finite[1:]

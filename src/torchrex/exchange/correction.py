@@ -15,9 +15,7 @@ from torchrex.errors import InvalidArgumentError
 
 
 class FactorRule(ABC):
-    """Gives F for every pair and run at every step. `learnt` (..., pairs, runs) is its memory,
-    `start` says what is in it.
-    """
+    """Gives F for every pair and run at every step; `learnt` (..., pairs, runs) is its memory."""
 
     initial: float
 
@@ -38,7 +36,7 @@ class FactorRule(ABC):
 
 @dataclass(frozen=True)
 class ConstantFactor(FactorRule):
-    """The same F for ever."""
+    """The same F at every step."""
 
     initial: float = 1.0
 
@@ -76,11 +74,9 @@ class ProportionalToGap(FactorRule):
     def adapt(
         self, learnt: Tensor, acceptance: Tensor, proposed: Tensor, accepted: Tensor
     ) -> Tensor:
-        return (
-            learnt
-            if self.per_swap == 1.0
-            else torch.where(accepted, self.per_swap * learnt, learnt)
-        )
+        if self.per_swap == 1.0:
+            return learnt
+        return torch.where(accepted, self.per_swap * learnt, learnt)
 
 
 FASTEST, LARGEST_STEP = 3.0, 0.5
@@ -91,7 +87,9 @@ class TargetAcceptance(FactorRule):
     """F is learnt for each pair so that the mean of its acceptance probabilities a tends to `rate`
     (Robbins and Monro 1951).
 
-        log F <- log F + max(gain, 3 / (1 + sum of all a so far)) * (rate - a),    by at most 0.5 a test,    1 <= F <= largest
+        log F <- log F + max(gain, 3 / (1 + sum of all a so far)) * (rate - a)
+
+    by at most 0.5 a test, with 1 <= F <= largest.
 
     The sum grows with the number of tests only once F lets swaps through: until then F rises fast,
     however far it has to go. After 200 tests of Gaussian noise most runs are within a factor of 1.5
@@ -143,5 +141,6 @@ def as_rule(factor: float | FactorRule) -> FactorRule:
 def _require_factor(factor: float) -> None:
     if not factor > 0:
         raise InvalidArgumentError(
-            f"the correction factor F must be positive, got {factor}; 1 is unbiased, float('inf') is the naive test"
+            f"the correction factor F must be positive, got {factor}; 1 is unbiased, "
+            "float('inf') is the naive test"
         )

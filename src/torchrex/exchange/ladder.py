@@ -62,8 +62,9 @@ class Ladder:
         for rung, temperature in enumerate(temperatures):
             if not (math.isfinite(temperature) and temperature > 0):
                 raise LadderError(
-                    f"temperatures must be positive and finite, but rung {rung} has {temperature:g}; "
-                    f"got {temperatures}. For SGD, which is temperature 0, use Ladder.descent(lr)."
+                    f"temperatures must be positive and finite, but rung {rung} has "
+                    f"{temperature:g}; got {temperatures}. For SGD (temperature 0) use "
+                    "Ladder.descent(lr)."
                 )
         for rung, (colder, hotter) in enumerate(pairwise(temperatures), start=1):
             if not hotter > colder:
@@ -211,7 +212,7 @@ class Ladder:
         return f"the schedule {name} must be finite and {least}, but gave {factor} at step {step}"
 
     def settings(self) -> dict[str, Any]:
-        """All that distinguishes one ladder from another; a schedule is known by some of its values."""
+        """All that distinguishes one ladder from another; of a schedule, some values."""
 
         def value(schedule: Schedule, step: int) -> Any:
             try:

@@ -85,13 +85,9 @@ class PerExample:
     paired: bool = True
 
     def sample(self, per_example: Tensor, replica_at: Tensor, take: Take = Selects.take) -> Tensor:
-        """From per-example energies (replicas, runs, n) to variances of one example's term (pairs,
-        runs).
-        """
+        """From energies (replicas, runs, n) to variances of one example's term (pairs, runs)."""
         at_rung = take(per_example, replica_at)
-        if (
-            per_example.shape[-1] < 2
-        ):  # one example has no variance; a sample that is not finite is left out
+        if per_example.shape[-1] < 2:  # no variance; `sa_step` leaves out what is not finite
             return torch.full_like(at_rung[1:, :, 0], math.nan)
         if self.paired:
             return 0.5 * (at_rung[:-1] - at_rung[1:]).var(dim=-1)
@@ -105,7 +101,9 @@ class PerExample:
         the same examples with other random numbers: half the mean square of the `change`, which is
         (rungs, runs, n).
 
-            var - n / N * (var - within),    within = mean((d_i - d_i')^2) / 2,    d_i = l_i - l'_i if paired
+            var - n / N * (var - within),    within = mean((d_i - d_i')^2) / 2
+
+        where d_i = l_i - l'_i if paired.
         """
         if self.paired:
             within = 0.25 * (change[:-1] - change[1:]).square().mean(dim=-1)
@@ -117,9 +115,8 @@ class PerExample:
     def scale(self, n: int, n_data: int, *, finite_population: bool = False) -> float:
         """Variance of the summed energy over that of one example's term, for n of N examples.
 
-        N^2 / n                  if examples are drawn with replacement, or if their terms are
-        random by themselves N^2 / n * (1 - n / N)    for n different examples of a finite
-        population, whose terms are not random
+        N^2 / n                if examples are drawn with replacement or have random terms
+        N^2 / n * (1 - n / N)  for n different examples, whose terms are not random
         """
         return n_data**2 / n * (max(0.0, 1.0 - n / n_data) if finite_population else 1.0)
 
@@ -155,9 +152,7 @@ class NoiseEstimator(ABC):
 
     @property
     def first_measurement(self) -> int:
-        """The step of the first measurement by repeated draws: 0, unless an initial variance is to
-        hold for a while.
-        """
+        """The step of the first measurement: 0, unless an initial variance holds for a while."""
         return self.feed.every if self.initial and isinstance(self.feed, RepeatedDraws) else 0
 
     def degrees_of_freedom(self, n: int) -> float:
@@ -165,19 +160,18 @@ class NoiseEstimator(ABC):
         return math.inf
 
     def check(self, target: SourceOfNoise) -> None:
-        """Refuse a feed that this target cannot serve, or that would answer another question than
-        the swaps ask.
-        """
+        """Refuse a feed that does not fit this target."""
         if isinstance(self.feed, PerExample):
             if target.n_data is None:
                 raise NoiseError(
-                    f"{self!r} needs per-example energies, which {target!r} does not have; use RepeatedDraws"
+                    f"{self!r} needs per-example energies, which {target!r} does not have; "
+                    "use RepeatedDraws"
                 )
             require_two_examples(self, target.batch_size)
             if self.feed.paired and not target.shares_minibatch:
                 raise NoiseError(
-                    f"the paired variance is that of replicas on the same minibatch, but {target!r} gives each its own; use "
-                    f"PerExample(paired=False), or share the minibatch"
+                    "the paired variance is that of replicas on the same minibatch, but "
+                    f"{target!r} gives each its own; use PerExample(paired=False), or share it"
                 )
 
 
@@ -279,19 +273,17 @@ class Smoothing(NoiseEstimator):
 
 
 def require_two_examples(noise: NoiseEstimator, batch_size: int | None) -> None:
-    """Refuse minibatches in which nothing varies: sigma2 would stay at its initial value, and 0 is
-    the naive test.
-    """
+    """Refuse minibatches of one example: sigma2 would stay at its initial value."""
     if isinstance(noise.feed, PerExample) and batch_size == 1:
         raise NoiseError(
-            f"{noise!r} needs at least 2 examples in a minibatch, got batch_size=1; raise batch_size, or use "
-            f"noise=RunningMean(RepeatedDraws()), which compares whole minibatches"
+            f"{noise!r} needs at least 2 examples in a minibatch, got batch_size=1; raise it "
+            "or use noise=RunningMean(RepeatedDraws()), which compares minibatches"
         )
 
 
 def warn_of_one_example(noise: NoiseEstimator) -> None:
     logger.warning(
-        "the batches so far have one example each, of which %r learns nothing: swaps are tested with sigma2 = %g. "
+        "batches of one example give %r no variance: swaps are tested with sigma2 = %g. "
         "Use batches of at least 2 examples, or noise=RunningMean(RepeatedDraws())",
         noise,
         noise.initial,
@@ -301,13 +293,11 @@ def warn_of_one_example(noise: NoiseEstimator) -> None:
 def warn_of_no_measurement(
     noise: NoiseEstimator, feed: RepeatedDraws, n_steps: int, *, shares_minibatch: bool
 ) -> None:
-    """Repeated energies need batches besides those of the steps; a loop over `run.step` brings
-    none.
-    """
+    """Repeated energies need extra batches, which a loop over `run.step` does not give."""
     logger.warning(
-        "%r has measured nothing in %d steps, because run.step(batch) brings no extra batches: swaps are tested with "
-        "sigma2 = %g%s. Use train(run, loader, n_steps, extra=loader), call run.measure(batches) before the first "
-        "step and every %d steps, or take noise=%s, which needs no extra batches",
+        "%r has measured nothing in %d steps, as run.step(batch) gives no extra batches: swaps "
+        "are tested with sigma2 = %g%s. Use train(run, loader, n_steps, extra=loader), call "
+        "run.measure(batches) before the first step and every %d steps, or use noise=%s",
         noise,
         n_steps,
         noise.initial,
@@ -318,17 +308,13 @@ def warn_of_no_measurement(
 
 
 def PairedVariance(smoothing: float | None = None) -> NoiseEstimator:  # noqa: N802 - reads as a class beside the others
-    """The free paired variance of shared minibatches: of the current one (`BatchVariance`), or
-    smoothed (Eq. 14, biased).
-    """
+    """The free paired variance of the current minibatch (`BatchVariance`), or smoothed (biased)."""
     feed = PerExample(paired=True)
     return BatchVariance(feed) if smoothing is None else Smoothing(smoothing, feed)
 
 
 def default_estimator(target: SourceOfNoise) -> NoiseEstimator:
-    """What `sample` uses when nothing is asked for: exact energies need none, data give theirs for
-    free, else the paper's way.
-    """
+    """Exact energies need none, data give theirs for free, else the paper's way."""
     if not target.has_noise:
         return KnownVariance(0.0)
     if target.n_data is not None:
@@ -337,8 +323,7 @@ def default_estimator(target: SourceOfNoise) -> NoiseEstimator:
 
 
 class NoiseShape(NamedTuple):
-    """How the noise of log S departs from a Gaussian, which the correction takes it for; (pairs,)
-    each.
+    """How the noise of log S departs from a Gaussian, which the correction assumes; (pairs,) each.
 
     With a sigma2 from other examples a third cumulant k3 and a fourth k4 add k3 / 6 and k4 / 24 to
     log E[S], and no F takes them away. `BatchVariance` removes k3 / 6 from log E[S], though not
@@ -353,19 +338,15 @@ class NoiseShape(NamedTuple):
     @property
     def error(self) -> Tensor:
         """About how much log S is off: |k3| / 6 + k4 / 24."""
-        return (
-            self.skewness * self.noise_std**3 / 6
-            + self.kurtosis.clamp(min=0.0) * self.noise_std**4 / 24
-        )
+        third = self.skewness * self.noise_std**3
+        return third / 6 + self.kurtosis.clamp(min=0.0) * self.noise_std**4 / 24
 
     @staticmethod
     def of(
         terms: Tensor, inverse_gap: Tensor, *, paired: bool, scale: float = 1.0, n_summed: int = 1
     ) -> NoiseShape:
-        """From terms at each rung (rungs, runs, m): m energies, or m examples; the mean of
-        `n_summed` times `scale` is an energy.
-
-        A run in which nothing varies is left out.
+        """From terms at each rung (rungs, runs, m): m energies, or m examples of which the mean of
+        `n_summed` times `scale` is an energy. A run in which nothing varies is left out.
         """
         m, runs = terms.shape[2], terms.shape[1]
         parts = [terms[:-1] - terms[1:]] if paired else [terms[:-1], -terms[1:]]
@@ -376,24 +357,17 @@ class NoiseShape(NamedTuple):
         fourth = torch.stack(
             [part.pow(4).mean(-1) - 3 * sq.square() for part, sq in zip(away, squares, strict=True)]
         ).sum(0)
-        # Of one term first; a mean of n terms has 1 / sqrt(n) of the skewness and 1 / n of the
-        # kurtosis.
+        # Of one term; a mean of n terms has 1 / sqrt(n) of the skewness and 1 / n of the kurtosis.
         skewness = (third / second**1.5).square().nanmean(1).nan_to_num()
         kurtosis = (fourth / second.square()).nanmean(1).nan_to_num()
-        by_chance = (
-            6.0 + 9.0 * kurtosis.clamp(min=0.0)
-        ) / m  # of a symmetric sample with this kurtosis, about
-        seen = (skewness > by_chance * (1 + 12 / math.sqrt(runs))) | (
-            kurtosis > 6 * math.sqrt(24.0 / (m * runs))
-        )
+        by_chance = (6.0 + 9.0 * kurtosis.clamp(min=0.0)) / m  # of a symmetric sample, about
+        is_skewed = skewness > by_chance * (1 + 12 / math.sqrt(runs))
+        noise_std = inverse_gap[:, None] * scale * (second / n_summed).sqrt()
         return NoiseShape(
-            noise_std=(inverse_gap[:, None] * scale * (second / n_summed).sqrt())
-            .square()
-            .mean(1)
-            .sqrt(),
+            noise_std=noise_std.square().mean(1).sqrt(),
             skewness=((skewness - by_chance).clamp(min=0.0) / n_summed).sqrt(),
             kurtosis=kurtosis / n_summed,
-            is_seen=seen,
+            is_seen=is_skewed | (kurtosis > 6 * math.sqrt(24.0 / (m * runs))),
         )
 
 
@@ -402,29 +376,21 @@ LARGEST_NOISE = 4.0  # s of a pair that may still swap; beyond, the cumulants sa
 
 
 def warn_of_shape(shape: NoiseShape | None, factor: Tensor) -> None:
-    """Warn of the pair whose noise is the least Gaussian, unless its F (pairs,) leaves more than
-    that uncorrected.
-    """
+    """Warn of the pair with the least Gaussian noise, unless its F (pairs,) biases it more."""
     if shape is None:
         return
     uncorrected = 0.5 * shape.noise_std.square() * (1.0 - 1.0 / factor)
-    bad = (
-        shape.is_seen
-        & (shape.error > LARGEST_ERROR + uncorrected)
-        & (shape.noise_std < LARGEST_NOISE)
-    )
+    matters = (shape.error > LARGEST_ERROR + uncorrected) & (shape.noise_std < LARGEST_NOISE)
+    bad = shape.is_seen & matters
     if not bool(bad.any()):
         return
     pair = int(torch.where(bad, shape.error, -1.0).argmax())
+    shown = (shape.noise_std, shape.skewness, shape.kurtosis, shape.error)
     logger.warning(
-        "the energy noise of rungs %d and %d is not Gaussian (s = %.2g, skewness %.2g, excess kurtosis %.2g): log S may be off "
-        "by about %.2g, which biases rung 0 at any F. Use larger minibatches, closer temperatures, or lighter tails",
-        pair,
-        pair + 1,
-        *(
-            float(values[pair])
-            for values in (shape.noise_std, shape.skewness, shape.kurtosis, shape.error)
-        ),
+        "the energy noise of rungs %d and %d is not Gaussian (s = %.2g, skewness %.2g, excess "
+        "kurtosis %.2g): log S may be off by about %.2g, which biases rung 0 at any F. "
+        "Use larger minibatches, closer temperatures, or lighter tails",
+        *(pair, pair + 1, *(float(values[pair]) for values in shown)),
     )
 
 

@@ -69,7 +69,7 @@ class RandomPair(Pairing):
 
 @dataclass(frozen=True)
 class NoSwaps(Pairing):
-    """Nobody meets anybody: independent replicas on the same ladder, the baseline of equal compute."""
+    """No swaps: independent replicas on the same ladder, the baseline of equal compute."""
 
     def propose(
         self, generator: torch.Generator, attempts: Tensor, n_pairs: int, n_runs: int

@@ -96,7 +96,7 @@ def require_known(options: Mapping[str, Any], function: str, others: Iterable[st
 
 
 class ReplicaExchange:
-    """Adaptive replica exchange stochastic gradient MCMC (Algorithm 1): base of both kinds of run.
+    """Adaptive replica exchange stochastic gradient MCMC (Algorithm 1), for both kinds of run.
 
     `DensityExchange` runs on a TensorEnsemble, whose steps need nothing; `ModuleExchange` on a
     ModuleEnsemble, whose steps need batches.
@@ -108,8 +108,8 @@ class ReplicaExchange:
     def __init__(self, ensemble: Any, ladder: Ladder, **rules: Unpack[RuleOptions]) -> None:
         if type(self) is ReplicaExchange:
             raise InvalidArgumentError(
-                "use DensityExchange(TensorEnsemble.start(target, n_rungs=2), ladder) for a density, "
-                "ModuleExchange(ModuleEnsemble(model, energy), ladder) for a network"
+                "use DensityExchange(TensorEnsemble.start(target, n_rungs=2), ladder) for "
+                "densities and ModuleExchange(ModuleEnsemble(model, energy), ladder) for networks"
             )
         self.rules = make_rules(ladder, ensemble.source_of_noise, rules)
         swap_start = self.rules.swap_start if self.rules.swaps else None
@@ -229,12 +229,12 @@ def _warn_of_biased_rules(rules: Rules, target: Any) -> None:
         return
     if rest:
         logger.warning(
-            "swap_rest=%d changes the law of rung 0: after each swap a pair stays too long where it "
+            "swap_rest=%d changes the law of rung 0: after a swap a pair stays too long where it "
             "is. Use swap_interval=%d for rarer tests",
             rest,
             rest + 1,
         )
-    # A swap decides which lr a replica moves with. On the move's own minibatch, they are correlated.
+    # A swap decides the lr of a replica; on the minibatch of the move the two are correlated.
     if len(set(ladder.lrs)) > 1 and rules.swap_interval == 1 and target.n_data is not None:
         logger.warning(
             "the learning rates %s are unequal and swaps are tested on the minibatch of the move: "

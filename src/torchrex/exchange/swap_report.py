@@ -87,7 +87,8 @@ def in_words(pairs: Sequence[PairReport]) -> str:
     noise_std, factor = worst.noise_std, worst.factor
     if noise_std > LOUD:
         chance = percent(float(expected_acceptance(0.0, noise_std, factor)))
-        at = f"at s = {noise_std:.3g} and F = {factor:.3g} equal energies swap with probability {chance}"
+        at = f"at s = {noise_std:.3g} and F = {factor:.3g} equal energies swap with "
+        at += f"probability {chance}"
         between = math.ceil(noise_std / LOUD) - 1  # s is proportional to the gap
         cure = (
             f"use closer temperatures (more rungs: between {worst.pair} and {worst.pair + 1} about "
