@@ -183,16 +183,16 @@ def even_odd_path(rejection, attempts, chains, seed=0):
         torch.rand(attempts, n_pairs, chains, generator=generator)
         >= torch.tensor(rejection)[:, None]
     )
-    standing, rows = torch.arange(n_pairs + 1)[:, None].repeat(1, chains), []
+    replica_at, rows = torch.arange(n_pairs + 1)[:, None].repeat(1, chains), []
     for tested, head in zip(proposed, heads, strict=True):
         for pair in range(n_pairs):
             swap = tested[pair] & head[pair]
-            cold, hot = standing[pair].clone(), standing[pair + 1].clone()
-            standing[pair], standing[pair + 1] = (
+            cold, hot = replica_at[pair].clone(), replica_at[pair + 1].clone()
+            replica_at[pair], replica_at[pair + 1] = (
                 torch.where(swap, hot, cold),
                 torch.where(swap, cold, hot),
             )
-        rows.append(standing.clone())
+        rows.append(replica_at.clone())
     return torch.stack(rows), (proposed & heads), proposed.expand(attempts, n_pairs, chains)
 
 

@@ -257,7 +257,7 @@ def test_rewind(tmp_path):
     assert [step for step, _ in store.draws] == [8, 10, 12]
     with pytest.raises(CheckpointError, match="back to steps 0 to 0, 4 to 7"):
         store.rewind(9)
-    store.rewind(7)  # the run stood anywhere between 4 and 7
+    store.rewind(7)  # the run was anywhere between 4 and 7
     assert contents(store) == four
     store.rewind(0)
     assert len(store) == store.n_seen == 0
