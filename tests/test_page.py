@@ -22,7 +22,6 @@ from torchrex.cli.look import report
 from torchrex.errors import RunFolderError
 from torchrex.experiments.config import override, to_json
 from torchrex.experiments.recipes import get_recipe
-from torchrex.experiments.runner import run_recipe
 from torchrex.posterior import Draws
 from torchrex.report import doctor
 from torchrex.report.doctor import diagnose, findings_of
@@ -406,17 +405,6 @@ def test_the_noise_of_the_page_is_that_of_doctor(tmp_path, write):
     assert row["2Φ(−s/2), %"] == f"{100 * wanted['allowed_acceptance']:.3g}"
     assert row["σ², nats²"].startswith(f"{wanted['noise_variance']:.3g}"[:3])
     assert ("of all 4 chains together" in tables["Swaps"]["note"]) == (write == "mixture")
-
-
-def test_a_quick_look_is_seen_on_the_page(tmp_path):
-    """Tall data: the slow check is left out, and table, panel and summary say so."""
-    config = replace(get_recipe("tall/logistic"), n_data=500, n_steps=400, n_runs=4, lr_of_mean=0.1)
-    run_recipe(config, 0, tmp_path)
-    for seconds, quick in ((8.0, True), (math.inf, False)):
-        write_page([tmp_path], tmp_path / "page.html", doctor_seconds=seconds)
-        page = Elements(tmp_path / "page.html")
-        assert ("(quick look)" in page.text) == ("only a quick look at 1;" in page.text) == quick
-        assert page.data("run-0")["doctor"]["quick"] == quick
 
 
 def test_a_page_does_not_fail_because_doctor_does(tmp_path, monkeypatch):

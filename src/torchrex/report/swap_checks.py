@@ -422,7 +422,7 @@ def _price_of_factor(evidence: Evidence, made: str, numbers: dict[str, Any]) -> 
     # These states were reached with the bias of this F: a run at F = 1 would come to others.
     accepts = f"about {percent(at_one)}" if at_one > 0 else "none"
     words = f"{made}. " if made else ""
-    words += f"On the states of this run F = 1 would accept {accepts}. 1 is unbiased"
+    words += f"On the states of this run F = 1 would accept {accepts}; it is unbiased"
     if made and s > LOUD:  # else noise is no obstacle, or has been named
         needs = _needed_ladder(evidence)[0]
         words += f", but needs {needs}: noise s = {number(s)} is above {LOUD:g}"

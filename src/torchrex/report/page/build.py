@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,12 +81,7 @@ class Written(NamedTuple):
 
 
 def write_page(
-    roots: Sequence[Path],
-    out: Path,
-    *,
-    title: str = "",
-    doctor_seconds: float = SECONDS,
-    progress: Callable[[int, int], None] | None = None,
+    roots: Sequence[Path], out: Path, *, title: str = "", doctor_seconds: float = SECONDS
 ) -> Written:
     """Read all runs at or below `roots` and write the page; doctor begins no run after
     `doctor_seconds`.
@@ -103,11 +98,7 @@ def write_page(
     if not paths:
         named = f"{', '.join(map(str, roots))} (run folders without a run: {len(empty)})"
         raise RunFolderError(f"there is no run in {named}; give a folder with RECIPE/seed=S")
-    loaded = []
-    for done, path in enumerate(paths):
-        loaded.append(load_run(path))
-        if progress is not None:
-            progress(done + 1, len(paths))
+    loaded = [load_run(path) for path in paths]
     title = title or f"torchrex: {', '.join(root.resolve().name for root in roots)}"
     text = page_of(loaded, out, title=title, empty=empty, doctor_seconds=doctor_seconds)
     try:
