@@ -1,12 +1,12 @@
 """Wasserstein distances: from draws to a known law on the line, and between two clouds of points.
 
-| function        | exact             | cost                 | for                                  |
-|-----------------|-------------------|----------------------|--------------------------------------|
-| `wasserstein`   | yes, dim 1        | n log n              | draws and a law of known quantiles   |
-| `line_distance` | yes, dim 1        | n log n              | one coordinate, any two sizes        |
-| `sliced_w2`     | of its directions | directions x n log n | many points, many dimensions         |
-| `assigned_w2`   | yes               | n^3                  | equal sizes, up to thousands         |
-| `transported`   | yes, with weights | n^3                  | unequal sizes, weights; needs POT    |
+| function        | exact             | cost                 | for                                |
+|-----------------|-------------------|----------------------|------------------------------------|
+| `wasserstein`   | yes, dim 1        | n log n              | draws and a law of known quantiles |
+| `line_distance` | yes, dim 1        | n log n              | one coordinate, any two sizes      |
+| `sliced_w2`     | of its directions | directions x n log n | many points, many dimensions       |
+| `assigned_w2`   | yes               | n^3                  | equal sizes, up to thousands       |
+| `transported`   | yes, with weights | n^3                  | unequal sizes, weights; needs POT  |
 
 Two clouds (n, dim) and (m, dim) of the same law are not at distance 0. Their distance shrinks
 slowly with their size, as n^(-1/dim) for the exact ones: compare with `same_law_distance`. The
