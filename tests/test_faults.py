@@ -61,7 +61,7 @@ def strike(tmp_path):
 
 
 def assert_goes_on(folder, undisturbed, n, newest):
-    """The newest complete checkpoint survived, and a run that goes on from it ends like the other."""
+    """The newest complete checkpoint survived; a run that goes on from it ends like the other."""
     assert tr.Checkpoints(folder).steps()[-1] == newest
     assert tr.Checkpoints(folder).load_newest().step == newest
     if newest % EVERY == 0:

@@ -282,21 +282,6 @@ def test_a_checkpoint_with_another_average_or_batch_size_names_the_folder(tmp_pa
         train(40, 5, 4)
 
 
-def test_a_pickle_in_a_checkpoint_is_refused(tmp_path):
-    go(tmp_path, 20)
-    marker = tmp_path / "executed"
-
-    class Trap:
-        def __reduce__(self):
-            return (Path.touch, (marker,))
-
-    for step in tr.Checkpoints(tmp_path).steps():
-        torch.save(Trap(), tmp_path / f"step={step:09d}" / "replica=0.safetensors")
-    with pytest.raises(CheckpointError):
-        go(tmp_path, 40)
-    assert not marker.exists()
-
-
 def test_a_run_that_begins_anew_is_the_newest_in_its_folder(tmp_path):
     go(tmp_path, 60)
     with pytest.raises(CheckpointError, match="checkpoints up to step 60"):
@@ -424,7 +409,7 @@ SIGNALS = [(signal.SIGINT, RunInterrupted, None), (signal.SIGTERM, SystemExit, 1
 @pytest.mark.parametrize(("number", "kind", "code"), SIGNALS)
 @pytest.mark.parametrize("at", [7, 20])
 def test_a_signal_ends_a_loop_over_seeds(tmp_path, number, kind, code, at):
-    """After the checkpoint, even if that is the last. The mutant returns, and the next seed begins."""
+    """After the checkpoint, even if it is the last. The mutant returns, and the next seed begins."""
     begun, stopped = [], []
 
     def signalled(done, total):

@@ -25,8 +25,8 @@ ALL = 10**6  # checkpoints to keep
 
 
 def announced(job, sign, folder):
-    """The job, after a sign that all ranks have joined: one killed before would make the others wait
-    for their time-out.
+    """The job, after a sign that all ranks have joined: if one is killed before, the others
+    wait for their time-out.
     """
     process_group = tr.distributed.join()
     process_group.gather(None)

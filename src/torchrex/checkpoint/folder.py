@@ -89,8 +89,8 @@ class Checkpoints:
         """Save a state. When this returns it is on the disk; if it raises, the folder is as before.
 
         Of this and the earlier steps the newest `keep` stay. Later steps, which a run that went
-        back will reach again, are left alone. All processes of a group must call this, each with its own
-        replicas in the state and None for the others: it is saved for all of them or for none.
+        back will reach again, are left alone. All processes of a group must call this, each with
+        its own replicas and None for the others: it is saved for all of them or for none.
         """
         step = operator.index(step)
         if step < 0:
@@ -280,7 +280,7 @@ def read(
         if (found := (manifest["schema"], manifest["version"])) != (SCHEMA, VERSION):
             raise CheckpointError(
                 f"{folder} has schema {shown(found[0])} version {shown(found[1])}, but this "
-                f"torchrex reads version {VERSION}; use the torchrex that wrote it, or another folder"
+                f"torchrex reads version {VERSION}; use the one that wrote it, or another folder"
             )
         if manifest["step"] != step:
             raise DamagedError(f"is that of step {shown(manifest['step'])}, not of step {step}")

@@ -77,12 +77,12 @@ class TrainingRun:
     def __post_init__(self) -> None:
         run: Any = self.run
         averages: Any = self.averages
+        observers: Any = self.observers
         folder: Any = self.checkpoints
         if not isinstance(run, ModuleExchange):
-            raise InvalidArgumentError(
-                f"give torchrex.TrainingRun(run, ...) a run on a network, got {run!r}"
-            )
-        self.averages = [averages] if isinstance(averages, PosteriorAverage) else averages
+            raise InvalidArgumentError(f"torchrex.TrainingRun is for runs on a module, got {run!r}")
+        self.averages = [averages] if isinstance(averages, PosteriorAverage) else list(averages)
+        self.observers = [observers] if isinstance(observers, Observer) else list(observers)
         self.checkpoints = Checkpoints(Path(folder)) if isinstance(folder, Path | str) else folder
 
     @property
@@ -140,10 +140,8 @@ def train(
         raise InvalidArgumentError(
             "train is for runs on modules; a run on a density goes on by run.advance or collect"
         )
-    averages = [average] if isinstance(average, PosteriorAverage) else list(average)
-    watching = [observers] if isinstance(observers, Observer) else list(observers)
-    folder: Any = checkpoints
-    one = TrainingRun(run, averages, trace, folder, dict(setting or {}), observers=watching)
+    own: Any = {"averages": average, "checkpoints": checkpoints, "observers": observers}
+    one = TrainingRun(run, trace=trace, setting=dict(setting or {}), **own)
     return train_together(
         [one],
         data,
@@ -268,10 +266,9 @@ class _Loop:
 
     def __init__(self, runs: Sequence[TrainingRun], data: Any, extra: Any) -> None:
         self.runs, self.data, self.extra = list(runs), data, extra
-        self.group = (
-            runs[0].run.alone if len(runs) == 1 else SideBySide([each.run for each in runs])
-        )
-        self.process_group = runs[0].run.mesh.process_group
+        first = runs[0].run
+        self.group = first.alone if len(runs) == 1 else SideBySide([each.run for each in runs])
+        self.process_group = first.mesh.process_group
         self.saves = runs[0].checkpoints is not None
         self.seconds = 0.0  # of all calls
         self._watching = [_Watching(each) for each in runs]
@@ -346,7 +343,7 @@ class _Loop:
         is_main = self.process_group.is_main
         with contextlib.ExitStack() as ends:
             for each in self._watching:
-                ends.callback(self._end, each)
+                ends.callback(self._end, each)  # with the status then
                 each.start(n_steps, (*each.one.observers, *more) if is_main else ())
             try:
                 yield
