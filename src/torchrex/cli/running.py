@@ -25,7 +25,8 @@ from torchrex.experiments.runner import Group, group_runs, require_room, run_gro
 from torchrex.recording import LiveDisplay, open_logs
 from torchrex.report.series import error_of_mean
 
-MOST_NAMED = 6
+MOST_NAMED = 6  # runs that were not reached
+MOST_SHOWN = 8  # metrics of a run; all are in result.json
 LEAST_BUDGET = 1e-9  # of a budget that is used up: the next run stops at its first chance
 
 
@@ -209,7 +210,7 @@ def numbers_of(result: Mapping[str, Any], config: ExperimentConfig) -> dict[str,
     """What is shown of a result, by title."""
     metrics = result.get("metrics") or {}
     shown: dict[str, Number] = {}
-    for column in config.columns:
+    for column in config.columns[:MOST_SHOWN]:
         value, error = metrics.get(column.metric), metrics.get(f"{column.metric}_se")
         if isinstance(value, int | float):
             known = error if isinstance(error, int | float) else None

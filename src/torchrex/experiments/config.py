@@ -50,7 +50,7 @@ COLUMNS = {
         Column("logits_best_accuracy", "accuracy of logits, best epoch", percent=True),
         Column("single_accuracy", "accuracy of one network", percent=True),
         Column("paper_accuracy", "accuracy as the authors count", percent=True),
-        Column("training_mode_accuracy", "the same, BatchNorm in training mode", percent=True),
+        Column("training_mode_accuracy", "accuracy, BatchNorm in training mode", percent=True),
         Column("called_fake", "called generated", percent=True),
         Column("variety", "variety of a generator (real images: 1)"),
         Column("pooled_accuracy", "accuracy, all rungs", percent=True),

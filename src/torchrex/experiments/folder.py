@@ -150,8 +150,9 @@ class RunFolder:
 
     @property
     def active(self) -> RunFolder:
-        """The folder that `--resume` continues."""
-        return self.replacement if self.replacement.path.is_dir() else self
+        """The folder that `--resume` continues: a replacement once it has a step or a result."""
+        new = self.replacement
+        return new if new.begun or new.status is not None else self
 
     def tidy(self) -> None:
         """Complete what a killed process left: a replacement that is finished or has no step."""
