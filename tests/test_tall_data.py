@@ -26,6 +26,7 @@ def stationary_covariance(config, mode, covariance):
     return scipy.linalg.solve_discrete_lyapunov(transition, 2 * lr * eye + lr**2 * noise.numpy())
 
 
+@pytest.mark.slow
 def test_posterior_of_tall_data():
     """Rung 0 has the mean of the full-data reference and the covariance of its recursion; and swaps
     do happen.
