@@ -1,11 +1,12 @@
-"""Figure 3 of the paper from run folders: accuracy against the number of labels, for every data set
-and method.
+"""Figure 3 of the paper from run folders: accuracy against the number of labels, a panel for every
+data set, family and choice of settings.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,121 +14,60 @@ from rich.console import Console
 from rich.table import Table
 
 from torchrex.experiments.gan import (
-    GAN_DATA,
-    GAN_FAMILIES,
     N_LABELLED,
     PAPER_STEPS,
     PAPER_TABLE3,
+    RESGHMC,
+    SGHMC_ALONE,
     TABLE3,
     GanConfig,
+    figure3_recipes,
 )
 from torchrex.report.tables import (
     STYLES,
-    FinishedRun,
-    Settings,
-    devices,
-    finished_runs,
+    build,
     fitted_table,
-    in_percent,
     markdown_page,
     markdown_table,
     missing_words,
-    papers,
     plus_minus,
     pyplot,
 )
 
-METHODS = {line.method: line.title for line in TABLE3.lines}
-METHOD_STYLES = dict(
-    zip(METHODS.values(), (STYLES[1], STYLES[2], STYLES[4], STYLES[0]), strict=True)
-)
-MARKERS = dict(zip(METHODS.values(), "sov^", strict=True))
-SHIFTS = dict(zip(METHODS.values(), (-75, -25, 25, 75), strict=True))  # error bars side by side
+METHODS = [line.title for line in TABLE3.lines]
+METHOD_STYLES = dict(zip(METHODS, (STYLES[1], STYLES[2], STYLES[4], STYLES[0]), strict=True))
+MARKERS = dict(zip(METHODS, "sov^", strict=True))
+SHIFTS = dict(zip(METHODS, (-75, -25, 25, 75), strict=True))  # error bars side by side
 HEADS = ("data", "labels", "method", "paper %", "ours %", "n", "both rungs %", "swaps")
+KEPT = ("method", "n_labelled", "n", "paper", "ours", "swaps", "devices")
 
 
 def numbers(out: Path, chosen: Mapping[str, GanConfig]) -> dict[str, Any]:
-    """By data set and family: `points` (accuracy of every method and number of labels) and the
-    paper's, `paper`.
-
-    A data set is drawn with the settings that most of its recipes were run with; runs with others
-    are named in `left_out`.
-    """
-    runs, unfinished = finished_runs(out, chosen)
-    figure: dict[str, Any] = {"data": {}, "left_out": [], "not_run": [], "unfinished": unfinished}
-    for family, data in itertools.product(GAN_FAMILIES, GAN_DATA):
-        name = data if family == "gan" else f"{data}, tuned"
-        here = [each for each in chosen.values() if (each.family, each.data) == (family, data)]
-        own = [run for run in runs if run.recipe in here]
-        if not own:
-            figure["not_run"] += [name] if here else []
-            continue
-        settings = settings_of_most(own)
-        figure["left_out"] += [_left_out(run) for run in own if run.settings != settings]
-        same = [run for run in own if run.settings == settings]
-        points, missing = [], {}
-        for method, method_title in METHODS.items():
-            wanted = [config.n_labelled for config in here if config.method == method]
-            of = [run for run in same if run.recipe.method == method]
-            there = {run.recipe.n_labelled for run in of}
-            points += [
-                _point([run for run in of if run.recipe.n_labelled == n]) for n in sorted(there)
-            ]
-            if wanted:
-                missing[method_title] = tuple(sorted(set(wanted) - there))
-        figure["not_run"] += _not_run(name, missing)
-        figure["data"][name] = {
-            "steps": settings.length,
-            "settings": dict(settings.others),
-            "points": points,
-            "paper": {
-                METHODS[method]: {
-                    str(n): {"mean": of[method][0], "two_sd": of[method][1]}
-                    for (data_of, n), of in PAPER_TABLE3.items()
-                    if data_of == data
-                }
-                for method in ("sghmc", "resghmc")
-            },
-        }
-    return figure
+    """By panel: `points` (accuracy of every method and number of labels) and the paper's, `paper`."""
+    built = build(replace(TABLE3, recipes=figure3_recipes), out, chosen)
+    panels: dict[str, Any] = {}
+    for row in built.rows:
+        name = row["data"] if row["family"] == "gan" else f"{row['data']}, tuned"
+        name += "" if row["steps"] == PAPER_STEPS else f", {row['steps']:,} steps"
+        name += "".join(f", {setting}={value}" for setting, value in row["settings"].items())
+        same = {"steps": row["steps"], "settings": row["settings"]}
+        panel = panels.setdefault(name, {**same, "points": [], "paper": _paper(row["data"])})
+        kept = {key: row[key] for key in KEPT}
+        more = {"recipe": row["recipes"][0], "both_rungs": row["pooled_accuracy"]}
+        panel["points"].append({**kept, **more})
+    for panel in panels.values():
+        panel["points"].sort(key=lambda point: METHODS.index(point["method"]))
+    return {"data": panels, "not_run": built.not_run, "unfinished": built.unfinished}
 
 
-def settings_of_most(runs: Sequence[FinishedRun]) -> Settings:
-    """The settings that most recipes were run with; of equals, the longest runs."""
-    kinds: dict[Settings, set[str]] = {}
-    for run in runs:
-        kinds.setdefault(run.settings, set()).add(run.recipe.recipe)
-    return max(kinds, key=lambda each: (len(kinds[each]), each.length, str(each)))
-
-
-def _not_run(name: str, missing: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Such as `svhn 2000 2500`, with the methods that lack them where others do not."""
-    lines = []
-    for labels in dict.fromkeys(each for each in missing.values() if each):
-        methods = [method for method, each in missing.items() if each == labels]
-        some = "" if len(methods) == len(missing) else f" ({', '.join(methods)})"
-        lines.append(f"{name} {' '.join(map(str, labels))}{some}")
-    return lines
-
-
-def _left_out(run: FinishedRun) -> str:
-    others = f", {run.settings}" if run.settings.others else ""
-    return f"{run.recipe.recipe} seed {run.seed} ({run.settings.length} steps{others})"
-
-
-def _point(runs: Sequence[FinishedRun]) -> dict[str, Any]:
-    """Accuracy of rung 0 over seeds, and of both rungs where there are two."""
-    recipe = runs[0].recipe
+def _paper(data: str) -> dict[str, dict[str, Any]]:
+    here = {n: of for (of_data, n), of in PAPER_TABLE3.items() if of_data == data}
     return {
-        "method": METHODS[recipe.method],
-        "n_labelled": recipe.n_labelled,
-        "recipe": recipe.recipe,
-        "n": len(runs),
-        "paper": papers(recipe),
-        "ours": in_percent(runs, "accuracy"),
-        "both_rungs": in_percent(runs, "pooled_accuracy"),
-        "swaps": [run.swaps for run in runs] if recipe.n_rungs > 1 else None,
-        "devices": devices(runs),
+        line.title: {
+            str(n): dict(zip(("mean", "two_sd"), of[line.method], strict=True))
+            for n, of in here.items()
+        }
+        for line in (SGHMC_ALONE, RESGHMC)
     }
 
 
@@ -137,7 +77,7 @@ def _point(runs: Sequence[FinishedRun]) -> dict[str, Any]:
 def _rows(figure: Mapping[str, Any]) -> list[list[str]]:
     return [
         [
-            f"{data}{'§' if of['settings'] else ''}",
+            data,
             str(point["n_labelled"]),
             point["method"],
             plus_minus(point["paper"]),
@@ -157,28 +97,18 @@ def as_table(figure: Mapping[str, Any], console: Console) -> Table:
 
 
 def notes(figure: Mapping[str, Any]) -> list[str]:
-    said = [
+    said = (
         "ours: accuracy on all test images of the average over draws on rung 0; ± 2 standard "
         "deviations over n seeds. The authors' code leaves out images that are called fake; "
         "table 3 has both scores."
-    ]
-    for data, of in figure["data"].items():
-        if of["steps"] != PAPER_STEPS:
-            said.append(f"{data}: {of['steps']:,} steps in place of the paper's {PAPER_STEPS:,}")
-        if of["settings"]:
-            said.append(f"§ {data}: not the recipes' settings ({_settings(of)})")
-    if figure["left_out"]:
-        said.append(f"left out, with other settings: {'; '.join(figure['left_out'])}")
-    return said + missing_words(figure["not_run"], figure["unfinished"])
-
-
-def _settings(of: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in of["settings"].items())
+    )
+    return [said, *missing_words((), figure["unfinished"])]
 
 
 def as_markdown(figure: Mapping[str, Any]) -> str:
     table = markdown_table(HEADS, _rows(figure))
-    return markdown_page("Figure 3: accuracy against the number of labels", table, notes(figure))
+    said = notes(figure) + missing_words(figure["not_run"], ())
+    return markdown_page("Figure 3: accuracy against the number of labels", table, said)
 
 
 # Picture
@@ -193,9 +123,7 @@ def draw(figure: Mapping[str, Any], path: Path) -> None:
     handles: dict[str, Any] = {}
     for axis, (data, of) in zip(axes.flat, sets.items(), strict=True):
         handles |= plot_labels(of, axis)
-        steps = "" if of["steps"] == PAPER_STEPS else f", {of['steps']:,} steps"
-        others = f"\n{_settings(of)}" if of["settings"] else ""
-        axis.set_title(f"{data}{steps}{others}", fontsize=10)
+        axis.set_title("\n".join(textwrap.wrap(data, 50)), fontsize=10)
     order = sorted(handles, key=lambda title: title.endswith("the paper"))
     drawn.legend(
         [handles[title] for title in order],
