@@ -17,7 +17,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file under a temporary name, sync and rename it: it is there whole or not at all."""
+    """Write a file under a temporary name, sync and rename it: it is complete or absent."""
     part = path.with_name(f"{path.name}.part")
     write_synced(part, data)
     os.replace(part, path)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from torchrex.errors import InvalidArgumentError
+from torchrex.errors import require_whole
 
 
 def derive_seed(seed: int, name: str) -> int:
@@ -32,8 +32,7 @@ class Streams:
     """
 
     def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise InvalidArgumentError(f"seed must be a whole number >= 0, got {seed!r}")
+        require_whole("seed", seed, least=0)
         self.seed = seed
         self.device = torch.device(device)
         self._generators: dict[str, torch.Generator] = {}

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
 
 from torchrex.distributed.process_group import ALONE, ProcessGroup, join
-from torchrex.errors import InvalidArgumentError, TargetError
+from torchrex.errors import InvalidArgumentError, TargetError, require_whole
 
 
 class ReplicaMesh:
@@ -150,8 +150,7 @@ def replica_mesh(n_replicas: int, device: torch.device | str | None = None) -> R
     >>> replica_mesh(4)
     ReplicaMesh(4 replicas on 1 x 1 ranks)
     """
-    if isinstance(n_replicas, bool) or not isinstance(n_replicas, int) or n_replicas < 1:
-        raise InvalidArgumentError(f"n_replicas must be a whole number >= 1, got {n_replicas!r}")
+    require_whole("n_replicas", n_replicas, least=1)
     process_group = join()
     size = process_group.size
     if size > n_replicas and size % n_replicas:

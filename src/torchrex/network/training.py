@@ -31,6 +31,7 @@ from torchrex.errors import (
     RunInterrupted,
     TorchrexError,
     require_on_interrupt,
+    require_whole,
 )
 from torchrex.exchange import (
     RepeatedDraws,
@@ -174,9 +175,8 @@ def train_together(
     becomes NaN stops, with the reason in its `failure`; the others go on. If none is left, or there
     was only one, it is raised.
     """
-    for name, value in (("n_steps", n_steps), ("checkpoint_every", checkpoint_every)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InvalidArgumentError(f"{name} must be a whole number >= 1, got {value!r}")
+    require_whole("n_steps", n_steps, least=1)
+    require_whole("checkpoint_every", checkpoint_every, least=1)
     if not all(isinstance(each, TrainingRun) for each in runs):
         raise InvalidArgumentError("train_together takes [torchrex.TrainingRun(run, ...), ...]")
     if len({each.checkpoints is None for each in runs}) > 1:
