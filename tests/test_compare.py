@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -422,16 +420,3 @@ def test_only_its_own_files_are_overwritten(tmp_path, suffix):
         assert precious.read_text() == before
     for _ in range(2):
         command(folders, out=tmp_path / f"table{suffix}")
-
-
-@pytest.mark.slow
-def test_nothing_to_compare_is_one_line_and_exit_code_2(tmp_path):
-    """By the program itself, as a script sees it."""
-    one = write(tmp_path / "a", "digits/sghmc", {0: {"nll": 1.0}})
-    other = write(tmp_path / "b", "digits/sghmc", {0: {"w2": 1.0}})
-    words = [sys.executable, "-m", "torchrex", "compare", str(one), str(other)]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("torchrex: ")
-    assert done.stderr.count("\n") == 1
-    assert "no metric in common" in done.stderr

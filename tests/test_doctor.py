@@ -198,6 +198,7 @@ def test_heavy_tails_are_found_where_energies_can_be_drawn_again(figure1):
     assert heavy.numbers["tail_index"] < 4.5 < 5.5 < light.numbers["tail_index"]
 
 
+@pytest.mark.slow
 def test_the_temperature_of_tall_data_is_read_but_not_in_a_quick_look(tall):
     full, quick = diagnose(tall), diagnose(tall, quick=True)
     numbers = finding_of(full.findings, "temperature").numbers
