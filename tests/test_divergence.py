@@ -179,7 +179,7 @@ def test_an_infinite_energy_stays_where_it_is_and_is_named(replica, noise):
     "noise", [None, tr.KnownVariance(), tr.RunningMean(tr.RepeatedDraws(2, every=3))], ids=str
 )
 def test_a_broken_replica_never_swaps_and_changes_nobody(value, noise):
-    """With the middle rung broken nothing can swap: the others walk as in a run that tests nothing."""
+    """With the middle rung broken nothing can swap: the others move as in a run without swaps."""
     data = batches(15)
     broken, alone = run_on(noise=noise), run_on(**NO_SWAPS)
     poison(broken, 1, value)

@@ -711,7 +711,7 @@ def test_data_of_another_size_are_warned_of_once():
 
 
 def test_batch_statistics_belong_to_the_replica_and_travel_with_it():
-    """A copy of each replica sees the same batches and has the same statistics, whatever its rung."""
+    """A copy of each replica sees the same batches: the same statistics, whatever its rung."""
     options = {"initial": "independent", "correction_factor": INF, "seed": 1}
     run = make_run(with_everything, ladder=THREE, **options)
     orders, modules = set(), run.ensemble.modules
@@ -853,7 +853,7 @@ def test_buffers_that_somebody_changed_are_noticed_once():
 
 
 def test_what_the_run_itself_does_to_its_buffers_is_no_news():
-    """Loading, respawning, measuring, a step that fails, modules that change modes by themselves."""
+    """Loading, respawning, measuring, a step that fails, modules that change their own modes."""
 
     class Switching(nn.Sequential):
         def forward(self, x):

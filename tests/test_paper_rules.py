@@ -533,7 +533,7 @@ def estimates():
         )
         _, terms = batches(200)
         feed = PerExample(paired=paired)
-        assert run.finite_population
+        assert run._network.finite_population
         variance, n = torch.cat([feed.sample(one, standing)[0] for one in terms]), terms.shape[-1]
         found["per example", paired] = feed.scale(n, N, finite_population=True) * variance
         found["mutant", paired] = feed.scale(n, N) * variance

@@ -316,7 +316,7 @@ def warm(sampler, temperatures=(0.5, 1.0), **options):
 
 @pytest.mark.parametrize("sampler", [tr.SGHMC(0.3), tr.SGLD()])
 def test_after_it_the_sampler_begins_from_rest(sampler):
-    """On the same noise: the numbers of a run of the sampler alone that was put where Adam ended."""
+    """The numbers are those of a run of the sampler alone that was put where Adam ended."""
     run = warm(tr.AdamStart(sampler, 10, n_data=N_DATA), pairing=tr.NoSwaps(), seed=5)
     alone = warm(sampler, pairing=tr.NoSwaps(), seed=5)
     data = batches(30, dtype=torch.float64)

@@ -237,7 +237,7 @@ def test_one_that_is_a_checkpoint_behind_takes_the_others_back(tmp_path):
 
 
 def test_those_that_measure_know_where_the_extra_batches_are(tmp_path):
-    """Runs that paused at the same step each by itself, of which only one has taken extra batches."""
+    """Runs that paused at the same step, of which only one has taken extra batches."""
     whole = members(tmp_path / "whole", [("re", 0)])
     trained(whole, 40)
     for job in (("msgd", 0), ("re", 0)):

@@ -1,9 +1,9 @@
 """The rung of each replica: looking values up by rung or by replica, and swapping neighbours.
 
-Two ways to do the same, which the ensemble chooses between. `Selects` is for many runs at once: for
-a handful of rungs a chain of selects vectorises and fuses into the step's kernel where a gather does
-neither (2.3 times the step time at 64 runs). `Indexing` is for a single run of modules: it takes the
-fewest operations from Python.
+Two ways to do the same, which the ensemble chooses between. `Selects` is for many runs at once:
+for a handful of rungs a chain of selects vectorises and fuses into the step's kernel. A gather does
+neither (2.3 times the step time at 64 runs). `Indexing` is for a single run of modules: it takes
+the fewest operations from Python.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ class Selects:
 
     @staticmethod
     def invert(replica_at: Tensor) -> Tensor:
-        """rung_of from replica_at (rungs, runs), whose columns are permutations, or the other way
-        round.
-        """
+        """rung_of from replica_at (rungs, runs), or the other way round."""
         n = len(replica_at)
         places = torch.arange(n, device=replica_at.device, dtype=replica_at.dtype)[:, None]
         inverse = torch.zeros_like(replica_at)
@@ -49,9 +47,7 @@ class Selects:
 
     @staticmethod
     def swap(replica_at: Tensor, accepted: Tensor) -> Tensor:
-        """replica_at after the swaps of the accepted pairs (pairs, runs), which are disjoint; pair p
-        joins rungs p and p + 1.
-        """
+        """replica_at after the accepted pairs (pairs, runs) swapped; pair p is rungs p, p + 1."""
         rungs = list(replica_at)
         moved = []
         for rung, here in enumerate(rungs):

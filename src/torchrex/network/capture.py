@@ -65,7 +65,7 @@ class CaptureState(NamedTuple):
 
     network: NetworkStep  # with plain functions, without streams
     exchange: ExchangeState
-    table: ExchangeInputs  # what a block of steps takes from outside; the clock tells the row
+    table: ExchangeInputs  # what a block of steps takes from outside; the clock is the row
     records: StepInfo  # of a block of steps
 
     @property
@@ -245,7 +245,7 @@ class Graphs:
         plain = Tensor | bool | int | float | str | None
         strange = [leaf for leaf in leaves if not isinstance(leaf, plain)]
         if strange:
-            self._fail(f"a batch holds a {type(strange[0]).__name__} beside its tensors")
+            self._fail(f"a batch holds a {type(strange[0]).__name__} besides its tensors")
             return None
         shapes = [(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else t for t in leaves]
         key = (str(form), *shapes)
@@ -281,7 +281,7 @@ class Graphs:
         return self._graphs[key][0] if key in self._graphs else None
 
     def _make(self, key: Any, inputs: Batch, work: Work, states: Runs, source: Source) -> None:
-        """Capture with compiled parts, else without, else not at all, with one reason in the log."""
+        """Capture with compiled parts, else without, else not at all, and log the reason."""
         if self.failed:
             return
         if len(self._graphs) >= MOST_GRAPHS:

@@ -88,7 +88,7 @@ class SideBySide:
         self._first = runs[0]
         self._n_batches = 1 if runs[0].ensemble.source.shared_batches else runs[0].n_rungs
         self._feed: Feed | None = None
-        self._last_batch: Batch | None = None  # of data that are not on the device as a whole
+        self._last_batch: Batch | None = None  # of data that are not in a DeviceLoader
         self._batch_tried = False
         self._first_of_one = False  # had the first batch one example?
         self._compared = False  # with what the other processes see
@@ -147,8 +147,8 @@ class SideBySide:
         measuring = [isinstance(run.rules.noise.feed, RepeatedDraws) for run in self.runs]
         if extra is None and any(measuring) and not all(measuring):
             raise InvalidArgumentError(
-                "some of the runs take repeated energies from the data and some do not, so that none "
-                "would see the batches it sees alone; give a second loader as extra=..."
+                "only some of the runs take repeated energies from the data, so none would see the "
+                "batches it sees alone; give a second loader as extra=..."
             )
         for n_data in {run.ensemble.n_data for run in self.runs}:
             _warn_of_size(n_data, data)
@@ -390,8 +390,8 @@ def _warn_of_size(counted: int, data: Any) -> None:
         n_data = len(dataset)
     if n_data is not None and n_data != counted:
         warnings.warn(
-            f"the energy counts n_data={counted:,} examples but the data have {n_data:,}: energies, "
-            f"temperatures and the swap test are off by their ratio; pass n_data={n_data}",
+            f"the energy counts n_data={counted:,} examples but the data have {n_data:,}: energies "
+            f"and temperatures are off by their ratio; pass n_data={n_data}",
             stacklevel=5,
         )
 

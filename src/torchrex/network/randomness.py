@@ -56,7 +56,7 @@ def normals(keys: Tensor, step: Tensor, size: int) -> Tensor:
 
 
 class RandomLosses:
-    """Whether losses are random by themselves (dropout, augmentation), as was said or as was seen."""
+    """Are losses random by themselves (dropout, augmentation), as the user says or as was seen?"""
 
     def __init__(self, given: bool | None, rules: Rules) -> None:
         self._given = given
@@ -76,9 +76,9 @@ class RandomLosses:
         return "data" in self._seen
 
     def need_a_second_pass(self, n: int, source: ModuleEnsemble) -> bool:
-        """Must what is random in the losses be told from the choice of n examples, by a second
-        forward pass on the same ones? Not if they are a small share of the data: the error is
-        below that share.
+        """Does a second pass on the same n examples have to separate this noise from their choice?
+
+        Not if they are a small share of the data: the error is below that share.
         """
         seen = self._given is None and bool(self._seen)
         large = n > SMALL_SHARE * source.n_data

@@ -472,7 +472,7 @@ def copied(module: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; every part of the module goes back to the mode it was in."""
+    """Evaluation mode without gradients; every part goes back to the mode it was in."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

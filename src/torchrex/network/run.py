@@ -56,14 +56,10 @@ REPLICA_STREAMS = ("move", "refresh")  # one of each for every replica, move.0, 
 QUICK = 5e-4
 
 LOWER_IT = "Lower the learning rate of that rung, or check model, loss and data."
-NOT_MOVED = (
-    "Nothing has moved yet, so that no learning rate can help: "
-    "check the loss, the data and the initial weights."
-)
+NOT_MOVED = "Nothing has moved yet: check the loss, the data and the initial weights."
 IN_THE_BATCH = "The batch of this step holds NaN or infinite values: look at the data."
 ALL_AT_ONCE = (
-    "All replicas failed at this step: look for NaN or infinite values in its data first, "
-    "then at the learning rates."
+    "All replicas failed at this step: look for NaN in its data first, then at the learning rates."
 )
 
 
@@ -236,11 +232,6 @@ class ModuleExchange(ReplicaExchange):
         with self._working(), explain_batchnorm_error():
             return self._network.energies({"batch": self.to_device(batch)})
 
-    @property
-    def finite_population(self) -> bool:
-        """Has the energy of all data together no noise?"""
-        return self._network.finite_population
-
     def noise_shape(self, batch: Any = None, *more: Any) -> NoiseShape | None:
         """Is the energy noise Gaussian, by these batches' losses? On several processes all ask."""
         if batch is None:
@@ -406,31 +397,27 @@ class ModuleExchange(ReplicaExchange):
             mine.copy_(given)
 
     def prepare(self) -> ExchangeInputs:
-        """What the exchange of the next step takes from outside, drawn if its block has not been."""
+        """What the exchange of the next step takes from outside, drawn block by block."""
         start = self.n_steps - self.n_steps % BLOCK
         if start != self._block_start:
-            self._draw_block(start)
+            states, cpu = self.streams.state_dict(), torch.device("cpu")
+            self._streams_at_block = {
+                name: states[name] for name in BLOCK_STREAMS if name in states
+            }
+            block = draw_exchange_inputs(
+                self.streams, self.rules, start, BLOCK, runs=1, device=cpu, dtype=torch.float64
+            )
+            self._n_usable = n_usable(block)
+            if self._table is None:
+                self._table = ExchangeInputs(*(t.contiguous().to(self.device) for t in block))
+                columns = [tensor.unbind(0) for tensor in self._table]
+                self._rows = [ExchangeInputs(*row) for row in zip(*columns, strict=True)]
+            for mine, drawn in zip(self._table, block, strict=True):
+                mine.copy_(drawn)  # into the memory that a graph reads
+            self._block_start = start
         if self.n_steps - start >= self._n_usable:
             self.rules.ladder.refuse(self.n_steps)
         return self._rows[self.n_steps - start]
-
-    def _draw_block(self, start: int) -> None:
-        """Draw the inputs of a block, into the memory that a graph reads if there is one."""
-        states = self.streams.state_dict()
-        self._streams_at_block = {name: states[name] for name in BLOCK_STREAMS if name in states}
-        cpu = torch.device("cpu")
-        block = draw_exchange_inputs(
-            self.streams, self.rules, start, BLOCK, runs=1, device=cpu, dtype=torch.float64
-        )
-        self._n_usable = n_usable(block)
-        if self._table is None:
-            self._table = ExchangeInputs(*(tensor.contiguous().to(self.device) for tensor in block))
-            columns = [tensor.unbind(0) for tensor in self._table]
-            self._rows = [ExchangeInputs(*row) for row in zip(*columns, strict=True)]
-        else:
-            for mine, drawn in zip(self._table, block, strict=True):
-                mine.copy_(drawn)
-        self._block_start = start
 
     def to_device(self, batch: Batch) -> Batch:
         def move(leaf: Any) -> Any:
@@ -534,11 +521,9 @@ class ModuleExchange(ReplicaExchange):
 def first_failure(
     infos: StepInfo, steps_done: int, *, batch: Batch = None, together: bool = False
 ) -> NonFiniteEnergyError | None:
-    """The first energy that is not finite among the latest steps, which are stacked along the first
-    axis.
+    """The first energy that is not finite among the latest steps, stacked along the first axis.
 
-    `batch` is that of a single step, where it is at hand. `together` says that replicas break
-    together, whatever the reason.
+    `batch` is that of a single step, if known; `together`: replicas always break together.
     """
     bad = ~infos.energy.isfinite()
     if not bool(bad.any()):
@@ -574,34 +559,28 @@ def respawn(
 
     Weights, buffers and momentum are copied, the noise is not: the two part from the next move on.
     """
-    at = [int(replica) for replica in replica_at[:, 0]]
-    rungs = range(len(at))
-    weights = replicas.finite()
-    finite = [bool(energy[r, 0].isfinite()) and weights[at[r]] for r in rungs]
+    at, weights = replica_at[:, 0].tolist(), replicas.finite()
+    finite = [bool(energy[rung, 0].isfinite()) and weights[at[rung]] for rung in range(len(at))]
+    healthy = [rung for rung in range(len(at)) if finite[rung]]
     events = []
-    for rung in rungs:
+    for rung in range(len(at)):
         if finite[rung]:
             continue
-        near = [other for other in rungs if finite[other]]
-        if not near:
+        if not healthy:
+            advice = _advice(step - 1, ~energy.isfinite(), batch, together=False)
             raise NonFiniteEnergyError(
                 replica=at[rung],
                 rung=rung,
                 run=0,
                 step=step - 1,
                 value=float(energy[rung, 0]),
-                advice=_advice(step - 1, ~energy.isfinite(), batch, together=False)
-                + " No replica is left to copy it from.",
+                advice=f"{advice} No replica is left to copy it from.",
             )
-        source = at[min(near, key=lambda other: (abs(other - rung), other))]
+        source = at[min(healthy, key=lambda other: (abs(other - rung), other))]
         replicas.copy_replica(source, at[rung])
         events.append({"step": step, "replica": at[rung], "rung": rung, "copied_from": source})
         logger.warning(
-            "replica %d on rung %d diverged before step %d and is now a copy of replica %d; "
-            "if it repeats, lower that rung's lr",
-            at[rung],
-            rung,
-            step,
-            source,
+            f"replica {at[rung]} on rung {rung} diverged before step {step} and is now a copy of "
+            f"replica {source}; if it repeats, lower that rung's lr"
         )
     return events

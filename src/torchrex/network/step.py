@@ -210,9 +210,8 @@ class NetworkStep:
         terms, prior = torch.stack(losses), None
         if self.replicas.energy.prior_in_swaps:
             prior = prior_terms(extra, rows.position, rows.precision)
-        own = (
-            terms.new_zeros(len(terms), dtype=torch.float64) if prior is None else prior.double()
-        )[:, None]
+        own = terms.new_zeros(len(terms), 1, dtype=torch.float64)
+        own = own if prior is None else prior.double()[:, None]
         if not isinstance(self.rules.noise.feed, PerExample):
             # The sums of the losses will do, one from each process.
             summed = terms.sum(1, keepdim=True, dtype=torch.float64)
@@ -227,17 +226,15 @@ class NetworkStep:
         )
 
     def _average_buffers(self) -> None:
-        """Running statistics are those of all examples of a minibatch, not of this process's share."""
-        mesh = self.replicas.mesh
-        modules = self.replicas.modules
+        """Running statistics are those of all examples of a minibatch, not of one share."""
+        mesh, modules = self.replicas.mesh, self.replicas.modules
         buffers = [b for module in modules for b in module.buffers() if b.is_floating_point()]
         if buffers:
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             mesh.sum_over_examples(flat)
             flat /= mesh.n_data_ranks
-            for buffer, mean in zip(
-                buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True
-            ):
+            means = torch.split(flat, [buffer.numel() for buffer in buffers])
+            for buffer, mean in zip(buffers, means, strict=True):
                 buffer.copy_(mean.view_as(buffer))
 
     def _function_prior(self, k: int) -> Tensor | None:
@@ -295,11 +292,8 @@ class NetworkStep:
         if common is not None:
             # Which replica is at the coldest rung changes with the swaps.
             coldest = exchanged.temperature.argmin(0, keepdim=True)
-            lr, temperature = (
-                exchanged.lr.gather(0, coldest),
-                exchanged.temperature.gather(0, coldest),
-            )
-            cold = exchanged._replace(lr=lr, temperature=temperature)
+            rates = {"lr": exchanged.lr, "temperature": exchanged.temperature}
+            cold = exchanged._replace(**{n: each.gather(0, coldest) for n, each in rates.items()})
             self._update(common, common.gradient, cold, "keep", step)
         return self
 
@@ -335,9 +329,8 @@ def assemble_energy(
     per_example = torch.stack(losses)
     total = (n_data / per_example.shape[1]) * per_example.sum(1, dtype=torch.float64)
     prior = prior_terms(extra, position, precision)
-    return Energy(
-        (total if prior is None else total + prior)[:, None], per_example[:, None].double()
-    )
+    total = total if prior is None else total + prior
+    return Energy(total[:, None], per_example[:, None].double())
 
 
 def require_one_size(sizes: list[int]) -> None:

@@ -53,14 +53,14 @@ class Sampler(ABC):
         temperature: Tensor,
         step: Tensor,
     ) -> tuple[Tensor, State]:
-        """New position and state. `noise` is standard normal; `step` counts moves from 0, () int64."""
+        """New position and state; `noise` is standard normal, `step` () int64 counts from 0."""
 
     def rescale(self, state: State, changed: Tensor, ratio: Tensor) -> State:
-        """The state after a swap: `ratio` is sqrt(lr * temperature) of the new rung over the old."""
+        """The state after a swap; `ratio` is sqrt(lr * temperature) of the new rung over old."""
         return state
 
     def refresh(self, state: State, changed: Tensor, scale: Tensor, noise: Tensor) -> State:
-        """The state after a swap, with momenta drawn for the new rung: `scale` is that square root."""
+        """The state after a swap, with momenta drawn anew; `scale` is the new square root."""
         return state
 
     def check(self, *, n_data: int | None, swap_start: int | None) -> None:  # noqa: B027
