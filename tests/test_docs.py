@@ -1,4 +1,4 @@
-"""Every Python snippet of the README and the docs runs, in the order of the page, and passes mypy."""
+"""Every Python snippet of README and docs runs, in the order of the page, and passes mypy."""
 
 from __future__ import annotations
 

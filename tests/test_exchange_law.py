@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torchrex as tr
-from assertions import FALSE_ALARM_SIGMAS, assert_mean_is, assert_mean_is_not, intercept
+from assertions import FALSE_ALARM_SIGMAS, assert_mean_is, assert_mean_is_not, intercept, z_score
 from torchrex.density.loop import draw_block
 from torchrex.exchange import ExchangeInputs
 from torchrex.exchange.algorithm import ExchangeState, Rules, step
@@ -45,19 +45,12 @@ def one_swap_step(
     """
     target = tr.Noisy(gaussian(dim), tr.Gaussian(NOISE_STD))
     ladder = tr.Ladder(temperatures, STILL)
-    rules = Rules(
-        ladder, noise=tr.KnownVariance(known), factor=as_rule(correction_factor), pairing=pairing
-    )
+    rules = Rules(ladder, tr.KnownVariance(known), as_rule(correction_factor), pairing)
     tau = torch.tensor(temperatures, dtype=torch.float64)[:, None, None]
-    z = torch.randn(
-        len(temperatures),
-        RUNS,
-        dim,
-        generator=torch.Generator().manual_seed(7),
-        dtype=torch.float64,
-    )
+    generator, double = torch.Generator().manual_seed(7), {"dtype": torch.float64}
+    z = torch.randn(len(temperatures), RUNS, dim, generator=generator, **double)
     ensemble = tr.TensorEnsemble.start(
-        target, n_rungs=len(temperatures), n_runs=RUNS, initial=tau.sqrt() * z, dtype=torch.float64
+        target, n_rungs=len(temperatures), n_runs=RUNS, initial=tau.sqrt() * z, **double
     )
     state = ExchangeState.start(rules, RUNS, device=torch.device("cpu"), dtype=torch.float64)
     block = draw_block(Streams(8), rules, ensemble, attempt, 1)
@@ -142,12 +135,9 @@ def test_annealed_ladders_may_rest(caplog):
 
 
 def test_one_noisy_energy_in_two_tests_is_not_exact():
-    """Why AllInTurn draws fresh energies for every pair: using the same ones again breaks the law."""
+    """Why AllInTurn draws fresh energies for every pair: using the same ones breaks the law."""
     reused = one_swap_step(FOUR, tr.AllInTurn(), reuse_energies=True)
-    worst = max(
-        abs(float((reused[r].mean() - 1.0) / (reused[r].std() / RUNS**0.5))) for r in range(4)
-    )
-    assert worst > 2 * FALSE_ALARM_SIGMAS
+    assert max(abs(z_score(each, 1.0)) for each in reused) > 2 * FALSE_ALARM_SIGMAS
 
 
 def rung0_variance(lr, *, correction_factor, n_runs=8192, n_steps=600):
@@ -210,10 +200,8 @@ def rung0_phase_space(lr, policy, swap_interval, *, ratio=3.0, n_runs=8192, n_st
         if k >= 300:
             now, cold = run.ensemble, run.state.replica_at[:1]
             x2 += Selects.take(now.position, cold)[0, :, 0].square()
-            v2 += (
-                Selects.take(now.sampler_state.velocity, cold)[0, :, 0].square()
-                / float(scale[0]) ** 2
-            )
+            v = Selects.take(now.sampler_state.velocity, cold)[0, :, 0]
+            v2 += v.square() / float(scale[0]) ** 2
             n += 1
     return x2 / n, v2 / n
 
@@ -223,13 +211,8 @@ def rung0_phase_space(lr, policy, swap_interval, *, ratio=3.0, n_runs=8192, n_st
     [
         ("rescale", 1, 3.0, True, True),
         ("refresh", 100, 3.0, True, True),
-        (
-            "refresh",
-            1,
-            3.0,
-            False,
-            True,
-        ),  # a refreshed momentum forgets that it was pushing back: wrong x if all the time
+        # A refreshed momentum forgets that it was pushing back: wrong x if all the time.
+        ("refresh", 1, 3.0, False, True),
         ("keep", 1, 3.0, False, False),
         ("keep", 1, 1.0, False, False),  # equal lrs do not help: the temperatures differ
     ],
@@ -266,13 +249,8 @@ def test_swap_intensity_scales_the_acceptance():
 
 
 def test_target_acceptance_is_reached():
-    common = {
-        "temperatures": (1.0, 4.0),
-        "lr": 0.05,
-        "noise": tr.KnownVariance(9.0),
-        "n_runs": 64,
-        "compiled": True,
-    }
+    common = {"ladder": tr.Ladder((1.0, 4.0), 0.05), "n_runs": 64, "compiled": True}
+    common["noise"] = tr.KnownVariance(9.0)
     target = tr.Noisy(gaussian(1), tr.Gaussian(3.0))
     draws = tr.sample(target, correction_factor=tr.TargetAcceptance(0.2), n_steps=2000, **common)
     assert float(draws.acceptance_rate) == pytest.approx(0.2, abs=0.02)

@@ -78,7 +78,7 @@ def test_stopped_and_continued_equals_never_stopped(name, monkeypatch):
     assert_resumes(name, False, 100)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("first", [1, 63, 64, 65, 128])
 def test_continuing_at_and_around_the_end_of_a_block(compiled, first, monkeypatch):
     monkeypatch.setattr(block, "LONGEST", 64)
@@ -92,10 +92,7 @@ def test_the_state_of_another_run_is_refused():
 
 
 def test_a_long_run_begins_with_the_short_one():
-    short, long = (
-        trace(make_run("the paper's", False), 40),
-        trace(make_run("the paper's", False), 90),
-    )
+    short, long = (trace(make_run("the paper's", False), n) for n in (40, 90))
     assert torch.equal(short[0], long[0][:40])
 
 
@@ -157,15 +154,9 @@ def test_what_cannot_be_compiled_runs_eagerly_with_one_reason(density, reason, c
 def test_matrix_products_are_compiled(caplog):
     precision = torch.tensor([[2.0, 0.5], [0.5, 1.0]])
     with caplog.at_level(logging.WARNING, logger="torchrex"):
-        draws = tr.sample(
-            lambda x: -0.5 * ((x @ precision) * x).sum(-1),
-            dim=2,
-            temperatures=(1.0, 2.0),
-            lr=0.02,
-            n_steps=5000,
-            n_runs=32,
-            compiled=True,
-        )
+        target = tr.LogDensity(lambda x: -0.5 * ((x @ precision) * x).sum(-1), 2)
+        sizes = {"n_steps": 5000, "n_runs": 32, "compiled": True}
+        draws = tr.sample(target, temperatures=(1.0, 2.0), lr=0.02, **sizes)
     assert not [record for record in caplog.records if record.name == "torchrex"]
     covariance = torch.cov(draws.values.flatten(0, 1).T)
     assert torch.allclose(covariance, torch.linalg.inv(precision), atol=0.1)
@@ -174,13 +165,11 @@ def test_matrix_products_are_compiled(caplog):
 def test_without_a_compiler_it_runs_eagerly_with_one_warning(tmp_path):
     code = (
         "import torchrex as tr, logging; logging.basicConfig(format='%(name)s %(message)s');"
-        "print(tr.sample(lambda x: -0.5 * x.square().sum(-1), dim=1, temperatures=(1.0, 2.0), lr=0.1, n_steps=20, compiled=True))"
+        "density = lambda x: -0.5 * x.square().sum(-1); ladder = tr.Ladder((1.0, 2.0), 0.1);"
+        "print(tr.sample(density, dim=1, ladder=ladder, n_steps=20, compiled=True))"
     )
-    environment = {
-        **os.environ,
-        "CXX": "/no/such/compiler",
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
-    }
+    missing = {"CXX": "/no/such/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    environment = {**os.environ, **missing}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
     )

@@ -24,8 +24,9 @@ def printed_by(code: str) -> list[str]:
 
 
 def test_rooms_are_loaded_when_they_are_named():
-    named = "torchrex.vision.Augment.__name__, torchrex.diagnostics.History.__name__, torchrex.experiments.run_recipe.__name__"
-    code = f"import torchrex; print({named}, torchrex.report.__name__)"
+    classes = ("vision.Augment", "diagnostics.History", "experiments.run_recipe", "report")
+    named = ", ".join(f"torchrex.{name}.__name__" for name in classes)
+    code = f"import torchrex; print({named})"
     assert printed_by(code) == ["Augment", "History", "run_recipe", "torchrex.report"]
 
 

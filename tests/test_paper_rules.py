@@ -465,14 +465,18 @@ def test_a_compressed_schedule_has_the_same_shape(family):
     temperature, lr, _ = at_epoch(short, 100)
     assert float(temperature[0, 0]) == pytest.approx(0.01 * 1.02 ** (-1000 / 3))
     assert float(lr[0, 0]) == pytest.approx(2e-6 * 0.984 ** (1000 / 3 - 200))
-    assert (short.n_steps, short.swap_start, short.burn_in) == (150 * EPOCH, 3 * EPOCH, 59 * EPOCH)
+    assert (short.n_steps, short.swap_start, short.intervals.burn_in) == (
+        150 * EPOCH,
+        3 * EPOCH,
+        59 * EPOCH,
+    )
 
 
 def test_times_of_the_paper():
     config = get_recipe("icml2020/cifar10-wrn-28-10")
     assert config.steps_per_epoch == EPOCH
-    assert config.burn_in == 199 * EPOCH
-    assert (config.n_steps - config.burn_in) / config.steps_per_epoch == 301
+    assert config.intervals.burn_in == 199 * EPOCH
+    assert (config.n_steps - config.intervals.burn_in) / config.steps_per_epoch == 301
     assert config.swap_start == 10 * EPOCH
     rules = rules_of(get_recipe("icml2020/cifar10-resnet20"))
     proposed = draw_exchange_inputs(

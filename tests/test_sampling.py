@@ -29,17 +29,12 @@ def gaussian(x):
     return -0.5 * x.square().sum(-1)
 
 
+PAIR = tr.Ladder((1.0, 2.0), 0.1)
+
+
 def test_shapes_thinning_and_burn_in():
-    draws = tr.sample(
-        gaussian,
-        dim=3,
-        temperatures=(1.0, 2.0, 4.0),
-        lr=0.1,
-        n_steps=100,
-        n_runs=5,
-        thin=7,
-        burn_in=20,
-    )
+    sizes = {"dim": 3, "n_steps": 100, "n_runs": 5, "thin": 7, "burn_in": 20}
+    draws = tr.sample(gaussian, ladder=tr.Ladder((1.0, 2.0, 4.0), 0.1), **sizes)
     assert draws.values.shape == (5, 11, 3)
     assert draws.steps.tolist() == list(range(27, 98, 7))
     assert draws.noise_variance.shape == (11, 2, 5)
@@ -50,14 +45,7 @@ def test_shapes_thinning_and_burn_in():
 
 
 def test_thinned_draws_are_those_of_the_full_run():
-    common = {
-        "dim": 1,
-        "temperatures": (1.0, 2.0),
-        "lr": 0.1,
-        "n_steps": 90,
-        "n_runs": 2,
-        "seed": 4,
-    }
+    common = {"dim": 1, "ladder": PAIR, "n_steps": 90, "n_runs": 2, "seed": 4}
     full, thinned = tr.sample(gaussian, **common), tr.sample(gaussian, thin=9, burn_in=30, **common)
     assert torch.equal(thinned.values, full.values[:, 38::9])
     assert torch.equal(thinned.replica_at, full.replica_at[38::9])
@@ -66,7 +54,7 @@ def test_thinned_draws_are_those_of_the_full_run():
 
 
 def test_recorder_does_not_care_how_steps_are_cut_into_blocks():
-    full = tr.sample(gaussian, dim=1, temperatures=(1.0, 2.0), lr=0.1, n_steps=60, n_runs=2)
+    full = tr.sample(gaussian, dim=1, ladder=PAIR, n_steps=60, n_runs=2)
     run = tr.DensityExchange(
         tr.TensorEnsemble.start(tr.LogDensity(gaussian, 1), n_rungs=2, n_runs=2),
         tr.Ladder((1.0, 2.0), 0.1),
@@ -82,14 +70,14 @@ def test_recorder_does_not_care_how_steps_are_cut_into_blocks():
 
 
 def test_same_seed_same_draws_other_seed_other_draws():
-    common = {"dim": 1, "temperatures": (1.0, 2.0), "lr": 0.1, "n_steps": 50}
+    common = {"dim": 1, "ladder": PAIR, "n_steps": 50}
     a, b, c = (tr.sample(gaussian, seed=seed, **common).values for seed in (0, 0, 1))
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
 
 
 def test_summary_and_repr():
-    draws = tr.sample(gaussian, dim=12, temperatures=(1.0, 2.0), lr=0.1, n_steps=50, n_runs=2)
+    draws = tr.sample(gaussian, dim=12, ladder=PAIR, n_steps=50, n_runs=2)
     text = draws.summary()
     assert "2 chains x 50 draws" in text
     assert "2 more" in text
@@ -101,16 +89,13 @@ def test_summary_and_repr():
 
 
 def test_save_and_load(tmp_path):
-    draws = tr.sample(gaussian, dim=2, temperatures=(1.0, 2.0), lr=0.1, n_steps=50, n_runs=2)
+    draws = tr.sample(gaussian, dim=2, ladder=PAIR, n_steps=50, n_runs=2)
     draws.save(tmp_path / "d.safetensors")
     back = tr.Draws.load(tmp_path / "d.safetensors")
     assert torch.equal(back.values, draws.values)
     assert torch.equal(back.replica_at, draws.replica_at)
-    assert (back.n_steps, back.status, back.settings) == (
-        draws.n_steps,
-        draws.status,
-        draws.settings,
-    )
+    for name in ("n_steps", "status", "settings"):
+        assert getattr(back, name) == getattr(draws, name)
 
 
 def refused(path):
@@ -123,9 +108,7 @@ def refused(path):
 
 
 def test_files_that_are_not_draws(tmp_path):
-    tr.sample(gaussian, dim=2, temperatures=(1.0, 2.0), lr=0.1, n_steps=50).save(
-        tmp_path / "draws.safetensors"
-    )
+    tr.sample(gaussian, dim=2, ladder=PAIR, n_steps=50).save(tmp_path / "draws.safetensors")
     whole, path = (tmp_path / "draws.safetensors").read_bytes(), tmp_path / "other"
     assert refused(path) == f"there is no file {path}"
     assert f"is a folder; load {tmp_path / 'draws.safetensors'}" in refused(tmp_path)
@@ -150,10 +133,8 @@ def test_files_that_are_not_draws(tmp_path):
 
 
 def test_files_whose_tensors_do_not_fit_each_other(tmp_path):
-    draws, path = (
-        tr.sample(gaussian, dim=2, temperatures=(1.0, 2.0), lr=0.1, n_steps=50, n_runs=3),
-        tmp_path / "d",
-    )
+    draws = tr.sample(gaussian, dim=2, ladder=PAIR, n_steps=50, n_runs=3)
+    path = tmp_path / "d"
     replace(draws, energy=draws.energy[1:]).save(path)
     assert "see its energy of shape (49, 2, 3)" in refused(path)
     replace(draws, accepted=draws.accepted[0]).save(path)
@@ -170,33 +151,28 @@ def test_files_whose_tensors_do_not_fit_each_other(tmp_path):
 
 def test_places_where_draws_cannot_be_saved(tmp_path):
     draws = tr.sample(gaussian, dim=1, temperatures=(1.0,), lr=0.1, n_steps=5)
-    for path, why in (
-        (tmp_path, "Is a directory"),
-        (tmp_path / "absent" / "d", "No such file or directory"),
-    ):
-        with pytest.raises(
-            RunFolderError, match=f"cannot write .* \\({why}\\); give the name of a file"
-        ) as caught:
+    for path, why in ((tmp_path, "Is a directory"), (tmp_path / "no" / "d", "No such file")):
+        with pytest.raises(RunFolderError, match=f"cannot write .* \\({why}") as caught:
             draws.save(path)
         assert "\n" not in str(caught.value)
 
 
 def test_settings_say_what_ran_and_not_where_it_stood():
-    draws = tr.sample(gaussian, dim=1, temperatures=(1.0, 2.0), lr=0.1, n_steps=20, seed=3)
+    draws = tr.sample(gaussian, dim=1, ladder=PAIR, n_steps=20, seed=3)
     assert draws.settings["seed"] == 3
     assert "Ladder((1, 2), lrs=0.1)" in draws.settings["run"]
     for text in (str(draws.settings), draws._repr_html_(), draws.summary(), repr(draws)):
         assert "step 0" not in text
     assert "steps_before" not in draws.settings
     ensemble = tr.TensorEnsemble.start(tr.LogDensity(gaussian, 1), n_rungs=2)
-    run = tr.DensityExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1))
+    run = tr.DensityExchange(ensemble, PAIR)
     first, second = tr.collect(run, 20), tr.collect(run, 20)
     assert second.settings == {**first.settings, "steps_before": 20}
 
 
 def test_every_text_rounds_the_rate_alike():
     """634 of 800 is 79.25 %, which single precision and double round to different sides."""
-    draws = tr.sample(gaussian, dim=1, temperatures=(1.0, 2.0), lr=0.1, n_steps=20)
+    draws = tr.sample(gaussian, dim=1, ladder=PAIR, n_steps=20)
     for made in (0, 634, 218, 800):
         draws = replace(draws, accepted=torch.tensor([[made]]), proposed=torch.tensor([[800]]))
         shown = f"{100 * (made / 800):.3g} %"
@@ -222,14 +198,8 @@ def test_ctrl_c_keeps_what_is_done(on_interrupt):
         if len(calls) == 2:
             raise KeyboardInterrupt
 
-    settings = {
-        "temperatures": (1.0, 2.0),
-        "lr": 0.1,
-        "n_steps": 100_000,
-        "n_runs": 20_000,
-        "thin": 8,
-    }
-    draws = draws_until_ctrl_c(on_interrupt, dim=1, progress=interrupt, **settings)
+    sizes = {"dim": 1, "n_steps": 100_000, "n_runs": 2_000, "thin": 8, "compiled": False}
+    draws = draws_until_ctrl_c(on_interrupt, ladder=PAIR, progress=interrupt, **sizes)
     assert draws.status == "interrupted"
     assert draws.n_steps == calls[1][0] < 100_000
     assert draws.n_draws == draws.n_steps // 8
@@ -241,48 +211,24 @@ def test_nan_energy_names_replica_rung_and_step_and_keeps_the_draws(compiled):
     def breaks(x):
         return torch.where(x[:, 0] > 2.5, float("nan"), gaussian(x))
 
-    with pytest.raises(
-        NonFiniteEnergyError, match=r"replica \d on rung \d became nan at step \d+ \(run \d+\)"
-    ) as caught:
-        tr.sample(
-            breaks,
-            dim=1,
-            temperatures=(1.0, 2.0),
-            lr=0.1,
-            n_steps=5000,
-            n_runs=4,
-            dtype=torch.float64,
-            compiled=compiled,
-        )
+    common = {"dim": 1, "ladder": PAIR, "n_runs": 4, "dtype": torch.float64, "compiled": compiled}
+    words = r"replica \d on rung \d became nan at step \d+ \(run \d+\)"
+    with pytest.raises(NonFiniteEnergyError, match=words) as caught:
+        tr.sample(breaks, n_steps=5000, **common)
     error = caught.value
     assert error.draws.n_draws == error.step > 0
     assert error.draws.values.isfinite().all()
     assert error.draws.status == "failed"
     # The draw before is where it broke, if it was the coldest rung; in any case the same density
     # run to one step less is fine.
-    fine = tr.sample(
-        breaks,
-        dim=1,
-        temperatures=(1.0, 2.0),
-        lr=0.1,
-        n_steps=error.step,
-        n_runs=4,
-        dtype=torch.float64,
-        compiled=compiled,
-    )
+    fine = tr.sample(breaks, n_steps=error.step, **common)
     assert torch.equal(fine.values, error.draws.values)
 
 
 def test_nan_at_the_very_first_step():
+    infinite = tr.LogDensity(lambda x: x.sum(-1) * float("inf"), 1)
     with pytest.raises(NonFiniteEnergyError, match="step 0") as caught:
-        tr.sample(
-            lambda x: x.sum(-1) * float("inf"),
-            dim=1,
-            temperatures=(1.0,),
-            lr=0.1,
-            n_steps=5,
-            initial=1.0,
-        )
+        tr.sample(infinite, temperatures=(1.0,), lr=0.1, n_steps=5, initial=1.0)
     assert caught.value.draws is None
 
 
@@ -332,13 +278,8 @@ def test_a_broken_replica_is_never_swapped_in():
     ],
 )
 def test_bad_arguments(changes, error, word):
-    arguments = {
-        "target": gaussian,
-        "dim": 2,
-        "temperatures": (1.0, 2.0),
-        "lr": 0.1,
-        "n_steps": 10,
-    } | changes
+    sizes = {"target": gaussian, "dim": 2, "n_steps": 10}
+    arguments = {**sizes, "temperatures": (1.0, 2.0), "lr": 0.1, **changes}
     with pytest.raises(error, match=word):
         tr.sample(arguments.pop("target"), **arguments)
 
@@ -353,16 +294,14 @@ def test_cuda_asked_for_and_absent():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_runs_eagerly():
-    draws = tr.sample(
-        gaussian, dim=2, temperatures=(1.0, 2.0), lr=0.1, n_steps=200, n_runs=1000, device="cuda"
-    )
+    draws = tr.sample(gaussian, dim=2, ladder=PAIR, n_steps=200, n_runs=1000, device="cuda")
     assert abs(float(draws.values[:, 50:].var()) - 1 / 0.95) < 0.05
 
 
 def test_ladder_and_ensemble_must_fit():
     ensemble = tr.TensorEnsemble.start(tr.LogDensity(gaussian, 1), n_rungs=3)
     with pytest.raises(LadderError, match="2 rungs but the ensemble 3"):
-        tr.DensityExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1))
+        tr.DensityExchange(ensemble, PAIR)
     run = tr.DensityExchange(ensemble, tr.Ladder((1.0, 2.0, 3.0), 0.1))
     other = tr.DensityExchange(
         tr.TensorEnsemble.start(tr.LogDensity(gaussian, 1), n_rungs=3, n_runs=2),
@@ -374,17 +313,10 @@ def test_ladder_and_ensemble_must_fit():
 
 def test_infinite_factor_is_the_naive_test():
     target = tr.Noisy(tr.LogDensity(gaussian, 1), tr.Gaussian(5.0))
-    common = {
-        "temperatures": (1.0, 3.0),
-        "lr": 0.1,
-        "n_steps": 200,
-        "n_runs": 50,
-        "noise": tr.KnownVariance(25.0),
-    }
-    naive, corrected = (
-        tr.sample(target, correction_factor=math.inf, **common),
-        tr.sample(target, **common),
-    )
+    ladder, sizes = tr.Ladder((1.0, 3.0), 0.1), {"n_steps": 200, "n_runs": 50}
+    common = {"ladder": ladder, "noise": tr.KnownVariance(25.0), **sizes}
+    naive = tr.sample(target, correction_factor=math.inf, **common)
+    corrected = tr.sample(target, **common)
     assert naive.acceptance_rate > 0.4
     assert corrected.acceptance_rate < 0.05
 
@@ -424,14 +356,13 @@ def test_chains_that_disagree_have_a_large_standard_error():
 
 
 def test_mean_sd_and_standard_error(monkeypatch):
-    draws = tr.sample(gaussian, dim=3, temperatures=(1.0, 2.0), lr=0.1, n_steps=40, n_runs=6)
+    draws = tr.sample(gaussian, dim=3, ladder=PAIR, n_steps=40, n_runs=6)
     chains = draws.values.double()
     assert torch.allclose(draws.mean(), chains.mean((0, 1)))
     assert torch.allclose(draws.std(), chains.flatten(0, 1).std(0))
     whole = draws.standard_error()
-    assert (
-        whole > chains.flatten(0, 1).std(0) / 240**0.5
-    ).all()  # the draws of a chain are correlated
+    independent = chains.flatten(0, 1).std(0) / 240**0.5
+    assert (whole > independent).all()  # the draws of a chain are correlated
     monkeypatch.setattr("torchrex.posterior.draws.AT_ONCE", 300)
     assert torch.allclose(draws.standard_error(), whole)
     assert torch.equal(mean_error(torch.ones(2, 10, 1)), torch.zeros(1, dtype=torch.float64))
@@ -450,9 +381,7 @@ def test_the_standard_error_is_that_of_arviz():
 
 
 def noisy_ladder(noise_std, **options):
-    """Three rungs; the noise of the tests of the first pair is s = noise_std, of the second a fifth
-    of it.
-    """
+    """Three rungs; the first pair has the noise s = noise_std, the second a fifth of it."""
     target = tr.Noisy(tr.LogDensity(gaussian, 1), tr.Gaussian(noise_std))
     common = {"noise": tr.KnownVariance(noise_std**2), "n_steps": 400, "n_runs": 2, "lr": 0.01}
     cold = 1 / 2**0.5  # of the inverse gaps, the first of which makes s that noise_std
@@ -464,10 +393,8 @@ def noisy_ladder(noise_std, **options):
 def test_summary_tells_s_f_and_round_trips(caplog):
     draws = noisy_ladder(1.5)
     first, second = draws.pairs()
-    assert (first.accepted, first.proposed) == (
-        int(draws.accepted[0].sum()),
-        int(draws.proposed[0].sum()),
-    )
+    assert first.accepted == int(draws.accepted[0].sum())
+    assert first.proposed == int(draws.proposed[0].sum())
     assert (first.noise_std, second.noise_std) == (pytest.approx(1.5), pytest.approx(0.3))
     assert first.expected == pytest.approx(float(tr.expected_acceptance(0.0, 1.5)))
     assert first.factor == 1.0
@@ -522,14 +449,8 @@ def unit_normal(batch_size):
 
 
 def test_a_dead_pair_that_swapped_once_because_replicas_start_alike(caplog):
-    draws = tr.sample(
-        unit_normal(20),
-        temperatures=(1.0, 1e6),
-        lr=1e-4,
-        n_steps=800,
-        n_runs=1,
-        initial=torch.zeros(1),
-    )
+    ladder = tr.Ladder((1.0, 1e6), 1e-4)
+    draws = tr.sample(unit_normal(20), ladder=ladder, n_steps=800, initial=torch.zeros(1))
     assert int(draws.accepted.sum()) == 1
     (said,) = [record.getMessage() for record in caplog.records if "swap" in record.getMessage()]
     assert said.startswith("1 swap in 800 tests between rungs 0 and 1")
@@ -541,9 +462,7 @@ def test_a_dead_pair_that_swapped_once_because_replicas_start_alike(caplog):
 def test_data_that_are_not_finite_are_named(value):
     target = unit_normal(20)
     target.data[0][7] = value
-    with pytest.raises(
-        NonFiniteEnergyError, match="data of the target hold NaN or infinite"
-    ) as caught:
+    with pytest.raises(NonFiniteEnergyError, match="data of the target") as caught:
         tr.sample(target, temperatures=(1.0, 1.1), lr=3e-4, n_steps=2000, seed=1)
     assert "learning rate" not in str(caught.value)
 
@@ -561,14 +480,7 @@ def test_the_noise_of_a_pair_is_that_of_all_draws():
 
 
 @pytest.mark.parametrize(
-    ("share", "words"),
-    [
-        (1.0, "100 %"),
-        (0.5833, "58.3 %"),
-        (2e-4, "0.02 %"),
-        (4e-321, "< 0.001 %"),
-        (0.0, "< 0.001 %"),
-    ],
+    ("share", "words"), [(1.0, "100 %"), (0.5833, "58.3 %"), (2e-4, "0.02 %"), (0.0, "< 0.001 %")]
 )
 def test_percent(share, words):
     assert percent(share) == words
@@ -597,15 +509,9 @@ def test_draws_that_do_not_tell_their_ladder(settings):
 
 def first_points(target, **options):
     """After one step that goes nowhere."""
-    common = {
-        "temperatures": (1.0, 2.0),
-        "lr": 1e-30,
-        "n_steps": 1,
-        "n_runs": 4000,
-        "dtype": torch.float64,
-        "pairing": tr.NoSwaps(),
-    }
-    return tr.sample(target, **{**common, **options})
+    sizes = {"n_steps": 1, "n_runs": 4000, "dtype": torch.float64}
+    still = {"ladder": tr.Ladder((1.0, 2.0), 1e-30), "pairing": tr.NoSwaps()}
+    return tr.sample(target, **{**sizes, **still, **options})
 
 
 def test_runs_start_at_draws_of_the_prior():

@@ -51,6 +51,7 @@ def traffic(replicas, n, noise):
     return {"seen": counted.seen, "of_replica": [4 * parameters, 4 * buffers]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "ranks", "noise"),
     [(4, 2, "paired"), (5, 2, "paired"), (4, 4, "known"), (3, 6, "paired"), (2, 6, "known")],
@@ -223,7 +224,7 @@ def test_communication_of_resnet20_was_at_most_three_percent():
 
 
 def test_stored_simulations_agree_with_the_formula():
-    """Each within 5 standard errors, which come from 32 runs: Student's t makes it 2e-5 for each."""
+    """Each within 5 standard errors, of 32 runs: Student's t makes it 2e-5 for each."""
     results = [r for r in stored("ladder_growth")["results"] if r["rate"]["simulated"] is not None]
     assert {r["rungs"] for r in results if r["scheme"] == "even-odd"} == set(ladder_growth.RUNGS)
     for r in results:

@@ -22,6 +22,8 @@ from torchrex.targets import Energy
 
 TINY = (1e-24, 2e-24, 3e-24, 4e-24)  # temperatures at which nothing random is left
 LRS = (0.1, 0.2, 0.4, 0.8)
+PAIR = tr.Ladder((1.0, 2.0), 0.1)
+MIXTURE = tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5])
 
 
 def slope():
@@ -32,7 +34,7 @@ def slope():
 
 
 def rungs_of(replica_at):
-    """Where each replica stands, found the slow way: (replicas, runs)."""
+    """The rung of each replica, found the slow way: (replicas, runs)."""
     rung_of = torch.empty_like(replica_at)
     for run in range(replica_at.shape[1]):
         for rung, replica in enumerate(replica_at[:, run].tolist()):
@@ -71,15 +73,11 @@ def test_rescaled_momenta_follow_the_rungs():
     run = tr.DensityExchange(ensemble, tr.Ladder(TINY, LRS))
     scale = (torch.tensor(TINY, dtype=torch.float64) * torch.tensor(LRS)).sqrt()
     for _ in range(8):
-        stood, velocity = (
-            rungs_of(run.state.replica_at),
-            run.ensemble.sampler_state.velocity[..., 0].double(),
-        )
-        stands = rungs_of(run.step().replica_at)
-        expected = 0.5 * velocity * scale[stands] / scale[stood]
-        assert torch.allclose(
-            run.ensemble.sampler_state.velocity[..., 0].double(), expected, rtol=1e-5
-        )
+        before, velocity = rungs_of(run.state.replica_at), run.ensemble.sampler_state.velocity
+        after = rungs_of(run.step().replica_at)
+        expected = 0.5 * velocity[..., 0].double() * scale[after] / scale[before]
+        now = run.ensemble.sampler_state.velocity[..., 0].double()
+        assert torch.allclose(now, expected, rtol=1e-5)
 
 
 def test_what_is_recorded():
@@ -132,12 +130,8 @@ def test_measurement_looks_at_the_replicas_on_the_rungs():
     ensemble = tr.TensorEnsemble.start(LouderOutside(), n_rungs=3, initial=loudness)
     state = ExchangeState.start(rules, 1, device=torch.device("cpu"), dtype=torch.float32)
     state = state._replace(replica_at=torch.tensor([[1], [2], [0]], dtype=torch.int32))
-    noise = {
-        "z": LouderOutside().draw_noise(
-            torch.Generator().manual_seed(0), 1, (4000, 3, 1), torch.float32
-        )["z"][0]
-    }
-    after = measure(ensemble, state, noise, rules)
+    z = torch.randn(4000, 3, 1, generator=torch.Generator().manual_seed(0))
+    after = measure(ensemble, state, {"z": z}, rules)
     at_rung = Selects.take(loudness[..., 0], state.replica_at)[:, 0].square()
     expected = 0.5 * (at_rung[:-1] + at_rung[1:])
     assert torch.allclose(after.noise_variance[:, 0], expected, rtol=0.15)  # 10 standard errors
@@ -172,14 +166,7 @@ def writes_in_place(x):
 
 
 def test_a_density_that_writes_in_place_is_compiled_right():
-    common = {
-        "dim": 2,
-        "temperatures": (1.0, 2.0),
-        "lr": 0.1,
-        "n_steps": 300,
-        "n_runs": 4,
-        "dtype": torch.float64,
-    }
+    common = {"dim": 2, "n_steps": 300, "n_runs": 4, "dtype": torch.float64, "ladder": PAIR}
     compiled, eager = (tr.sample(writes_in_place, compiled=c, **common) for c in (True, False))
     assert torch.allclose(compiled.values, eager.values, atol=1e-9)
     assert (eager.values[..., 0] > 1.0).any()
@@ -187,13 +174,8 @@ def test_a_density_that_writes_in_place_is_compiled_right():
 
 def test_a_module_in_the_density_leaves_no_graph_behind():
     module = torch.nn.Linear(2, 1)
-    draws = tr.sample(
-        lambda x: -0.5 * x.square().sum(-1) + 0.01 * module(x)[:, 0],
-        dim=2,
-        temperatures=(1.0, 2.0),
-        lr=0.1,
-        n_steps=20,
-    )
+    target = tr.LogDensity(lambda x: -0.5 * x.square().sum(-1) + 0.01 * module(x)[:, 0], 2)
+    draws = tr.sample(target, ladder=PAIR, n_steps=20)
     assert not draws.values.requires_grad
 
 
@@ -204,15 +186,7 @@ def test_an_index_out_of_bounds_in_the_compiled_loop_is_an_error_not_a_crash():
         return table[((x[:, 0] + 3.0) * 10.0).long()] + 0.0 * x.sum(-1)
 
     with pytest.raises(tr.TorchrexError, match="index out of bounds"):
-        tr.sample(
-            looked_up,
-            dim=1,
-            temperatures=(1.0, 2.0),
-            lr=0.1,
-            n_steps=20_000,
-            n_runs=4,
-            compiled=True,
-        )
+        tr.sample(looked_up, dim=1, ladder=PAIR, n_steps=20_000, n_runs=4, compiled=True)
 
 
 def test_an_interrupted_run_goes_on_as_if_nothing_had_happened():
@@ -221,7 +195,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened():
     """
 
     def make():
-        target = tr.Noisy(tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5]), tr.Gaussian(2.0))
+        target = tr.Noisy(MIXTURE, tr.Gaussian(2.0))
         return tr.DensityExchange(
             tr.TensorEnsemble.start(target, n_rungs=2, n_runs=4),
             tr.Ladder((1.0, 10.0), 0.03),
@@ -256,9 +230,7 @@ def test_ctrl_c_before_the_first_step_of_a_block_leaves_its_random_numbers(where
     """
 
     def make():
-        ensemble = tr.TensorEnsemble.start(
-            tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5]), n_rungs=2, n_runs=4
-        )
+        ensemble = tr.TensorEnsemble.start(MIXTURE, n_rungs=2, n_runs=4)
         return tr.DensityExchange(ensemble, tr.Ladder((1.0, 10.0), 0.03), noise=tr.KnownVariance())
 
     run, resumed, undisturbed = make(), make(), make()
