@@ -4,6 +4,7 @@ one reason.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import pytest
@@ -12,9 +13,17 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchrex
+from modules import batches, cross_entropy, make_run, same, with_everything
 from torchrex.errors import NonFiniteEnergyError
+from torchrex.network.capture import (
+    RECORDED,
+    CaptureState,
+    empty_records,
+    exchange_and_record,
+    steps_of_runs,
+)
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 N = 200
 
@@ -89,6 +98,7 @@ def infos(run, n, loader):
     }
 
 
+@on_gpu
 def test_captured_and_eager_agree(monkeypatch):
     """Same seed, float32, 20 steps: parameters within 1e-5 relative, the same swap decisions."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
@@ -105,6 +115,7 @@ def test_captured_and_eager_agree(monkeypatch):
         assert float((left - right).norm() / right.norm()) < 1e-5
 
 
+@on_gpu
 def test_the_parts_were_compiled(caplog):
     with caplog.at_level(logging.INFO, logger="torchrex"):
         run = make()
@@ -112,6 +123,7 @@ def test_the_parts_were_compiled(caplog):
     assert "captur" not in caplog.text
 
 
+@on_gpu
 def test_batches_given_one_by_one_equal_the_loader_inside_the_graph():
     inside, outside = make(deterministic=True), make(deterministic=True)
     list(inside.advance(20, data()))
@@ -121,6 +133,7 @@ def test_batches_given_one_by_one_equal_the_loader_inside_the_graph():
     assert_same(inside, outside)
 
 
+@on_gpu
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("stop", [1, 100, 256, 300])
 def test_resume_is_exact(dropout, stop):
@@ -143,6 +156,7 @@ def test_resume_is_exact(dropout, stop):
     assert_same(whole, second)
 
 
+@on_gpu
 def test_a_smaller_last_batch_is_a_graph_of_its_own():
     run, eager = make(), make(compiled=False)
     a, b = infos(run, 14, data("keep")), infos(eager, 14, data("keep"))
@@ -150,6 +164,7 @@ def test_a_smaller_last_batch_is_a_graph_of_its_own():
     torch.testing.assert_close(a["energy"], b["energy"], rtol=1e-4, atol=0)
 
 
+@on_gpu
 def test_too_many_shapes_run_eagerly_and_say_so_once(caplog):
     run = make()
     x, y = torch.randn(40, 3, 8, 8, device="cuda"), torch.randint(5, (40,), device="cuda")
@@ -165,6 +180,7 @@ class NeedsTheHost(Net):
         return super().forward(x) * (1.0 if float(x.sum()) > -1e30 else 0.0)
 
 
+@on_gpu
 def test_a_module_that_cannot_be_captured_runs_eagerly_with_the_same_numbers(caplog):
     run, eager = make(model=NeedsTheHost), make(compiled=False)
     a, b = infos(run, 10, data()), infos(eager, 10, data())
@@ -175,6 +191,7 @@ def test_a_module_that_cannot_be_captured_runs_eagerly_with_the_same_numbers(cap
     torch.testing.assert_close(a["energy"], b["energy"], rtol=1e-4, atol=0)
 
 
+@on_gpu
 def test_divergence_is_noticed_at_the_end_of_a_stretch_and_healed_at_the_end_of_a_block():
     stop = make()
     list(stop.advance(3, data()))
@@ -190,6 +207,7 @@ def test_divergence_is_noticed_at_the_end_of_a_stretch_and_healed_at_the_end_of_
     assert heal.ensemble.position.isfinite().all()
 
 
+@on_gpu
 def test_autocast_and_channels_last():
     energy = torchrex.PosteriorEnergy(F.cross_entropy, n_data=N, prior=torchrex.GaussianPrior(2.0))
     runs = [
@@ -216,6 +234,7 @@ class Reassigning(Net):
         return super().forward(x)
 
 
+@on_gpu
 def test_a_buffer_that_is_replaced_is_not_captured(caplog):
     run = make(model=Reassigning)
     list(run.advance(10, data()))
@@ -224,6 +243,7 @@ def test_a_buffer_that_is_replaced_is_not_captured(caplog):
     assert [float(module.calls) for module in run.ensemble.modules] == [10.0, 10.0, 10.0]
 
 
+@on_gpu
 def test_data_on_the_cpu_are_copied_into_the_graph():
     x, y = torch.randn(N, 3, 8, 8), torch.randint(5, (N,))
     inside = torchrex.DeviceLoader((x, y), 32, seed=3, device="cuda")
@@ -235,6 +255,7 @@ def test_data_on_the_cpu_are_copied_into_the_graph():
     assert_same(*runs)
 
 
+@on_gpu
 def test_a_graph_made_late_in_a_block_leaves_the_records_alone():
     """A batch of another size comes first at step 254; its warm-up must not write over what was
     recorded before.
@@ -245,3 +266,35 @@ def test_a_graph_made_late_in_a_block_leaves_the_records_alone():
     run.step((x, y))
     assert len(run.graphs) == 2
     assert torch.equal(run.records.energy[:254], first)
+
+
+@pytest.mark.parametrize("momentum", ["rescale", "refresh"])
+def test_what_a_graph_does_is_an_eager_step(momentum):
+    """The work of a graph, done on a CPU without one, for two runs: the same numbers in place."""
+
+    def counted(seed):
+        run = make_run(
+            with_everything, cross_entropy(prior=torchrex.GaussianPrior(1.0)), seed=seed,
+            sampler=torchrex.SGHMC(0.2), correction_factor=1e9, momentum=momentum,
+        )  # fmt: skip
+        run._network = dataclasses.replace(run._network, counted_noise=True)
+        return run
+
+    eager, captured = [counted(0), counted(1)], [counted(0), counted(1)]
+    states = []
+    for run in captured:
+        run.try_batch(batches(1)[0])
+        run.prepare()
+        records = empty_records(run.rules, 256, run.device)
+        states.append(CaptureState(run._network, run._state, run._table, records))
+    infos = [[run.step(batch) for batch in batches(8)] for run in eager]
+    assert any(bool(info.accepted.any()) for info in infos[0])
+    with captured[0].ensemble.own_work(), captured[1].ensemble.own_work(), captured[0].forward:
+        for batch in batches(8):
+            steps_of_runs(batch, states, exchange_and_record, None)
+    for k, state in enumerate(states):
+        for name in RECORDED:
+            expected = torch.stack([getattr(info, name) for info in infos[k]])
+            assert torch.equal(getattr(state.records, name)[:8], expected), name
+        assert same(captured[k].ensemble.tensors_of(1), eager[k].ensemble.tensors_of(1))
+        assert int(state.network.replicas.clock) == 8
