@@ -1,4 +1,4 @@
-"""Data flows one way: a module imports only from rooms above its own."""
+"""Data flows one way: a module imports only from folders above its own."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ FOUNDATIONS_KNOW = {
 }
 
 
-def level(room: str) -> int:
-    return next(k for k, rooms in enumerate(ORDER) if room in rooms)
+def level(folder: str) -> int:
+    return next(k for k, folders in enumerate(ORDER) if folder in folders)
 
 
-def imported_rooms(source: str) -> set[str]:
-    """Rooms of the package that a module imports from; `import torchrex` alone, for the version,
+def imported_folders(source: str) -> set[str]:
+    """Folders of the package that a module imports from; `import torchrex` alone, for the version,
     does not count.
     """
-    rooms = set()
+    folders = set()
     for node in ast.walk(ast.parse(source)):
         names = []
         if isinstance(node, ast.Import):
@@ -53,17 +53,17 @@ def imported_rooms(source: str) -> set[str]:
                 if node.module == "torchrex"
                 else [node.module or ""]
             )
-        rooms |= {name.split(".")[1] for name in names if name.startswith("torchrex.")}
-    return rooms
+        folders |= {name.split(".")[1] for name in names if name.startswith("torchrex.")}
+    return folders
 
 
-def backward_imports(room: str, source: str) -> set[str]:
-    if room in FOUNDATIONS_KNOW:
-        return imported_rooms(source) - FOUNDATIONS_KNOW[room]
+def backward_imports(folder: str, source: str) -> set[str]:
+    if folder in FOUNDATIONS_KNOW:
+        return imported_folders(source) - FOUNDATIONS_KNOW[folder]
     return {
         other
-        for other in imported_rooms(source)
-        if level(other) > level(room) or (level(other) == level(room) and other != room)
+        for other in imported_folders(source)
+        if level(other) > level(folder) or (level(other) == level(folder) and other != folder)
     }
 
 
@@ -71,10 +71,11 @@ def test_no_import_points_backwards():
     wrong = []
     for path in sorted(PACKAGE.rglob("*.py")):
         relative = path.relative_to(PACKAGE)
-        room = relative.parts[0].removesuffix(".py")
-        if room not in ("__init__", "__main__"):
+        folder = relative.parts[0].removesuffix(".py")
+        if folder not in ("__init__", "__main__"):
             wrong += [
-                f"{relative} imports {other}" for other in backward_imports(room, path.read_text())
+                f"{relative} imports {other}"
+                for other in backward_imports(folder, path.read_text())
             ]
     assert not wrong, wrong
 
@@ -85,10 +86,10 @@ def test_the_walk_sees_a_backward_import():
     assert backward_imports("cli", "import torchrex.exchange.ladder") == set()
 
 
-def test_every_room_has_a_place():
-    rooms = {
+def test_every_folder_has_a_place():
+    folders = {
         path.name.removesuffix(".py")
         for path in PACKAGE.iterdir()
         if path.suffix == ".py" or path.is_dir()
     }
-    assert rooms - {"__init__", "__main__", "__pycache__", "py.typed"} <= set().union(*ORDER)
+    assert folders - {"__init__", "__main__", "__pycache__", "py.typed"} <= set().union(*ORDER)

@@ -1,6 +1,4 @@
-"""What `import torchrex` brings: every public room by its name, and none of them before it is asked
-for.
-"""
+"""What `import torchrex` gives: every public module by its name, each loaded when it is used."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ def printed_by(code: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_rooms_are_loaded_when_they_are_named():
+def test_modules_are_loaded_when_they_are_named():
     classes = ("vision.Augment", "diagnostics.History", "experiments.run_recipe", "report")
     named = ", ".join(f"torchrex.{name}.__name__" for name in classes)
     code = f"import torchrex; print({named})"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 
-TYPE_CHECKING = False  # as type checkers know it, without loading `typing`: Ctrl-C in the first moments finds less to interrupt
+TYPE_CHECKING = False  # as type checkers know it; loading `typing` takes time
 if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` and `__all__`
     from typing import Any
 
@@ -75,23 +75,23 @@ _HOMES = {
     "distributed": "ReplicaMesh replica_mesh",
     "errors": "TorchrexError",
     "exchange": (
-        "AllInTurn BatchVariance ConstantFactor EvenOdd KnownVariance Ladder NoSwaps PairedVariance PerExample "
-        "ProportionalToGap RandomPair RepeatedDraws ReplicaExchange RunningMean Smoothing TargetAcceptance "
-        "expected_acceptance log_swap_ratio"
+        "AllInTurn BatchVariance ConstantFactor EvenOdd KnownVariance Ladder NoSwaps "
+        "PairedVariance PerExample ProportionalToGap RandomPair RepeatedDraws ReplicaExchange "
+        "RunningMean Smoothing TargetAcceptance expected_acceptance log_swap_ratio"
     ),
     "posterior": "Draws DrawStore PosteriorAverage classification_metrics",
     "recording": "JsonLines LiveDisplay Observer TensorBoard Trace",
     "samplers": "SGHMC SGLD AdamStart",
     "targets": (
-        "DeviceLoader Gaussian GaussianMixture GaussianPrior LogDensity Noisy PosteriorEnergy StudentT TallPosterior "
-        "Target from_sgd logistic_regression"
+        "DeviceLoader Gaussian GaussianMixture GaussianPrior LogDensity Noisy PosteriorEnergy "
+        "StudentT TallPosterior Target from_sgd logistic_regression"
     ),
     "density": "DensityExchange TensorEnsemble collect sample",
     "network": "TrainingRun ModuleEnsemble ModuleExchange Outcome SideBySide train train_together",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-# Rooms that are there after `import torchrex`, whether they are loaded yet or not.
-_ROOMS = (
+# Modules that are there after `import torchrex`, whether they are loaded yet or not.
+_MODULES = (
     *_HOMES,
     "diagnostics",
     "durable",
@@ -170,10 +170,10 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f"torchrex.{_HOME_OF[name]}"), name)
         globals()[name] = value  # found at once from now on
         return value
-    if name in _ROOMS:
+    if name in _MODULES:
         return importlib.import_module(f"torchrex.{name}")
     raise AttributeError(f"module 'torchrex' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_ROOMS})
+    return sorted({*globals(), *__all__, *_MODULES})
