@@ -306,9 +306,9 @@ def plot_factors(of: Mapping[str, Any], axis: Any) -> None:
         means, errors = ([one[key][name] or 0.0 for one in known] for name in ("mean", "two_sd"))
         label = f"reSGHMC, {rungs}"
         axis.errorbar(x, means, errors, label=label, lw=1.2, ms=5, capsize=3, **style)
-    for line, style in ((SGHMC_ALONE, STYLES[1]), (INDEPENDENT, STYLES[4])):
+    for line in (SGHMC_ALONE, INDEPENDENT):
         if line.title in of["levels"]:
-            axis.axhline(of["levels"][line.title]["mean"], label=line.title, **style)
+            axis.axhline(of["levels"][line.title]["mean"], label=line.title, **STYLES[line.style])
     axis.axvline(AUTHORS_F0, color="0.75", lw=5, alpha=0.5, zorder=0, label="best in the paper")
     bottom, top = axis.get_ylim()
     height = top - bottom

@@ -35,7 +35,7 @@ from torchrex.report.tables import (
 )
 
 METHODS = [line.title for line in TABLE3.lines]
-METHOD_STYLES = dict(zip(METHODS, (STYLES[1], STYLES[2], STYLES[4], STYLES[0]), strict=True))
+METHOD_STYLES = {line.title: STYLES[line.style] for line in TABLE3.lines}
 MARKERS = dict(zip(METHODS, "sov^", strict=True))
 SHIFTS = dict(zip(METHODS, (-75, -25, 25, 75), strict=True))  # error bars side by side
 HEADS = ("data", "labels", "method", "paper %", "ours %", "n", "both rungs %", "swaps")

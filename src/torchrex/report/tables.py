@@ -494,7 +494,7 @@ def draw(built: BuiltTable, path: Path) -> None:
     figure, axes = plt.subplots(
         n_rows, n_columns, figsize=size, constrained_layout=True, squeeze=False
     )
-    styles = dict(zip((line.title for line in built.of.lines), STYLES, strict=False))
+    styles = {line.title: STYLES[line.style] for line in built.of.lines}
     handles: dict[str, Any] = {}
     for axis, cell in zip(axes.flat, built.cells, strict=False):
         late: list[float] = []
