@@ -43,7 +43,7 @@ KEPT = ("method", "n_labelled", "n", "paper", "ours", "swaps", "devices")
 
 
 def numbers(out: Path, chosen: Mapping[str, GanConfig]) -> dict[str, Any]:
-    """By panel: `points` (accuracy of every method and number of labels) and the paper's, `paper`."""
+    """By panel: `points` (accuracy by method and number of labels) and the paper's, `paper`."""
     built = build(replace(TABLE3, recipes=figure3_recipes), out, chosen)
     panels: dict[str, Any] = {}
     for row in built.rows:
