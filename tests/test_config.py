@@ -78,9 +78,9 @@ def test_bad_overrides(assignment, word):
 
 
 def test_json_is_plain():
-    assert json.loads(dumps(Outer(rate=math.inf, maybe=math.nan))) == {
-        "n": 1, "rate": "inf", "on": False, "name": "x", "many": [1.0], "maybe": None, "inner": {"law": "a", "scale": 1.0},
-    }  # fmt: skip
+    plain = {"n": 1, "rate": "inf", "on": False, "name": "x", "many": [1.0], "maybe": None}
+    plain["inner"] = {"law": "a", "scale": 1.0}
+    assert json.loads(dumps(Outer(rate=math.inf, maybe=math.nan))) == plain
 
 
 def test_recipes_are_complete_and_frozen():
@@ -114,7 +114,8 @@ def test_unknown_recipe_suggests_the_nearest():
 
 
 def test_the_beginning_of_a_name_brings_those_that_begin_so():
-    resgld = "did you mean figure1/case3-resgld-F1, figure1/case3-resgld-F2 or figure1/case3-resgld-F4[?]"
+    f1, f2, f4 = (f"figure1/case3-resgld-F{factor}" for factor in (1, 2, 4))
+    resgld = f"did you mean {f1}, {f2} or {f4}[?]"
     for words, given in (
         (resgld, "figure1/case3-resgld"),
         ("figure1/case3-naive, .* or 2 others[?]", "figure1/case3"),

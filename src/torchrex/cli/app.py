@@ -28,11 +28,43 @@ PLAIN: dict[str, Any] = {
 }
 
 
+COMMANDS: dict[str, Any] = {
+    "list": run.list_recipes,
+    "run": run.run,
+    "reproduce": run.reproduce,
+    "report": look.report,
+    "doctor": look.doctor,
+    "compare": look.compare,
+    "data": data_app,
+}
+
+
 class Commands(TyperGroup):
-    """Lists the commands with the full first paragraph of their help."""
+    """The commands by name. Their arguments are read when one is called: that takes milliseconds."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for name in COMMANDS:  # known for "did you mean"
+            self.add_command(TyperCommand(name))
+        self._complete: set[str] = set()
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in COMMANDS and cmd_name not in self._complete:
+            self._complete.add(cmd_name)
+            command = COMMANDS[cmd_name]
+            if not isinstance(command, typer.Typer):
+                alone = typer.Typer(**PLAIN)
+                alone.command(cmd_name, cls=Command)(command)
+                command = alone
+            self.add_command(typer.main.get_command(command), cmd_name)
+        return super().get_command(ctx, cmd_name)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        texts = {name: command.help or "" for name, command in self.commands.items()}
+        """With the full first paragraph of their help."""
+        texts = {
+            name: each.info.help if name == "data" else each.__doc__
+            for name, each in COMMANDS.items()
+        }
         with formatter.section("Commands"):
             formatter.write_dl(
                 [(name, " ".join(text.split("\n\n")[0].split())) for name, text in texts.items()]
@@ -84,18 +116,6 @@ def root(
     if version:
         typer.echo(f"torchrex {torchrex.__version__}")
         raise typer.Exit
-
-
-for name, command in (
-    ("list", run.list_recipes),
-    ("run", run.run),
-    ("reproduce", run.reproduce),
-    ("report", look.report),
-    ("doctor", look.doctor),
-    ("compare", look.compare),
-):
-    app.command(name, cls=Command)(command)
-app.add_typer(data_app, name="data")
 
 
 class Warnings(logging.Handler):

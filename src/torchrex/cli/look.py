@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from torchrex.cli.main import loading
-from torchrex.durable import replace_file
 from torchrex.errors import ConfigError, RunFolderError
 
 if TYPE_CHECKING:
@@ -154,6 +153,7 @@ def compare(
         raise ConfigError(f"--out must end in {' or '.join(SUFFIXES)}, got {out}")
     with loading():
         from torchrex.cli.console import say, stdout
+        from torchrex.durable import replace_file
         from torchrex.experiments.config import dumps
         from torchrex.report.compare import MARK, as_json, as_markdown, compare_folders, lines
     ours = (MARK, '"not_comparable_because_of"', "paired t")  # every file of ours has one of them
