@@ -70,36 +70,25 @@ class ModuleEnsemble:
     def __post_init__(self) -> None:
         if self.sampler is None:
             object.__setattr__(self, "sampler", SGLD())
+        names = [] if isinstance(self.shared, str) else self.shared
+        named = not isinstance(self.shared, str) and all(isinstance(n, str) and n for n in names)
+        mesh = self.mesh is None or isinstance(self.mesh, ReplicaMesh)
+        energy, half = isinstance(self.energy, PosteriorEnergy), (None, torch.bfloat16)
         for name, right, expected in (
-            ("mesh", self.mesh is None or isinstance(self.mesh, ReplicaMesh), "replica_mesh(n)"),
+            ("mesh", mesh, "replica_mesh(n)"),
             ("model", callable(self.model), "an nn.Module or a function that makes one"),
-            (
-                "energy",
-                isinstance(self.energy, PosteriorEnergy),
-                "PosteriorEnergy(loss, n_data=...)",
-            ),
+            ("energy", energy, "PosteriorEnergy(loss, n_data=...)"),
             ("sampler", isinstance(self.sampler, Sampler), "a sampler such as SGLD(), SGHMC(0.1)"),
             ("initial", self.initial in ("identical", "independent"), "identical or independent"),
-            (
-                "shared",
-                not isinstance(self.shared, str)
-                and all(isinstance(part, str) and part for part in self.shared),
-                "a sequence of (parts of) parameter names",
-            ),
-            (
-                "autocast",
-                self.autocast in (None, torch.bfloat16),
-                "torch.bfloat16 or None (float16 overflows)",
-            ),
+            ("shared", named, "a sequence of (parts of) parameter names"),
+            ("autocast", self.autocast in half, "torch.bfloat16 or None (float16 overflows)"),
         ):
             if not right:
-                raise InvalidArgumentError(
-                    f"{name} must be {expected}, got {getattr(self, name)!r}"
-                )
+                given = getattr(self, name)
+                raise InvalidArgumentError(f"{name} must be {expected}, got {given!r}")
         if self.initial == "independent" and isinstance(self.model, nn.Module):
             raise InvalidArgumentError(
-                "independent initial weights need a function that makes the model, "
-                "but a module was given"
+                "independent initial weights need a function that makes the model, got a module"
             )
         if self.shared and (
             not self.shared_batches or (self.mesh is not None and self.mesh.is_spread)
@@ -229,16 +218,10 @@ class Replicas:
         views = self.layout.views(self.position[k])
         common = {} if self.common is None else self.common.layout.views(self.common.position[0])
         if {name for name, p in named.items() if p.requires_grad} != {*views, *common}:
-            raise TargetError(
-                "the model function makes modules with different parameters; "
-                "all replicas must be alike"
-            )
+            raise TargetError("the model function makes modules with different parameters")
         for name, view in {**views, **common}.items():
             if named[name].shape != view.shape:
-                raise TargetError(
-                    f"the model function makes modules of different sizes, in {name}; "
-                    "all replicas must be alike"
-                )
+                raise TargetError(f"the model function makes modules of different sizes, in {name}")
             if name in views or k == 0:
                 view.copy_(named[name].detach())
             named[name].data = view
@@ -268,15 +251,12 @@ class Replicas:
             yield
             return
         self._require_modes()
-        writes = self.buffer_writes()
-        for replica, before, after in zip(
-            self.mesh.mine, self._writes or writes, writes, strict=True
-        ):
+        now = self.buffer_writes()
+        for replica, before, after in zip(self.mesh.mine, self._writes or now, now, strict=True):
             if before != after:
                 warnings.warn(
                     f"a buffer of replica {replica} was changed between two steps and not by the "
-                    "run, as a forward pass in training mode does; this changes the run. "
-                    "Look at a copy: run.module_at(rung)",
+                    "run, as a forward pass in training mode does; look at a copy: run.module_at()",
                     stacklevel=2,
                 )
         self._at_work = True
@@ -354,8 +334,7 @@ class Replicas:
                 ]
                 if wrong:
                     raise InvalidArgumentError(
-                        f"the state is that of another model: its {part} differ, "
-                        f"for example {wrong[0]!r}"
+                        f"the state is that of another model: its {part} differ, as {wrong[0]!r}"
                     )
         for k, state in enumerate(states):
             self._overwrite(k, state)
