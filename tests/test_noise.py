@@ -128,19 +128,14 @@ def test_the_paired_correction_is_smaller_and_swaps_more_often():
 def test_defaults_fit_the_target():
     mixture = tr.GaussianMixture([1.0], [0.0], [1.0])
     features, labels, _ = simulate_logistic(50, 2)
-    assert default_estimator(mixture) == tr.KnownVariance(0.0)
-    assert default_estimator(tr.Noisy(mixture, tr.Gaussian(1.0))) == tr.RunningMean(
-        tr.RepeatedDraws()
-    )
-    assert (
-        default_estimator(logistic_regression(features, labels, batch_size=8))
-        == tr.PairedVariance()
-    )
+    shared = logistic_regression(features, labels, batch_size=8)
     alone = logistic_regression(features, labels, batch_size=8, shared=False)
+    repeated = tr.RunningMean(tr.RepeatedDraws())
+    assert default_estimator(mixture) == tr.KnownVariance(0.0)
+    assert default_estimator(shared) == tr.PairedVariance()
     assert default_estimator(alone) == tr.BatchVariance(tr.PerExample(paired=False))
-    assert default_estimator(tr.Noisy(alone, tr.Gaussian(1.0))) == tr.RunningMean(
-        tr.RepeatedDraws()
-    )
+    for target in (mixture, alone):
+        assert default_estimator(tr.Noisy(target, tr.Gaussian(1.0))) == repeated
 
 
 @pytest.mark.parametrize(
@@ -169,23 +164,14 @@ def test_one_example_has_no_variance(noise):
     """
     features, labels, _ = simulate_logistic(50, 2)
     target = logistic_regression(features, labels, batch_size=1)
-    common = {"lr": 1e-4, "n_steps": 40}
-    with pytest.raises(NoiseError, match="at least 2 examples in a minibatch, got batch_size=1"):
-        tr.sample(target, temperatures=(1.0, 2.0), noise=noise, **common)
-    repeated = tr.sample(
-        target,
-        temperatures=(1.0, 2.0),
-        noise=tr.RunningMean(tr.RepeatedDraws(10, every=10)),
-        **common,
-    )
-    assert bool((repeated.noise_variance[-1] > 0).all())
-    tr.sample(target, temperatures=(1.0,), noise=noise, **common)
-    two = logistic_regression(features, labels, batch_size=2)
-    assert bool(
-        (
-            tr.sample(two, temperatures=(1.0, 2.0), noise=noise, **common).noise_variance[-1] > 0
-        ).all()
-    )
+    common = {"ladder": tr.Ladder((1.0, 2.0), 1e-4), "n_steps": 40}
+    with pytest.raises(NoiseError, match="batch_size=1"):
+        tr.sample(target, noise=noise, **common)
+    tr.sample(target, ladder=tr.Ladder((1.0,), 1e-4), n_steps=40, noise=noise)
+    repeated = tr.sample(target, noise=tr.RunningMean(tr.RepeatedDraws(10, 10)), **common)
+    two = tr.sample(logistic_regression(features, labels, batch_size=2), noise=noise, **common)
+    for draws in (repeated, two):
+        assert bool((draws.noise_variance[-1] > 0).all())
 
 
 def test_a_feed_the_target_cannot_serve_is_refused():
@@ -279,9 +265,8 @@ def pairing_of(*, dim, n_rungs, shared):
     features, labels, _ = simulate_logistic(50, dim)
     target = logistic_regression(features, labels, batch_size=8, shared=shared)
     ladder = tr.Ladder.geometric(1.0, 2.0, n_rungs, lrs=1e-4)
-    return tr.DensityExchange(
-        tr.TensorEnsemble.start(target, n_rungs=n_rungs), ladder
-    ).rules.pairing
+    ensemble = tr.TensorEnsemble.start(target, n_rungs=n_rungs)
+    return tr.DensityExchange(ensemble, ladder).rules.pairing
 
 
 @pytest.mark.parametrize("variance", [1.0, 2.0, 4.0])
@@ -299,19 +284,12 @@ def test_an_estimated_variance_needs_the_finite_sample_term(variance, difference
 
     def mean_acceptance(d, subtracted):
         away = d - subtracted
-        return float(
-            (
-                special.ndtr(away / s) + np.exp(away + variance / 2) * special.ndtr(-away / s - s)
-            ).mean()
-        )
+        below = np.exp(away + variance / 2) * special.ndtr(-away / s - s)
+        return float((special.ndtr(away / s) + below).mean())
 
     def violation(subtracted):
-        return (
-            math.log(
-                mean_acceptance(difference, subtracted) / mean_acceptance(-difference, subtracted)
-            )
-            - difference
-        )
+        up, down = (mean_acceptance(d, subtracted) for d in (difference, -difference))
+        return math.log(up / down) - difference
 
     corrected = violation(estimates / 2 + finite_sample_term(estimates, nu))
     assert abs(corrected) < 0.005
@@ -329,19 +307,19 @@ def regression_data():
     return x, x[:, :1] + 0.3 * torch.randn(N_SMALL, 1, generator=generator)
 
 
+def squares(n_data):
+    return tr.PosteriorEnergy(lambda out, target: 0.5 * (out - target).square(), n_data=n_data)
+
+
 def two_networks(dropout=0.0, noise=None, **options):
     """Two different networks that do not move and do not swap."""
 
     def make():
         return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1))
 
-    energy = tr.PosteriorEnergy(
-        lambda output, target: 0.5 * (output - target).square(), n_data=N_SMALL
-    )
-    ensemble = tr.ModuleEnsemble(make, energy, initial="independent", **options)
-    return tr.ModuleExchange(
-        ensemble, tr.Ladder((1.0, 2.0), 1e-30), noise=noise, pairing=tr.NoSwaps(), seed=0
-    )
+    ensemble = tr.ModuleEnsemble(make, squares(N_SMALL), initial="independent", **options)
+    rules = {"noise": noise, "pairing": tr.NoSwaps()}
+    return tr.ModuleExchange(ensemble, tr.Ladder((1.0, 2.0), 1e-30), **rules, seed=0)
 
 
 def reported_and_true(run, data, n_steps=600):
@@ -395,16 +373,8 @@ def test_random_losses_leave_the_run_as_it_is():
         return nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
 
     def weights(noise):
-        energy = tr.PosteriorEnergy(
-            lambda output, target: 0.5 * (output - target).square(), n_data=N_SMALL
-        )
-        run = tr.ModuleExchange(
-            tr.ModuleEnsemble(make, energy),
-            tr.Ladder((1.0, 2.0), 1e-5),
-            noise=noise,
-            pairing=tr.NoSwaps(),
-            seed=0,
-        )
+        ensemble, ladder = tr.ModuleEnsemble(make, squares(N_SMALL)), tr.Ladder((1.0, 2.0), 1e-5)
+        run = tr.ModuleExchange(ensemble, ladder, noise=noise, pairing=tr.NoSwaps(), seed=0)
         list(run.advance(20, tr.DeviceLoader(regression_data(), 100, seed=1, augment=jitter)))
         return run.state_dict()["replicas"][0]
 
@@ -426,9 +396,7 @@ def test_sigma2_belongs_to_the_size_of_the_batch(noise):
     reported = torch.cat([info.noise_variance[:, 0, 0] for info in infos])
     x, y = regression_data()
     with torch.no_grad():
-        cold, hot = (
-            0.5 * (run.ensemble.modules[k](x) - y).square()[:, 0].double() for k in range(2)
-        )
+        cold, hot = (0.5 * (net(x) - y).square()[:, 0].double() for net in run.ensemble.modules)
     variance = 0.5 * float((cold - hot).var())
     for first, n in ((0, 60), (1, 60), (2, 60), (3, 20)):
         exact = N_SMALL**2 / n * (1 - n / N_SMALL) * variance
@@ -446,11 +414,8 @@ def test_heavy_tails_are_seen_and_gaussian_noise_is_not():
     def seen(degrees, runs=16, m=250):
         gaussian = torch.randn(2, runs, m, generator=generator, dtype=torch.float64)
         if degrees is not None:
-            shape = torch.full((2, runs, m), degrees / 2, dtype=torch.float64)
-            gaussian = (
-                gaussian
-                / (torch._standard_gamma(shape, generator=generator) / (degrees / 2)).sqrt()
-            )
+            half = torch.full((2, runs, m), degrees / 2, dtype=torch.float64)
+            gaussian /= (torch._standard_gamma(half, generator=generator) / half).sqrt()
         return bool(NoiseShape.of(gaussian, torch.tensor([0.9]), paired=True).is_seen[0])
 
     assert sum(seen(None) for _ in range(200)) < 4
@@ -461,16 +426,13 @@ def test_the_shape_is_that_of_the_mean_of_the_examples():
     """Exponential terms have skewness 2 and excess kurtosis 6; a mean of n has 2 / sqrt(n) and 6 /
     n.
     """
-    n = 100
-    terms = -torch.rand(
-        2, 4_000, n, generator=torch.Generator().manual_seed(1), dtype=torch.float64
-    ).log()
+    n, generator = 100, torch.Generator().manual_seed(1)
+    terms = -torch.rand(2, 4_000, n, generator=generator, dtype=torch.float64).log()
     terms[1] = 0.0
     shape = NoiseShape.of(terms, torch.tensor([0.2]), paired=True, scale=50.0, n_summed=n)
     assert float(shape.noise_std) == pytest.approx(0.2 * 50.0 / math.sqrt(n), rel=0.02)
-    assert float(shape.skewness) == pytest.approx(
-        2.0 / math.sqrt(n), rel=0.25
-    )  # of samples of 100, somewhat less
+    # Of samples of 100, somewhat less.
+    assert float(shape.skewness) == pytest.approx(2.0 / math.sqrt(n), rel=0.25)
     assert 0 < float(shape.kurtosis) < 6.0 / n
     assert bool(shape.is_seen)
     terms[0, 0] = 0.0  # a run in which nothing varies says nothing, and must not silence the others
@@ -495,25 +457,15 @@ def test_sample_warns_of_noise_that_is_not_gaussian(noise, warned, caplog):
 
 @pytest.mark.parametrize("skewed", [True, False])
 def test_train_warns_of_noise_that_is_not_gaussian(skewed, caplog):
-    """One example in forty carries most of the difference of the replicas; the data and the run
-    stay as they were.
-    """
+    """One example in forty carries most of the difference of the replicas."""
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(400, 1, generator=generator), torch.randn(400, 1, generator=generator)
     if skewed:
         x[::40] *= 30.0
-    energy = tr.PosteriorEnergy(lambda output, target: 0.5 * (output - target).square(), n_data=400)
-
-    def make(loader):
-        run = tr.ModuleExchange(
-            tr.ModuleEnsemble(lambda: nn.Linear(1, 1), energy, initial="independent"),
-            tr.Ladder((1.0, 1.0 + (0.0006 if skewed else 0.02)), 1e-12),
-            seed=0,
-        )
-        tr.train(run, loader, 20)
-        return run
-
-    make(tr.DeviceLoader((x, y), 40, seed=1))
+    ensemble = tr.ModuleEnsemble(lambda: nn.Linear(1, 1), squares(400), initial="independent")
+    ladder = tr.Ladder((1.0, 1.0 + (0.0006 if skewed else 0.02)), 1e-12)
+    run = tr.ModuleExchange(ensemble, ladder, seed=0)
+    tr.train(run, tr.DeviceLoader((x, y), 40, seed=1), 20)
     assert ("is not Gaussian" in caplog.text) == skewed
 
 
@@ -527,9 +479,8 @@ def test_unequal_learning_rates_on_the_minibatch_of_the_swap_are_warned_of(caplo
     def warned(lrs, **options):
         caplog.clear()
         start = tr.TensorEnsemble.start(options.pop("target", target), n_rungs=2)
-        tr.DensityExchange(
-            start, tr.Ladder((1.0, 2.0), lrs, anneal=options.pop("anneal", None)), **options
-        )
+        ladder = tr.Ladder((1.0, 2.0), lrs, anneal=options.pop("anneal", None))
+        tr.DensityExchange(start, ladder, **options)
         return "swap_interval=20" in caplog.text
 
     assert warned((1e-4, 3e-4))
@@ -537,6 +488,5 @@ def test_unequal_learning_rates_on_the_minibatch_of_the_swap_are_warned_of(caplo
     assert not warned((1e-4, 3e-4), swap_interval=20)
     assert not warned((1e-4, 3e-4), pairing=tr.NoSwaps())
     assert not warned((1e-4, 3e-4), anneal=tr.schedules.geometric(0.99))
-    assert not warned(
-        (1e-4, 3e-4), target=tr.GaussianMixture([1.0], [0.0], [1.0])
-    )  # exact energies
+    exact = tr.GaussianMixture([1.0], [0.0], [1.0])
+    assert not warned((1e-4, 3e-4), target=exact)

@@ -72,9 +72,7 @@ def test_the_threshold_is_the_one_the_authors_logged():
     [
         {"factor_per_swap": 1.0},  # F is not lowered
         {"factor_per_swap": 0.8},  # or by the other factor
-        {
-            "correction_factor": 3e5
-        },  # the authors' F0 with the mean of the variances instead of their sum
+        {"correction_factor": 3e5},  # the authors' F0, with the mean of the variances for the sum
     ],
 )
 def test_other_rules_do_not_give_it(mutant):
@@ -87,10 +85,8 @@ def test_the_threshold_does_not_change_when_the_ladder_cools():
     epoch.
     """
     config = get_recipe("icml2020/cifar10-resnet20")
-    rules, constant_factor = (
-        rules_of(config),
-        replace(rules_of(config), factor=tr.ConstantFactor(1.5e5)),
-    )
+    rules = rules_of(config)
+    constant_factor = replace(rules, factor=tr.ConstantFactor(1.5e5))
     for each, growth in ((rules, 1.0), (constant_factor, 1.02**400)):
         corrections = []
         for epoch in (50, 450):
@@ -124,9 +120,8 @@ def flat_run(n_rungs=4, n_runs=1, **rules):
 
 
 def advance(run, n_steps):
-    return joined(
-        [type(info)(*(values.clone() for values in info)) for info in run.advance(n_steps)]
-    )
+    blocks = run.advance(n_steps)
+    return joined([type(info)(*(values.clone() for values in info)) for info in blocks])
 
 
 def test_every_swap_lowers_the_factor_of_its_own_pair():
@@ -243,9 +238,8 @@ def test_noise_multiplies_the_variance_of_the_moves():
     law = 2.0 / (1 - 0.5 / 2)
     assert_mean_is(variance_with(constant(4.0)), 4.0 * law)
     assert_mean_is(variance_with(None), law)
-    assert_mean_is_not(
-        variance_with(None), 4.0 * law
-    )  # the mutant: a ladder that forgets its noise
+    # The mutant: a ladder that forgets its noise.
+    assert_mean_is_not(variance_with(None), 4.0 * law)
 
 
 def first_acceptance(**ladder):
@@ -546,27 +540,20 @@ def estimates():
 
 def distance(one, other):
     """In standard errors, of two sets of independent values."""
-    return float(
-        (one.mean() - other.mean()) / (one.var() / len(one) + other.var() / len(other)).sqrt()
-    )
+    error = (one.var() / len(one) + other.var() / len(other)).sqrt()
+    return abs(float((one.mean() - other.mean()) / error))
 
 
 @pytest.mark.parametrize("paired", [True, False])
 def test_estimators_of_the_variance_agree(estimates, paired):
-    assert (
-        abs(distance(estimates["repeated", paired], estimates["per example", paired]))
-        < FALSE_ALARM_SIGMAS
-    )
+    repeated, mutant = estimates["repeated", paired], estimates["mutant", paired]
+    assert distance(repeated, estimates["per example", paired]) < FALSE_ALARM_SIGMAS
     # The mutant: minibatches of 800 out of 2,000 without replacement vary by 0.6 of those with it.
-    assert (
-        abs(distance(estimates["repeated", paired], estimates["mutant", paired]))
-        > 2 * FALSE_ALARM_SIGMAS
-    )
+    assert distance(repeated, mutant) > 2 * FALSE_ALARM_SIGMAS
 
 
 @pytest.mark.parametrize("feed", ["repeated", "per example"])
 def test_paired_and_unpaired_ask_different_questions(estimates, feed):
-    assert abs(distance(estimates[feed, True], estimates[feed, False])) > 2 * FALSE_ALARM_SIGMAS
-    assert (
-        estimates[feed, True].mean() < estimates[feed, False].mean()
-    )  # what replicas share on a minibatch cancels
+    paired, unpaired = estimates[feed, True], estimates[feed, False]
+    assert distance(paired, unpaired) > 2 * FALSE_ALARM_SIGMAS
+    assert paired.mean() < unpaired.mean()  # what replicas share on a minibatch cancels
