@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from torchrex.report.findings import (
     number,
     percent,
     several,
+    tally,
 )
 from torchrex.report.reader import (
     LoadedRun,
@@ -73,42 +75,41 @@ MOST_NAMED = 3
 
 def check_truth(run: LoadedRun) -> Iterable[Finding]:
     """Metrics with a known truth (`name`, `name_se`, `name_true`): off by more than chance?"""
-    metrics = run.numbers
-    for name in [each.removesuffix("_true") for each in metrics if each.endswith("_true")]:
+    metrics, n = run.numbers, int(run.numbers.get("n_runs", 1))
+    limit, factor = f"the {100 * TOLERATED:g} % tolerated", run.correction_factor or 1.0
+    for name in (each.removesuffix("_true") for each in metrics if each.endswith("_true")):
         if name not in metrics:
             continue
-        value, truth, n = metrics[name], metrics[f"{name}_true"], int(metrics.get("n_runs", 1))
+        value, truth = metrics[name], metrics[f"{name}_true"]
         error = metrics.get(f"{name}_se", math.nan) if n > 1 else math.nan
-        known = math.isfinite(error)
-        chance = float(stats.t.isf(CHANCE / 2, n - 1)) * error if known else math.nan
+        chance = float(stats.t.isf(CHANCE / 2, n - 1)) * error
         off, tolerated = abs(value - truth), TOLERATED * abs(truth)
         numbers = {"metric": name, "value": value, "truth": truth, "standard_error": error}
         numbers["tolerated"] = tolerated
-        ours = measured(value, error) if known and error else number(value)
+        ours = measured(value, error) if error > 0 else number(value)
         words = f"Its {name.replace('_', ' ')} is {ours}, and the truth is {number(truth)}"
-        limit = f"the {100 * TOLERATED:g} % tolerated"
         if off <= tolerated:
             yield Finding("fine", "truth", f"{words}: within {limit}.", numbers)
         elif off <= chance:
             words += f": off by more than {limit}, perhaps by chance. Run longer, or more runs."
             yield Finding("warning", "far from the truth", words, numbers)
         else:
-            factor = run.correction_factor or 1.0
-            cure = f"F = {number(factor)} biases the swaps: lower F."
-            unknown = "" if known else " One run does not show how much of that is chance."
-            words += f": its answer is wrong.{unknown} {cure if factor > 1 else _to_cross(run)}"
+            unknown = " One run does not show how much of that is chance."
+            words += f": its answer is wrong.{unknown if math.isnan(error) else ''} "
+            words += (
+                f"F = {number(factor)} biases the swaps: lower F." if factor > 1 else _to_cross(run)
+            )
             yield Finding("problem", "the answer is wrong", words, numbers)
 
 
 def check_convergence(run: LoadedRun) -> Iterable[Finding]:
     """R-hat and effective number of draws, for densities."""
-    if run.draws is None or run.draws.n_draws == 0:
-        return
     draws = _settled(run)
     if draws is None or draws.n_draws < FEWEST_DRAWS:
-        left = "No draw is" if draws is None else f"{draws.n_draws} draws are"
-        words = f"{left} left after the burn-in. Run longer, or thin less."
-        yield Finding("warning", "too few draws", words)
+        if run.draws is not None and run.draws.n_draws:
+            left = "No draw is" if draws is None else f"{draws.n_draws} draws are"
+            words = f"{left} left after the burn-in. Run longer, or thin less."
+            yield Finding("warning", "too few draws", words)
         return
     some = downsampled(draws.values, ENOUGH)
     found = convergence(some)
@@ -123,16 +124,16 @@ def check_convergence(run: LoadedRun) -> Iterable[Finding]:
         "n_chains": draws.n_chains,
         "started_at_one_point": at_one_point,
     }
-    least, of = "", ""
+    one_chain = "no R-hat: there is one chain (set n_runs=4)"
+    words = f"R-hat {rhat:.3f}" if math.isfinite(rhat) else one_chain
+    worth = f"{ess:,.0f} independent ones"
     if looked_at < n:
-        least, of = "at least ", f" (from {looked_at:,} of them, downsampled)"
-    words = "no R-hat: there is one chain (set n_runs=4)"
-    words = f"R-hat {rhat:.3f}" if math.isfinite(rhat) else words
-    words += f"; {n:,} draws are worth {least}{ess:,.0f} independent ones{of}"
+        worth = f"at least {worth} (from {looked_at:,} of them, downsampled)"
+    words += f"; {n:,} draws are worth {worth}"
     if rhat > RHAT or not ess >= FEW_DRAWS:
-        severity: Severity = "problem" if rhat > BAD_RHAT else "warning"
         why = f"R-hat should be below {RHAT}" if rhat > RHAT else f"{FEW_DRAWS} are needed"
         words += f"; {why}. Run longer (n_steps), or mix better."
+        severity: Severity = "problem" if rhat > BAD_RHAT else "warning"
         yield Finding(severity, "chains have not converged", words, numbers)
     else:
         start = f" {AT_ONE_POINT}" if at_one_point else ""
@@ -214,13 +215,18 @@ def check_temperature(run: LoadedRun) -> Iterable[Finding]:
             yield Finding("note", "temperature not known", words)
         return
     nominal = run.ladder.temperatures[0]
-    tau, error = (float(x) for x in equipartition_temperature(*_gradients(run, gradient, draws)))
+    x = downsampled(draws.values.double(), ENOUGH_FOR_GRADIENTS)
+    if settings.gradient_cost > 1:  # tall data
+        n = max(4, int(WORK / settings.gradient_cost / draws.n_chains))
+        rows = torch.linspace(0, draws.n_draws - 1, min(draws.n_draws, n)).long()
+        x = draws.values.double()[:, rows]
+    gradients = gradient(x.flatten(0, 1)).reshape(x.shape)
+    tau, error = map(float, equipartition_temperature(x, gradients))
     off = tau / nominal - 1
     numbers = {"temperature": tau, "standard_error": error, "nominal": nominal}
     numbers |= {"ratio": tau / nominal, "tolerated": TOLERATED}
-    side = "above" if off > 0 else "below"
-    words = f"Equipartition reads {measured(tau, error)} on rung 0, {percent(abs(off))} {side} its"
-    words += f" temperature {number(nominal)}"
+    words = f"Equipartition reads {measured(tau, error)} on rung 0, {percent(abs(off))}"
+    words += f" {'above' if off > 0 else 'below'} its temperature {number(nominal)}"
     tolerated = f"{100 * TOLERATED:g} %"
     try:
         rhat = convergence(downsampled(draws.values, ENOUGH)).worst_rhat
@@ -229,11 +235,10 @@ def check_temperature(run: LoadedRun) -> Iterable[Finding]:
     if rhat > BAD_RHAT:
         words += f", but the chains have not converged (R-hat {rhat:.3f}), so that means little."
         yield Finding("note", "temperature not known", words, {**numbers, "rhat": rhat})
-    elif abs(off) <= TOLERATED:
-        yield Finding("fine", "temperature", f"{words}: within the {tolerated} tolerated.", numbers)
-    elif abs(off) * nominal < SIGMAS * error:
-        words += f": within {SIGMAS:g} standard errors."
-        yield Finding("fine", "temperature", words, numbers)
+    elif abs(off) <= TOLERATED or abs(off) * nominal < SIGMAS * error:
+        sigmas = f"{SIGMAS:g} standard errors"
+        within = f"the {tolerated} tolerated" if abs(off) <= TOLERATED else sigmas
+        yield Finding("fine", "temperature", f"{words}: within {within}.", numbers)
     else:
         factor = run.correction_factor or 1.0
         if off < 0:
@@ -247,37 +252,23 @@ def check_temperature(run: LoadedRun) -> Iterable[Finding]:
         yield Finding(severity, title, f"{words} ({tolerated} is tolerated); {why}.", numbers)
 
 
-def _gradients(
-    run: LoadedRun, gradient: Callable[[Tensor], Tensor], draws: Draws
-) -> tuple[Tensor, Tensor]:
-    """Some positions and the exact gradients of the energy there, (chains, draws, dim)."""
-    x = draws.values.double()
-    cost = 1 if run.settings is None else run.settings.gradient_cost
-    if cost == 1:
-        x = downsampled(x, ENOUGH_FOR_GRADIENTS)
-    else:
-        n = min(draws.n_draws, max(4, int(WORK / cost / draws.n_chains)))
-        x = x[:, torch.linspace(0, draws.n_draws - 1, n).long()]
-    return x, gradient(x.flatten(0, 1)).reshape(x.shape)
-
-
 def check_tail(run: LoadedRun) -> Iterable[Finding]:
     """Is the noise of the energies Gaussian, as the correction assumes?"""
     noise = None if run.settings is None else run.settings.energy_noise()
     if noise is None or run.correction_factor is None:
         return
     tail = hill(noise(REPEATED))
-    numbers = {"tail_index": tail.index, "gaussian_index": tail.gaussian_index}
-    numbers["sigmas"] = tail.sigmas
+    index, gaussian, sigmas = tail.index, tail.gaussian_index, tail.sigmas
+    numbers = {"tail_index": index, "gaussian_index": gaussian, "sigmas": sigmas}
     if tail.too_heavy:
         words = (
-            f"{REPEATED:,} energies drawn again at one place have the tail index {tail.index:.2g};"
-            f" a Gaussian has {tail.gaussian_index:.2g} ({tail.sigmas:.0f} sd off)."
+            f"{REPEATED:,} energies drawn again at one place have the tail index {index:.2g};"
+            f" a Gaussian has {gaussian:.2g} ({sigmas:.0f} sd off)."
             f" So swaps are biased at any F; a smaller gap between temperatures reduces it."
         )
         yield Finding("warning", "the energy noise has heavy tails", words, numbers)
     else:
-        words = f"The energy noise looks Gaussian (tail index {tail.index:.2g})."
+        words = f"The energy noise looks Gaussian (tail index {index:.2g})."
         yield Finding("fine", "noise", words, numbers)
 
 
@@ -311,53 +302,49 @@ def check_average(run: LoadedRun) -> Iterable[Finding]:
     if "accuracy" not in numbers or run.settings is None:
         return
     later = "make the warm start longer" if run.settings.warm_start else "begin the average later"
-    accuracy, single, n = numbers["accuracy"], numbers.get("single_accuracy"), _n_tested(run)
     curve, changed = run.curves.get("probabilities_accuracy") or [], ""
     if len(curve) >= 3:
-        before = curve[2 * len(curve) // 3]
-        gained, lately = curve[-1] - before, curve[-1] - curve[9 * len(curve) // 10 - 1]
+        before, last = curve[2 * len(curve) // 3], curve[-1]
+        gained, lately = last - before, last - curve[9 * len(curve) // 10 - 1]
         numbers |= {"accuracy_at_two_thirds": before, "gained": gained}
         numbers["gained_in_the_last_tenth"] = lately
-        changed = f" Over the last third of the draws it changed by {100 * gained:+.2f} points"
         if gained > STILL_RISING and lately > 0:
             words = (
-                f"The accuracy of the average rose from {100 * before:.2f} % to"
-                f" {100 * curve[-1]:.2f} % over the last third of its"
-                f" {several(len(curve), 'draw')} and still rises: extend the run, or {later}."
+                f"The accuracy of the average rose from {100 * before:.2f} % to {100 * last:.2f} %"
+                f" over the last third of its {several(len(curve), 'draw')} and still rises:"
+                f" extend the run, or {later}."
             )
             yield Finding("warning", "the average has not converged", words, numbers)
             return
-        last = f", over the last tenth by {100 * lately:+.2f}" if gained > STILL_RISING else ""
-        changed += f"{last} (more than {100 * STILL_RISING:.2f} is still rising)."
+        tenth = f", over the last tenth by {100 * lately:+.2f}" if gained > STILL_RISING else ""
+        changed = (
+            f" Over the last third of the draws it changed by {100 * gained:+.2f} points{tenth}"
+            f" (more than {100 * STILL_RISING:.2f} is still rising)."
+        )
+    accuracy, single = numbers["accuracy"], numbers.get("single_accuracy")
+    kept = run.trace.get("probabilities")
+    n = run.settings.test_size if kept is None or kept.ndim != 2 else len(kept)
     draws = several(numbers["n_draws"], "draw") if "n_draws" in numbers else "draws"
     words = f"The average of {draws} has accuracy {100 * accuracy:.2f} %"
-    if single is None or n is None:
-        yield Finding("fine", "average", f"{words}.{changed}", numbers)
-        return
-    difference = accuracy - single
-    error = math.sqrt((accuracy * (1 - accuracy) + single * (1 - single)) / n)
-    numbers |= {"difference": difference, "standard_error": error, "n_test": n}
-    words += (
-        f", its newest network alone {100 * single:.2f} %: {100 * difference:+.2f} +-"
-        f" {100 * error:.2f} points (binomial, {n:,} test images)"
-    )
-    if -difference > AVERAGE_SIGMAS * error:
-        words += f". Early draws lower it: {later}."
-        yield Finding("warning", "the average is worse than one network", words, numbers)
-        return
-    words += ", within noise" if abs(difference) <= AVERAGE_SIGMAS * error else ""
     severity: Severity = "fine"
-    if numbers.get("single_nll", math.inf) < numbers.get("nll", -math.inf):
-        severity = "note"
-        words += f". Its NLL is larger, {numbers['nll']:.4f} against {numbers['single_nll']:.4f}"
+    if single is not None and n is not None:
+        difference = accuracy - single
+        error = math.sqrt((accuracy * (1 - accuracy) + single * (1 - single)) / n)
+        numbers |= {"difference": difference, "standard_error": error, "n_test": n}
+        words += (
+            f", its newest network alone {100 * single:.2f} %: {100 * difference:+.2f} +-"
+            f" {100 * error:.2f} points (binomial, {n:,} test images)"
+        )
+        if -difference > AVERAGE_SIGMAS * error:
+            words += f". Early draws lower it: {later}."
+            yield Finding("warning", "the average is worse than one network", words, numbers)
+            return
+        words += ", within noise" if difference <= AVERAGE_SIGMAS * error else ""
+        nll, single_nll = numbers.get("nll", -math.inf), numbers.get("single_nll", math.inf)
+        if single_nll < nll:
+            severity = "note"
+            words += f". Its NLL is larger, {nll:.4f} against {single_nll:.4f}"
     yield Finding(severity, "average", f"{words}.{changed}", numbers)
-
-
-def _n_tested(run: LoadedRun) -> int | None:
-    kept = run.trace.get("probabilities")
-    if kept is not None and kept.ndim == 2:
-        return len(kept)
-    return None if run.settings is None else run.settings.test_size
 
 
 def check_experiment(run: LoadedRun) -> Iterable[Finding]:
@@ -377,14 +364,14 @@ def check_warm_start(run: LoadedRun) -> Iterable[Finding]:
         return
     first, decay = ladder.lrs[0], ladder.decay
     begins = first if decay is None else first * float(decay(settings.warm_start))
-    numbers = {"warm_start": settings.warm_start, "n_steps": settings.n_steps}
+    steps = {"warm_start": settings.warm_start, "n_steps": settings.n_steps}
+    numbers = {**steps, "lr_of_descent": first, "lr_of_sampler": begins}
     words = (
         f"The first {settings.warm_start:,} of {settings.n_steps:,} steps descend without noise and"
         f" swaps: temperatures hold after them. On rung 0 the descent begins at learning rate"
         f" {number(first)} (of the summed energy), the sampler at {number(begins)}."
     )
-    rates = {"lr_of_descent": first, "lr_of_sampler": begins}
-    yield Finding("note", "warm start", words, {**numbers, **rates})
+    yield Finding("note", "warm start", words, numbers)
 
 
 # Checkpoints
@@ -428,54 +415,52 @@ def look_at_checkpoints(run: LoadedRun) -> list[Saved]:
 
 def are_large(run: LoadedRun) -> bool:
     """Reading its checkpoints may take a second or more."""
-    try:
-        files = [file for file in (run.path / "checkpoints").rglob("*") if file.is_file()]
+    files = (run.path / "checkpoints").rglob("*.safetensors")
+    with suppress(OSError):  # reading them says why
         return sum(file.stat().st_size for file in files) > LARGE
-    except OSError:  # reading them says why
-        return False
+    return False
 
 
 def checkpoint_findings(run: LoadedRun, found: Sequence[Saved]) -> Iterable[Finding]:
     """Damage costs a finished run nothing, and an unfinished one steps, or all of them."""
     refused = [saved for saved in found if saved.refused]
     for saved in refused:
-        title, words = "checkpoints that cannot be used", saved.refused.rstrip(".")
-        words = f"{words[0].upper()}{words[1:]}."
-        yield Finding("warning", title, words, {"shard": saved.shard})
+        words = f"{saved.refused[0].upper()}{saved.refused[1:].rstrip('.')}."
+        yield Finding("warning", "checkpoints that cannot be used", words, {"shard": saved.shard})
     sound = [saved.name(step) for saved in found for step in saved.sound]
     why = {s.name(step): words for s in found for step, words in s.damaged.items()}
     numbers = {"whole": sound, "damaged": list(why)}
     if why:
         each = [f"checkpoints/{name} {words}" for name, words in why.items()]
         more = [f"and {len(each) - MOST_NAMED} more"] if len(each) > MOST_NAMED else []
-        finished = run.status == "finished"
         after = "The run is finished and does not need them: remove what is damaged."
+        finished = run.status == "finished"
         words = "; ".join([*each[:MOST_NAMED], *more])
         words += f". {after if finished else _what_a_resume_does(found)} Check the disk."
         title = "damaged checkpoint" + ("s" if len(why) > 1 else "")
         yield Finding("note" if finished else "warning", title, words, numbers)
     elif sound and not refused:
-        newest = f"step {min(max(saved.sound) for saved in found):,}"
-        words = f"{several(len(sound), 'checkpoint')} {'is' if len(sound) == 1 else 'are'} sound"
-        words += f"; the newest has {newest}."
+        n, step = several(len(sound), "checkpoint"), min(max(saved.sound) for saved in found)
+        words = f"{n} {'is' if len(sound) == 1 else 'are'} sound; the newest has step {step:,}."
         if len(found) > 1:
-            words = f"{several(len(sound), 'checkpoint')} of {len(found)} shards are sound; all"
-            words += f" shards have reached {newest}."
+            words = f"{n} of {len(found)} shards are sound; all shards have reached step {step:,}."
         yield Finding("fine", "checkpoints", words, numbers)
 
 
 def _what_a_resume_does(found: Sequence[Saved]) -> str:
+    def named(word: str, some: Sequence[Saved]) -> str:
+        return f" {word} {', '.join(saved.shard for saved in some)}" if some[0].shard else ""
+
     damaged = [saved for saved in found if saved.damaged]
     if unusable := [saved for saved in damaged if saved.unusable]:
-        of = f" of {', '.join(saved.shard for saved in unusable)}" if unusable[0].shard else ""
+        of = named("of", unusable)
         return f"No checkpoint{of} can be used: restore one from a copy, or use --overwrite."
     behind = [saved for saved in damaged if max(saved.damaged) > max(saved.sound)]
     if not behind:
         return "The newest is sound, and --resume continues from it."
     lost = max(max(saved.damaged) - max(saved.sound) for saved in behind)
-    step = min(max(saved.sound) for saved in behind)
-    of = f" in {', '.join(saved.shard for saved in behind)}" if behind[0].shard else ""
-    return f"--resume continues from step {step:,}{of} and repeats {several(lost, 'step')}."
+    step = f"step {min(max(saved.sound) for saved in behind):,}{named('in', behind)}"
+    return f"--resume continues from {step} and repeats {several(lost, 'step')}."
 
 
 # All of it
@@ -617,20 +602,13 @@ def roll_up(diagnoses: Sequence[Diagnosis]) -> list[tuple[str, str]]:
     """How many runs have each finding but fine ones, as lines like those of `as_text`: the gravest
     first, then the most common.
     """
-    n = len(diagnoses)
-    bad = sum(bool(each.of("problem")) for each in diagnoses)
-    well = sum(each.healthy for each in diagnoses)
-    kinds = {"with problems": bad, "with warnings alone": n - bad - well, "with neither": well}
-    words = ", ".join(f"{count:,} {name}" for name, count in kinds.items() if count)
-    lines = [("", f"{n:,} runs: {words if well < n else 'nothing wrong was found'}")]
-    found = Counter(
-        kind
-        for each in diagnoses
-        for kind in dict.fromkeys((of.severity, of.title) for of in each.findings)
-    )
-    for (severity, title), count in sorted(
-        found.items(), key=lambda each: (SEVERITIES.index(each[0][0]), -each[1])
-    ):
-        if severity != "fine":
-            lines.append((severity, f"{count:,} of {n:,} runs: {title}"))
-    return lines
+    n, healthy = len(diagnoses), all(each.healthy for each in diagnoses)
+    words = tally((len(each.of("problem")), len(each.of("warning"))) for each in diagnoses)
+    found = Counter[tuple[Severity, str]]()
+    for each in diagnoses:
+        found.update(dict.fromkeys(((of.severity, of.title) for of in each.findings), 1))
+    ranked = sorted(found.items(), key=lambda each: (SEVERITIES.index(each[0][0]), -each[1]))
+    return [
+        ("", f"{n:,} runs: {'nothing wrong was found' if healthy else words}"),
+        *((s, f"{k:,} of {n:,} runs: {title}") for (s, title), k in ranked if s != "fine"),
+    ]

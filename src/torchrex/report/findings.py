@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -10,8 +12,6 @@ from typing import Any, Literal
 Severity = Literal["problem", "warning", "note", "fine"]
 SEVERITIES: tuple[Severity, ...] = ("problem", "warning", "note", "fine")
 QUICK = "only a quick look"  # the title of a note that says what was left out to save time
-SMALLEST = 1e-6  # a rate below it is not distinguished from less
-LARGE = ((1e9, "billion"), (1e6, "million"))
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,19 @@ class Diagnosis:
     @property
     def verdict(self) -> str:
         """One line: how many problems and warnings, or that there are none."""
-        counts = ((len(self.of("problem")), "problem"), (len(self.of("warning")), "warning"))
         if not self.healthy:
-            return " and ".join(several(n, word) for n, word in counts if n)
+            kinds: tuple[Severity, ...] = ("problem", "warning")
+            return " and ".join(several(n, kind) for kind in kinds if (n := len(self.of(kind))))
         if not any(finding.severity == "fine" or finding.numbers for finding in self.findings):
             return "there was nothing to check"
         return "nothing wrong was found" + (" in a quick look" if self.quick else "")
+
+
+def tally(runs: Iterable[tuple[int, int]]) -> str:
+    """How many runs have what, from the numbers of problems and warnings of each."""
+    names = ("with problems", "with warnings alone", "with neither")
+    found = Counter(0 if problems else 1 if warnings else 2 for problems, warnings in runs)
+    return ", ".join(f"{found[k]:,} {name}" for k, name in enumerate(names) if found[k])
 
 
 def number(value: float, digits: int = 4) -> str:
@@ -68,7 +75,7 @@ def number(value: float, digits: int = 4) -> str:
     if abs(value) < 1e-4 or abs(rounded) >= 1e12:
         mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
         return f"{float(mantissa):g}e{int(exponent)}"
-    for unit, name in LARGE:
+    for unit, name in ((1e9, "billion"), (1e6, "million")):
         if abs(rounded) >= unit:
             return f"{rounded / unit:g} {name}"
     return f"{rounded:,.0f}" if abs(rounded) >= 10 ** (digits - 1) else f"{rounded:g}"
@@ -80,9 +87,7 @@ def about(value: float) -> str:
 
 
 def percent(rate: float) -> str:
-    if 0 < rate < SMALLEST:
-        return f"less than {100 * SMALLEST:g} %"
-    return f"{number(100 * rate, 3)} %"
+    return "less than 0.0001 %" if 0 < rate < 1e-6 else f"{number(100 * rate, 3)} %"
 
 
 def measured(value: float, error: float) -> str:

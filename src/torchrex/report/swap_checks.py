@@ -164,10 +164,8 @@ def settled_noise(late: History) -> tuple[Estimate, Tensor]:
 
 
 def _rows(history: History, keep: Tensor | slice) -> History:
-    kept: dict[str, Any] = {}
-    for name in ROWS:
-        rows = getattr(history, name)
-        kept[name] = None if rows is None else rows[keep]
+    columns: dict[str, Any] = {name: getattr(history, name) for name in ROWS}
+    kept: dict[str, Any] = {name: x if x is None else x[keep] for name, x in columns.items()}
     return replace(history, **kept)
 
 
@@ -440,12 +438,10 @@ def count_findings(run: LoadedRun, counts: Sequence[Counted]) -> Iterable[Findin
     worst, factor = min(counts, key=lambda each: each.rate), run.correction_factor
     numbers = {**worst._asdict(), "acceptance_rate": worst.rate, "correction_factor": factor}
     made = f"{worst.words(len(counts))}, says {worst.source}"
-    chains, first = (
-        (1, 0) if run.settings is None else (run.settings.n_runs, run.settings.swap_start)
-    )
-    short = worst.is_short(max(1, chains))
+    short = worst.is_short(1 if run.settings is None else max(1, run.settings.n_runs))
     if worst.proposed == 0:
         done = (run.result or {}).get("steps_done", math.inf)
+        first = 0 if run.settings is None else run.settings.swap_start
         if done <= first:
             made = f"Swaps are tested from step {first:,} on; the run has made {done:,} steps"
         yield Finding("note", "no swap was tested", f"{made}.", numbers)
@@ -469,14 +465,15 @@ def correction_findings(evidence: Evidence) -> Iterable[Finding]:
     """Does the correction decide about the swaps?"""
     size = correction_against_spread(evidence.late)
     worst = int(size.ratio.nan_to_num(0.0).argmax())
-    numbers = {
-        name: float(getattr(size, name)[worst]) for name in ("correction", "spread", "ratio")
-    }
-    if numbers["ratio"] > FAR_OUTSIDE:
+    correction, spread, ratio = (
+        float(x[worst]) for x in (size.correction, size.spread, size.ratio)
+    )
+    if ratio > FAR_OUTSIDE:
+        numbers = {"correction": correction, "spread": spread, "ratio": ratio}
         words = (
-            f"The correction is {number(numbers['correction'])}, and the energy difference"
-            f" fluctuates by {number(numbers['spread'])}: only a fluctuation of"
-            f" {about(numbers['ratio'])} sd swaps. A larger F, less noise or a smaller gap helps."
+            f"The correction is {number(correction)}, and the energy difference fluctuates by"
+            f" {number(spread)}: only a fluctuation of {about(ratio)} sd swaps."
+            f" A larger F, less noise or a smaller gap helps."
         )
         yield Finding("warning", "the correction is far outside the energies", words, numbers)
 
@@ -527,11 +524,8 @@ def travel_findings(evidence: Evidence) -> Iterable[Finding]:
 
 def advise(evidence: Evidence, pair: int, rate: float) -> Advice:
     """From the recorded energies and sigma2; `rate` is the acceptance at the present F."""
-    energies = evidence.scaled
-    low, high = (
-        float(factor_for_acceptance(energies, wanted, iterations=HALVINGS)[pair])
-        for wanted in WANTED
-    )
+    energies, n = evidence.scaled, HALVINGS
+    low, high = (float(factor_for_acceptance(energies, x, iterations=n)[pair]) for x in WANTED)
     ladder, rungs = _needed_ladder(evidence)
     numbers = {"factor_for_2_percent": low, "factor_for_10_percent": high, "rungs_for_F_1": rungs}
     there = " there, by a rough estimate" if evidence.follows_gap else ""
@@ -548,10 +542,8 @@ def advise_from_counts(counted: Counted, temperatures: Sequence[float], factor: 
     rate = counted.rate or min(0.5, UNSEEN / counted.proposed)
     s = float(-2.0 * torch.special.ndtri(torch.tensor(0.5 * rate, dtype=torch.float64)))
     least = "" if counted.accepted else "at least "
-    words, numbers = (
-        f"Noise of {least}about s = {about(s)} would explain it.",
-        {"noise_s_from_counts": s},
-    )
+    words = f"Noise of {least}about s = {about(s)} would explain it."
+    numbers: dict[str, Any] = {"noise_s_from_counts": s}
     if len(temperatures) > 2:  # then the pair is not the ladder
         return words, numbers
     low, high = (float(factor_for_noise(s, wanted)) for wanted in WANTED)
@@ -559,10 +551,8 @@ def advise_from_counts(counted: Counted, temperatures: Sequence[float], factor: 
     variance = (s / float(effective_noise(1.0 / cold - 1.0 / hot, 1.0))) ** 2
     rungs = rungs_for_noise(cold, hot, variance)
     numbers |= {"factor_for_2_percent": low, "factor_for_10_percent": high, "rungs_for_F_1": rungs}
-    return (
-        f"{words} {sentence(low, high, _ladder_words(rungs, 2, cold, hot), factor, rate)}",
-        numbers,
-    )
+    ladder = _ladder_words(rungs, 2, cold, hot)
+    return f"{words} {sentence(low, high, ladder, factor, rate)}", numbers
 
 
 def _needed_ladder(evidence: Evidence) -> tuple[str, int | None]:

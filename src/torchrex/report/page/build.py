@@ -22,7 +22,7 @@ import torchrex
 from torchrex.durable import replace_file
 from torchrex.errors import RunFolderError
 from torchrex.report import doctor
-from torchrex.report.findings import several
+from torchrex.report.findings import several, tally
 from torchrex.report.page.charts import overlays
 from torchrex.report.page.details import details_of, link_to, within_the_page
 from torchrex.report.page.rows import Family, cell, columns, families, label, paper_of
@@ -35,18 +35,10 @@ STATUSES = ("finished", "paused", "interrupted", "failed", "unfinished", "damage
 SECONDS = 8.0  # for doctor, all runs together; importing ArviZ takes half of it on a busy machine
 OPEN = 8  # so many lines are shown without a click
 FIRST_SHOWN = 2  # runs whose charts are open at the start
-HEAD = [
-    "show",
-    "recipe",
-    "seed",
-    "status",
-    "doctor",
-    "swaps",
-    "accepted, %",
-    "time, s",
-    "date",
-    "folder",
-]
+HEAD = (
+    *("show", "recipe", "seed", "status", "doctor"),
+    *("swaps", "accepted, %", "time, s", "date", "folder"),
+)
 PAGE = """<!doctype html>{mark}
 <html lang="en"><head><meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
@@ -202,21 +194,21 @@ def unknown(why: str) -> Advice:
 def _summary(runs: Sequence[LoadedRun], details: Details, empty: Sequence[Path], out: Path) -> str:
     n, finished = len(runs), sum(run.status == "finished" for run in runs)
     n_recipes = len({run.recipe for run in runs})
-    facts: list[tuple[Any, str]] = [(n, "run" if n == 1 else "runs")]
-    facts += [(n_recipes, "recipe" if n_recipes == 1 else "recipes")]
-    facts += [(finished, "finished"), (n - finished, "not finished")]
-    facts += [(len(empty), "empty")] if empty else []
-    facts += [(in_words(total_seconds(runs)), "of computing (runs that train together count once)")]
-    tiles = "".join(f"<li><b>{value}</b> {name}</li>" for value, name in facts)
+    facts: dict[str, Any] = {
+        "run" if n == 1 else "runs": n,
+        "recipe" if n_recipes == 1 else "recipes": n_recipes,
+        "finished": finished,
+        "not finished": n - finished,
+        **({"empty": len(empty)} if empty else {}),
+        "of computing (runs that train together count once)": in_words(total_seconds(runs)),
+    }
+    tiles = "".join(f"<li><b>{value}</b> {name}</li>" for name, value in facts.items())
     lines = []
     for k, run in enumerate(runs):
         if not is_complete(run):
             error = (run.result or {}).get("error")
-            words = [
-                *(run.problems or [f"its status is {run.status!r}"]),
-                *([error] if error else []),
-            ]
-            inner = "".join(f"<li>{escape(word)}</li>" for word in words)
+            words = [*(run.problems or [f"its status is {run.status!r}"]), error or ""]
+            inner = "".join(f"<li>{escape(each)}</li>" for each in words if each)
             link = f'<a href="#runs" data-show="{k}">{escape(run.name)}</a>'
             folder = escape(details[id(run)]["folder"]["text"])
             lines.append(f"<li>{link} {badges(run)} in {folder}<ul>{inner}</ul></li>")
@@ -238,11 +230,8 @@ def _summary(runs: Sequence[LoadedRun], details: Details, empty: Sequence[Path],
 def _doctor(runs: Sequence[LoadedRun], details: Details) -> str:
     """One line; the findings are with each run."""
     asked = [x for run in runs if (x := details[id(run)]["doctor"])["problems"] is not None]
-    problems = sum(each["problems"] > 0 for each in asked)
-    well = sum(each["problems"] == each["warnings"] == 0 for each in asked)
-    counts = {"with problems": problems, "with warnings alone": len(asked) - problems - well}
-    words = ", ".join(f"{n} {name}" for name, n in {**counts, "with neither": well}.items() if n)
-    line = f"Doctor looked at {several(len(asked), 'run')}: {words}." if asked else ""
+    line = f"Doctor looked at {several(len(asked), 'run')}: " if asked else ""
+    line += tally([(each["problems"], each["warnings"]) for each in asked]) + "." * bool(asked)
     if quick := sum(each["quick"] for each in asked):
         line += f" It took only a quick look at {quick}; `report --doctor all` takes a full one."
     if len(asked) < len(runs):
@@ -254,9 +243,8 @@ def _doctor(runs: Sequence[LoadedRun], details: Details) -> str:
 
 
 def badge(status: str) -> str:
-    return (
-        f'<span class="badge {status if status in STATUSES else "other"}">{escape(status)}</span>'
-    )
+    kind = status if status in STATUSES else "other"
+    return f'<span class="badge {kind}">{escape(status)}</span>'
 
 
 def badges(run: LoadedRun) -> str:
@@ -294,14 +282,14 @@ def _family(family: Family, k: int, has_charts: bool) -> str:
         for metric in chosen:
             cells.append(cell(row, metric))
             if metric in stated:
-                there = paper.get(metric)
-                cells.append(("-", None) if there is None else (there.text, there.value))
+                cells.append(paper.get(metric, ("-", None)))
         swaps = [counts for run in row.finished if (counts := run.swap_counts) is not None]
         made, tested = sum(a for a, _ in swaps), sum(p for _, p in swaps)
         words = f"{made:,} of {tested:,}" if tested else "none tested"
         cells.append((words, made) if swaps else ("-", None))
         rows.append([(escape(text), value) for text, value in cells])
-    notes = sorted({each.note for paper in papers for each in paper.values() if each.note})
+    settings = [row.settings for row in family.rows if row.settings is not None]
+    notes = sorted({each.paper_note for each in settings if each.paper_numbers} - {""})
     words = (
         "Means over finished seeds; in brackets the standard error of the last digit(s), from the"
         " chains of the runs if known, else from the spread over seeds."

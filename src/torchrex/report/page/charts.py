@@ -76,7 +76,8 @@ def _of_history(run: LoadedRun, history: History, shared: dict[str, Any]) -> lis
     swaps = numbers(swaps_of(history)) if not averaged else run.curves.get(f"swap_{over}", [])
     made = (run.swap_counts or (0, 0))[0] if averaged else len(swaps)
     listed = f"the first {len(swaps):,} of {made:,}" if len(swaps) < made else f"{len(swaps):,}"
-    some = [swaps[k] for k in few(torch.arange(len(swaps))).tolist()]
+    evenly = torch.linspace(0, len(swaps) - 1, MOST_MARKS).long().tolist()
+    some = swaps if len(swaps) <= MOST_MARKS else [swaps[k] for k in evenly]
     marks = {"x": some, "name": f"{listed} swaps"} if swaps else None
     notes = []
     if run.settings is not None and run.settings.warm_start:
@@ -106,9 +107,8 @@ def _of_history(run: LoadedRun, history: History, shared: dict[str, Any]) -> lis
         return charts
     if not averaged:
         rung_of = history.replica_at[rows, :, 0].long().argsort(dim=1)
-        series = [
-            line(f"replica {k}", over, numbers(rung_of[:, k]), k, "step") for k in range(n_rungs)
-        ]
+        paths = enumerate(map(numbers, rung_of.T))
+        series = [line(f"replica {k}", over, path, k, "step") for k, path in paths]
         title, y = f"Replicas over rungs{of}", "rung (0 is coldest)"
         charts.append(chart("paths", title, unit, y, series, marks=marks, whole=True, **common))
         charts.append(_acceptance(run, history))
@@ -121,8 +121,9 @@ def _of_history(run: LoadedRun, history: History, shared: dict[str, Any]) -> lis
         series.append(line(name, over, numbers(y_values), pair))
     title = "Noise variance σ² of one energy"
     charts.append(chart("sigma2", title, unit, "σ² (nats²)", series, **common))
-    for pair in range(min(n_pairs, 4) if history.correction is not None else 0):
-        assert history.correction is not None
+    if history.correction is None:
+        return charts
+    for pair in range(min(n_pairs, 4)):
         difference = numbers(history.energy_difference[rows, pair, 0])
         threshold = numbers(history.correction[rows, pair, 0])
         series = [
@@ -314,13 +315,6 @@ def swaps_of(history: History, chain: int = 0) -> Tensor:
     if history.swaps is None:
         return torch.zeros(0, dtype=torch.long)
     return history.swaps.step[history.swaps.chain == chain]
-
-
-def few(steps: Tensor) -> Tensor:
-    """At most MOST_MARKS of them, evenly chosen."""
-    if len(steps) <= MOST_MARKS:
-        return steps
-    return steps[torch.linspace(0, len(steps) - 1, MOST_MARKS).long()]
 
 
 def numbers(values: Tensor | Iterable[Any], digits: int = DIGITS) -> list[float | int | None]:

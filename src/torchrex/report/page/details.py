@@ -160,7 +160,7 @@ def _metrics(run: LoadedRun) -> dict[str, Any]:
         if not (name.endswith("_se") and name[:-3] in metrics):
             error = metrics.get(f"{name}_se")
             text = shown(value * scale(name), None if error is None else error * scale(name))
-            rows.append([label(name), text, paper[name].text if name in paper else ""])
+            rows.append([label(name), text, paper[name][0] if name in paper else ""])
     return table("Numbers", ("metric", "this run", "paper"), rows)
 
 

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchrex.experiments import recipes
 from torchrex.experiments.config import COLUMNS, Column, ExperimentConfig, to_json
@@ -25,14 +25,6 @@ MANY = 10_000  # from here on a number without an error is written out
 PERCENT = ("accuracy", "ece", "acceptance_rate", "called_fake")  # of metrics without a column
 MOST_COLUMNS = 8
 MOST_SETTINGS = 4  # in the name of a row
-
-
-class Paper(NamedTuple):
-    """What the paper says of a metric, in the unit in which it is shown."""
-
-    value: float
-    text: str
-    note: str = ""
 
 
 @dataclass
@@ -146,11 +138,9 @@ def _name_differences(family: Family) -> None:
     known = recipes()
     for row in family.rows:
         others = [each for each in family.rows if each.recipe == row.recipe and each is not row]
-        named: dict[str, Any] = {}  # what distinguishes the rows comes first
-        for other in others:
-            for key, (own, _) in differing(row.config, other.config).items():
-                named[key] = own
-        named = dict(sorted(named.items()))
+        found = (differing(row.config, other.config).items() for other in others)
+        # What distinguishes the rows comes first.
+        named = dict(sorted((key, own) for each in found for key, (own, _) in each))
         row.difference = _in_words(named) or ("no config" if others else "")
         if row.recipe in known and row.config:
             usual = differing(row.config, to_json(known[row.recipe]))
@@ -199,9 +189,9 @@ def cell(row: Row, metric: str) -> tuple[str, float | None]:
         return "-", None
     values = [each[metric] * scale(metric) for each in known]
     errors = [each.get(f"{metric}_se") for each in known]
-    scaled = [None if error is None else error * scale(metric) for error in errors]
     mean = statistics.fmean(values)
-    return shown(mean, error_of_mean(values, scaled)), float(f"{mean:.8g}")
+    error = error_of_mean(values, [None if e is None else e * scale(metric) for e in errors])
+    return shown(mean, error), float(f"{mean:.8g}")
 
 
 def shown(value: float, error: float | None) -> str:
@@ -211,13 +201,13 @@ def shown(value: float, error: float | None) -> str:
     return value_and_error({"v": value, "v_se": error}, "v")
 
 
-def paper_of(config: ExperimentConfig | None) -> dict[str, Paper]:
-    """The paper's numbers by metric."""
-    found: dict[str, Paper] = {}
+def paper_of(config: ExperimentConfig | None) -> dict[str, tuple[str, float]]:
+    """The paper's numbers by metric, in the unit in which it is shown: as text, and to sort by."""
+    found = {}
     for metric, (value, sd) in ({} if config is None else config.paper_numbers).items():
         there = float(f"{value * scale(metric):.8g}")
         text = "none" if metric == "acceptance_rate" and value == 0 else f"{there:g}"
         if sd is not None:
             text = f"{there:.2f} ± {2 * sd * scale(metric):.2f}"
-        found[metric] = Paper(there, text, config.paper_note if config is not None else "")
+        found[metric] = (text, there)
     return found
