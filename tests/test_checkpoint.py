@@ -10,7 +10,6 @@ import errno
 import functools
 import hashlib
 import io
-import itertools
 import json
 import logging
 import math
@@ -18,13 +17,10 @@ import multiprocessing
 import os
 import pickle
 import random
-import resource
 import signal
 import tempfile
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -33,7 +29,7 @@ from safetensors.torch import load_file, save, save_file
 
 from torchrex.checkpoint import Checkpoint, Checkpoints, parse_json, printable, read
 from torchrex.checkpoint.folder import VERSION
-from torchrex.checkpoint.tree import DTYPES, tensor_name
+from torchrex.checkpoint.tree import DTYPES
 from torchrex.errors import CheckpointError, InvalidArgumentError
 
 TENSORS = ("replica=0.safetensors", "replica=1.safetensors", "shared.safetensors")
@@ -199,21 +195,8 @@ def tensors(draw):
     return VIEWS[draw(st.sampled_from(sorted(VIEWS)))](made.reshape(shape))
 
 
-ODD_KEYS = [
-    "a.b",
-    "a/b",
-    "a%2Fb",
-    "/",
-    "0",
-    "..",
-    "replicas",
-    "dict",
-    "tensor",
-    "float",
-    "__metadata__",
-    "�",
-]
-KEYS = st.text(max_size=5) | st.sampled_from(["", *ODD_KEYS])
+ODD_KEYS = "a.b a/b a%2Fb / 0 .. replicas dict tensor float __metadata__ \ufffd"
+KEYS = st.text(max_size=5) | st.sampled_from(["", *ODD_KEYS.split()])
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 TREES = st.recursive(
     PLAIN | tensors(),
@@ -223,7 +206,7 @@ TREES = st.recursive(
 ONE = torch.ones(1)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     st.dictionaries(KEYS, TREES, max_size=4),
     st.dictionaries(st.text(max_size=3), PLAIN, max_size=3),
@@ -239,33 +222,15 @@ def test_round_trip(state, setting):
         assert same(state, checkpoints.load_newest(setting=setting).state)
 
 
-@given(st.lists(st.lists(KEYS | st.integers(0, 3), min_size=1, max_size=4), min_size=2, max_size=2))
-def test_two_paths_never_share_a_name(paths):
-    first, second = (tuple(map(str, path)) for path in paths)
-    assert (tensor_name(first) == tensor_name(second)) == (first == second)
-    assert tensor_name(first).isascii()
-    assert tensor_name(first) != "__metadata__"
-
-
-def test_views_tuples_and_default_devices(tmp_path):
+def test_tuples_aliases_and_default_devices(tmp_path):
     whole = torch.arange(12.0).reshape(3, 4)
-    views = {
-        "whole": whole,
-        "row": whole[1],
-        "again": whole,
-        "columns": whole.T,
-        "one": whole[2, 3],
-    }
-    plain = {"betas": (0.9, (1, 2)), "module": collections.OrderedDict(w=ONE), "shape": whole.shape}
+    state = {"whole": whole, "row": whole[1], "betas": (0.9, (1, 2)), "shape": whole.shape}
     with torch.device("meta"):
-        Checkpoints(tmp_path).save(0, {**views, **plain})
+        Checkpoints(tmp_path).save(0, state)
         loaded = Checkpoints(tmp_path).load_newest().state
-    assert same(views, {name: loaded[name] for name in views})
+    assert same({**state, "shape": [3, 4]}, loaded)
     loaded["whole"].zero_()
     assert torch.equal(loaded["row"], whole[1])
-    assert loaded["betas"] == [0.9, [1, 2]]
-    assert type(loaded["module"]) is dict
-    assert loaded["shape"] == [3, 4]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -334,53 +299,11 @@ def in_child(function, *arguments):
     return process
 
 
-def save_forever(folder, first, reports):
-    checkpoints = Checkpoints(folder, keep=1)
-    for step in itertools.count(first):
-        for variant in (0, 1):  # the second replaces the first
-            checkpoints.save(step, state_at(step, variant, size=30_000))
-            reports.send_bytes(f"{step} {variant}".encode())
-
-
-@pytest.mark.slow
-def test_killed_at_random_moments(tmp_path):
-    """With keep=1 and every step replaced, there is no second checkpoint to fall back to."""
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    moments = random.Random(0)
-    newest = (0, 0)
-    checkpoints.save(0, state_at(0, size=30_000))
-    for _ in range(20):
-        receiver, sender = multiprocessing.Pipe(duplex=False)
-        child = in_child(save_forever, tmp_path, newest[0] + 1, sender)
-        sender.close()
-        assert receiver.poll(60), "the child saved nothing"
-        time.sleep(moments.uniform(0.0, 0.05))
-        child.kill()
-        child.join()
-        assert child.exitcode == -signal.SIGKILL
-        returned = newest
-        while receiver.poll():
-            try:
-                returned = tuple(map(int, receiver.recv_bytes().split()))
-            except EOFError:
-                break
-        receiver.close()
-        assert_all_are_complete(tmp_path)
-        loaded = checkpoints.load_newest()
-        newest = (loaded.step, loaded.state["counts"]["variant"])
-        assert newest >= returned, "a save had returned, but its checkpoint is gone"
-        assert same(state_at(*newest, size=30_000), loaded.state)
-    checkpoints.save(newest[0] + 1, state_at(0))
-    assert os.listdir(tmp_path) == [f"step={newest[0] + 1:09d}"]
-
-
 class Faults:
-    """Lets `happen` happen at the n-th call that changes the disk, and at all later ones if
-    `lasting`. A write that is chosen gets half of its bytes onto the disk before.
-    """
+    """Calls `happen` at the n-th call that changes the disk; half of a write is done before."""
 
-    def __init__(self, monkeypatch, happen=lambda: None, at=-1, lasting=False):
-        self.happen, self.at, self.lasting, self.calls = happen, at, lasting, 0
+    def __init__(self, monkeypatch, happen=lambda: None, at=-1):
+        self.happen, self.at, self.calls = happen, at, 0
         for name in ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir"):
             monkeypatch.setattr(os, name, functools.partial(self.call, getattr(os, name)))
         opened = builtins.open
@@ -388,7 +311,7 @@ class Faults:
 
     def call(self, function, *arguments, **more):
         self.calls += 1
-        if self.calls == self.at or (self.lasting and self.calls > self.at > 0):
+        if self.calls == self.at:
             self.happen()
         return function(*arguments, **more)
 
@@ -488,20 +411,6 @@ def test_every_call_that_fails_leaves_the_folder_as_it_was(tmp_path, step, happe
     assert outcomes[False] > 15
 
 
-@pytest.mark.slow
-@STEPS
-def test_a_disk_that_stays_bad(tmp_path, step):
-    for at in range(1, n_calls(tmp_path / "count", step) + 1):
-        folder, failed = start(tmp_path / str(at)), False
-        with pytest.MonkeyPatch.context() as patch:
-            Faults(patch, full_disk, at, lasting=True)
-            try:
-                save_next(folder, step)
-            except CheckpointError:
-                failed = True
-        assert assert_usable_after(folder, step) or failed
-
-
 def save_and_be_killed(folder, step, at):
     with pytest.MonkeyPatch.context() as patch:
         Faults(patch, killed, at)
@@ -570,37 +479,6 @@ def test_a_file_system_that_cannot_sync_folders(tmp_path, monkeypatch):
 # A disk that does not take it
 
 
-def answer_of(function, *arguments):
-    """What a function says, or its CheckpointError, in a process of its own."""
-
-    def answering(sender):
-        try:
-            sender.send(f"done: {function(*arguments)}")
-        except CheckpointError as error:
-            sender.send(str(error))
-
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    child = in_child(answering, sender)
-    sender.close()
-    message = receiver.recv()
-    child.join()
-    return message
-
-
-def save_with_limit(folder, limit):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    Checkpoints(folder).save(4, state_at(4, size=10_000))
-
-
-@pytest.mark.parametrize("limit", [0, 300, 40_100])
-def test_no_space_for_a_file(three, limit):
-    before = snapshot(three.folder)
-    message = answer_of(save_with_limit, three.folder, limit)
-    assert f"step=000000004 ({os.strerror(errno.EFBIG)})" in message
-    assert snapshot(three.folder) == before
-    assert same(state_at(3), three.load_newest().state)
-
-
 def test_a_file_in_the_way(three, tmp_path):
     (tmp_path / "file").write_text("in the way")
     for name in ("file", "file/below"):
@@ -613,33 +491,6 @@ def test_a_file_in_the_way(three, tmp_path):
     before = snapshot(three.folder)
     with pytest.raises(CheckpointError, match="Not a directory"):
         three.save(4, state_at(4))
-    assert snapshot(three.folder) == before
-
-
-def without_rights(folder, use):
-    os.chdir(folder)
-    if os.geteuid() == 0:
-        os.setuid(65534)  # nobody
-    use(Checkpoints("."))
-
-
-@pytest.mark.parametrize(
-    ("closed", "use"),
-    [
-        (".", lambda checkpoints: checkpoints.save(4, state_at(4))),
-        ("step=000000003", lambda checkpoints: checkpoints.load_newest()),
-    ],
-    ids=["save", "load"],
-)
-def test_no_permission(three, closed, use):
-    before = snapshot(three.folder)
-    mode = (three.folder / closed).stat().st_mode
-    (three.folder / closed).chmod(0o555 if closed == "." else 0)
-    try:
-        message = answer_of(without_rights, three.folder, use)
-    finally:
-        (three.folder / closed).chmod(mode)
-    assert "Permission denied" in message
     assert snapshot(three.folder) == before
 
 
@@ -777,15 +628,11 @@ def outside(manifest):
     [
         lambda manifest: [],
         lambda manifest: manifest.pop("state") and None,
-        lambda manifest: manifest.update(state=[]),
         lambda manifest: manifest.update(state={"dict": []}),
-        with_state(x={"float": "1e9"}),
         with_state(x={"call": "os.system"}),
         with_state(x={"int": "0xg\n"}),
         with_state(x={"tensor": {"dtype": "float32", "shape": [1], "file": "../x"}}),
-        lambda manifest: manifest.update(files=None),
         outside,
-        lambda manifest: manifest["files"].update({"shared.safetensors": {"size": 1}}),
         lambda manifest: manifest["files"]["shared.safetensors"].update(path="/etc"),
         lambda manifest: manifest["state"]["dict"]["replicas"].append(
             {"tensor": {"dtype": "float32", "shape": [1]}}
@@ -798,7 +645,7 @@ def test_a_manifest_of_another_form(three, third, tmp_path, warnings_of, change)
     assert_falls_back(three, 2, warnings_of)
 
 
-@pytest.mark.parametrize("key", ["..", "../../evil", "/tmp/evil", "~", "DONE", "\0", "x\n"])
+@pytest.mark.parametrize("key", ["../../evil", "/tmp/evil", "DONE", "\0"])
 def test_keys_name_no_files(tmp_path, key):
     state = {key: ONE, "replicas": [{key: {key: -ONE}}]}
     path = Checkpoints(tmp_path / "a" / "b").save(1, state, setting={key: key})
@@ -869,12 +716,9 @@ def loop():
     ("bad", "words"),
     [
         ({"x": object()}, ["state['replicas'][0]['x']", "of type object"]),
-        ({"x": [1, {2}]}, ["state['replicas'][0]['x'][1]", "{2} of type set"]),
         ({"x": {3: 1}}, ["state['replicas'][0]['x']", "key 3 is not a string"]),
-        ({"x": np.float64(1.0)}, ["of type float64"]),
         ({"x": torch.ones(1, dtype=torch.complex128)}, ["complex128", "float32"]),
         ({"x": torch.eye(2).to_sparse()}, ["sparse_coo"]),
-        ({"x": torch.ones(1, device="meta")}, ["meta"]),
         (loop(), ["nested more than 100 deep"]),
     ],
 )
@@ -887,9 +731,3 @@ def test_what_cannot_be_saved_is_named_before_anything_is_written(tmp_path, bad,
     with pytest.raises(CheckpointError, match=r"setting\['x'\]\['y'\]"):
         Checkpoints(tmp_path).save(1, {}, setting={"x": {"y": ONE}})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_deep_tree_within_the_limit_is_saved(tmp_path):
-    tree = functools.reduce(lambda child, _: [child], range(98), ONE)
-    Checkpoints(tmp_path).save(1, {"x": tree})
-    assert same({"x": tree}, Checkpoints(tmp_path).load_newest().state)

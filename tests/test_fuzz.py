@@ -35,7 +35,7 @@ from fuzzing import (
     standing,
     try_one,
 )
-from torchrex.checkpoint import Checkpoints, one_line
+from torchrex.checkpoint import Checkpoints
 from torchrex.errors import CheckpointError, DataError, RunFolderError, TorchrexError
 from torchrex.experiments import RunFolder, get_recipe, run_recipe
 from torchrex.posterior import Draws, DrawStore
@@ -104,39 +104,35 @@ def test_mutated_files(kinds, name, tmp_path):
             assert is_known or special == "gone" or kind.may_differ, trial
 
 
-class Leaky:
-    """Readers with every fault that a trial must see."""
+def raises(error):
+    def look(folder):
+        raise error
 
-    def executes(self, folder):
-        os.mkdir(folder / "made")
+    return look
 
-    def crashes(self, folder):
-        raise KeyError("a")
 
-    def hangs(self, folder):
-        while True:
-            pass
+def hangs(folder):
+    while True:
+        pass
 
-    def talks(self, folder):
-        raise CheckpointError("two\nlines")
 
-    def escapes(self, folder):
-        raise CheckpointError(ESCAPE)
-
-    def lies(self, folder):
-        return "something else"
-
-    def warns(self, folder):
-        np.float32(1) / np.float32(0)
+FAULTY = {
+    "executes": lambda folder: os.mkdir(folder / "made"),
+    "crashes": raises(KeyError("a")),
+    "hangs": hangs,
+    "talks": raises(CheckpointError("two\nlines")),
+    "escapes": raises(CheckpointError(ESCAPE)),
+    "lies": lambda folder: "something else",
+    "warns": lambda folder: np.float32(1) / np.float32(0),
+}
 
 
 @slow
-@pytest.mark.parametrize(
-    "fault", ["executes", "crashes", "hangs", "talks", "escapes", "lies", "warns"]
-)
+@pytest.mark.parametrize("fault", FAULTY)
 def test_a_reader_with_a_fault_is_found(kinds, tmp_path, fault, monkeypatch):
+    """Readers with every fault that a trial must see."""
     monkeypatch.setattr("fuzzing.SECONDS", 0.2)
-    kind = replace(kinds["draws"], look=getattr(Leaky(), fault))
+    kind = replace(kinds["draws"], look=FAULTY[fault])
     with pytest.raises(Finding):
         try_one(kind, None if fault != "lies" else "the original", tmp_path, Random(0), "bytes")
 
@@ -225,22 +221,13 @@ def edit(path, **changes):
 @pytest.mark.parametrize(
     ("file", "changes"),
     [
-        ("result.json", {"metrics": {"w2": float("nan")}}),
         ("result.json", {"metrics": {"w2": 10**400}}),
-        ("result.json", {"device": "\ud800"}),
-        ("result.json", {"error": ESCAPE, "status": ESCAPE, "device": "<script>alert(1)</script>"}),
+        ("result.json", {"device": "\ud800", "error": ESCAPE, "status": ESCAPE}),
         ("result.json", {"recipe": "<script>", "date": '"><img src=x onerror=alert(1)>'}),
-        (
-            "result.json",
-            {"versions": {"<script>": ESCAPE}, "metrics": {ESCAPE: 1.0, "<script>": 2}},
-        ),
-        ("config.json", {"n_steps": "many"}),
+        ("result.json", {"versions": {"<script>": ESCAPE}, "metrics": {ESCAPE: 1.0}}),
         ("config.json", {"n_steps": -5, "n_runs": None}),
-        ("config.json", {"weights": [1.0], "means": "abc"}),
-        ("config.json", {"recipe": f"<script>{ESCAPE}"}),
-        ("config.json", {"lr": True, "temperatures": {}}),
-        ("config.json", {ESCAPE: "<script>alert(1)</script>", "noise": 5}),
-        ("config.json", {"paper": {"w2": ESCAPE}}),
+        ("config.json", {"weights": [1.0], "means": "abc", "temperatures": {}}),
+        ("config.json", {"recipe": f"<script>{ESCAPE}", ESCAPE: "<script>alert(1)</script>"}),
     ],
 )
 def test_what_is_shown_of_a_crafted_run(copy, file, changes):
@@ -258,20 +245,13 @@ def pair_of(**changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {
-            "metrics": {"accuracy": -0.57, "single_accuracy": 0.43}
-        },  # doctor took the root of a negative variance
-        {"metrics": {"accuracy": 1.5}},
-        {"metrics": {"nll": 1.0, "nll_se": -0.1}},  # the page took its logarithm
-        {"metrics": {"nll": 1.0, "nll_se": 1e-320}},
+        {"metrics": {"accuracy": -0.57, "single_accuracy": 0.43}},
+        {"metrics": {"nll": 1.0, "nll_se": -0.1}},
         {"metrics": {"nll": 1e308}},
         {"curves": {"logits_accuracy": [0.5, 7.0]}},
         {"swaps": [pair_of(accepted=5)]},
-        {"swaps": [pair_of(accepted=-5)]},
         {"swaps": [pair_of(pair=[-1, 1])]},
-        {"seed": -1},
         {"steps_done": -1},
-        {"wall_seconds": -1.0},
     ],
 )
 def test_numbers_that_no_run_gives(copy, changes):
@@ -282,22 +262,14 @@ def test_numbers_that_no_run_gives(copy, changes):
 
 
 @slow
-def test_deep_json_is_refused(copy):
-    folder = copy("run of a density")
-    for name in ("config.json", "result.json"):
-        (folder / name).write_text("[" * 100_000)
-        assert "cannot read" in message(
-            lambda name=name: RunFolder(folder)._read(name), RunFolderError
-        )
-    assert "nested more than" in " ".join(load_run(folder).problems)
-
-
-@slow
-def test_a_status_that_is_no_text(copy):
+def test_deep_json_and_a_status_that_is_no_text(copy):
     folder = copy("run of a density")
     edit(folder / "result.json", status=["finished"])
     assert "status is no text" in message(lambda: RunFolder(folder).finished, RunFolderError)
     assert load_run(folder).status == "damaged"
+    (folder / "result.json").write_text("[" * 100_000)
+    assert "cannot read" in message(lambda: RunFolder(folder).result, RunFolderError)
+    assert "nested more than" in " ".join(load_run(folder).problems)
 
 
 @slow
@@ -324,11 +296,9 @@ def test_files_without_checksums_are_read(copy):
     "change",
     [
         {"replica_at": lambda x: x + 7},
-        {"replica_at": lambda x: x.float()},
         {"accepted": lambda x: x + 10**6},
         {"accepted": lambda x: x - 10**6},
         {"steps": lambda x: x.flip(0)},
-        {"steps": lambda x: x + 10**6},
         {"values": lambda x: x.long()},
     ],
 )
@@ -357,29 +327,6 @@ def test_a_store_does_not_write_through_links(tmp_path):
     assert len(list(DrawStore.load(store.folder))) == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda raw: raw.update({ESCAPE: 1}), "not known"),
-        (lambda raw: raw["draws"][0].update({ESCAPE: 1}), "unexpected keyword"),
-        (lambda raw: raw.update(schema="x" * 10_000), "schema"),
-        (lambda raw: raw["draws"].reverse(), "order of arrival"),
-        (lambda raw: raw["draws"][0].update(left=0), "do not fill|left before"),
-    ],
-)
-def test_indices_that_no_store_has_written(tmp_path, change, words):
-    store = DrawStore(tmp_path, capacity=3)
-    for step in range(3):
-        store.add(nn.Linear(1, 1), step=step)
-    raw = json.loads((tmp_path / "index.json").read_bytes())
-    change(raw)
-    (tmp_path / "index.json").write_text(json.dumps(raw))
-    with pytest.raises(CheckpointError, match=words) as error:
-        DrawStore.load(tmp_path)
-    assert str(error.value).isprintable()
-    assert len(str(error.value)) < 1000
-
-
 # Image sets and logs
 
 
@@ -406,40 +353,21 @@ def test_a_log_of_a_stranger(tmp_path):
         assert "not a file" in message(lambda: read_log(path), RunFolderError)
 
 
-def test_one_line():
-    assert one_line("a\n\tb\x00") == "a b\\x00"
-    assert len(one_line("x" * 10_000)) == 400
-
-
 # Nothing is executed
 
-# What executes, or reads pickles, and where it is allowed for a reason.
-FORBIDDEN = {
-    *["pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml"],  # modules
-    *[
-        "eval",
-        "exec",
-        "compile",
-        "__import__",
-        "torch.load",
-        "torch.save",
-        "read_pickle",
-        "allow_pickle",
-    ],
-    *["gather_object", "all_gather_object", "broadcast_object_list", "scatter_object_list"],
-    *["send_object_list", "recv_object_list", "loadmat", "os.system", "os.popen", "extractall"],
-}
-ALLOWED = {
-    # MATLAB files of SVHN have no other reader. They are numbers, and are held to the official md5
-    # before they are opened.
-    ("vision/data/importing.py", "loadmat")
-}
+# What executes, or reads pickles: modules, functions, keywords that are not False.
+FORBIDDEN = """
+    pickle cPickle dill cloudpickle joblib shelve marshal yaml eval exec compile __import__
+    torch.load torch.save read_pickle allow_pickle gather_object all_gather_object
+    broadcast_object_list scatter_object_list send_object_list recv_object_list loadmat os.system
+    os.popen extractall
+"""
+# MATLAB files of SVHN have no other reader. They are numbers, and their md5 is checked before.
+ALLOWED = {("vision/data/importing.py", "loadmat")}
 
 
 def uses(source: str) -> set[str]:
-    """Modules imported, names called and keywords set to something other than False, as far as they
-    are forbidden.
-    """
+    """The forbidden modules, calls and keywords of a program; np.load must say allow_pickle."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -448,20 +376,15 @@ def uses(source: str) -> set[str]:
             found |= {(node.module or "").split(".")[0], *(alias.name for alias in node.names)}
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Call):
-            if isinstance(node.func, ast.Name):
-                found.add(node.func.id)
-            elif isinstance(node.func, ast.Attribute):
-                owner = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
-                found |= {
-                    f"{owner}.{node.func.attr}",
-                    node.func.attr if node.func.attr not in ("eval", "compile") else "",
-                }
-            found |= {each.arg for each in node.keywords if each.arg and not _is_false(each.value)}
-    return found & FORBIDDEN
-
-
-def _is_false(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is False
+            called = ast.unparse(node.func)
+            found |= {called, ".".join(called.split(".")[-2:])}
+            method = called.rpartition(".")[2]
+            found |= {method} - {"eval", "compile"}
+            keywords = {each.arg: ast.unparse(each.value) for each in node.keywords if each.arg}
+            found |= {name for name, value in keywords.items() if value != "False"}
+            if called in ("np.load", "numpy.load", "np.lib.format.read_array"):
+                found |= {"allow_pickle"} - set(keywords)
+    return found & set(FORBIDDEN.split())
 
 
 def test_nothing_in_the_package_executes_what_it_reads():
@@ -473,32 +396,14 @@ def test_nothing_in_the_package_executes_what_it_reads():
     assert found == ALLOWED
 
 
-def test_every_array_file_is_read_without_objects():
-    """numpy's reader says so itself wherever it is called."""
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
-                "np.load",
-                "numpy.load",
-                "np.lib.format.read_array",
-            ):
-                assert any(
-                    each.arg == "allow_pickle" and _is_false(each.value) for each in node.keywords
-                ), path
-
-
 @pytest.mark.parametrize(
     "source",
     [
         *("import pickle", "from pickle import loads", "torch.load(x)", "exec('1')", "eval(x)"),
-        *("from torch import load as f; import yaml", "np.load(x, allow_pickle=True)"),
-        *("np.load(x, allow_pickle=yes)", "dist.all_gather_object(a, b)", "os.system(x)"),
-        *("dist.broadcast_object_list(a)", "tar.extractall()", "import os; os.popen(x)"),
+        *("from torch import load as f; import yaml", "np.load(x, allow_pickle=yes)"),
+        *("np.load(x)", "dist.all_gather_object(a, b)", "os.system(x)", "tar.extractall()"),
     ],
 )
-def test_the_walk_sees_it(source):
+def test_the_walk_sees_what_is_forbidden_alone(source):
     assert uses(source)
-
-
-def test_the_walk_does_not_see_what_is_harmless():
     assert not uses("module.eval(); re.compile(x); np.load(x, allow_pickle=False); a = 'pickle'")

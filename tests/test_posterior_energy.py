@@ -79,7 +79,6 @@ def squared(output, target):
 
 LOSSES = {
     "function": (F.cross_entropy, written_out),
-    "module": (nn.CrossEntropyLoss(), written_out),
     "module that sums": (nn.CrossEntropyLoss(reduction="sum"), written_out),
     "label smoothing": (nn.CrossEntropyLoss(label_smoothing=0.1), smoothed),
     "partial": (
@@ -100,15 +99,6 @@ def test_a_loss_enters_as_the_sum_over_all_data(loss, expected):
     assert_same_energy_and_gradient(
         double(), energy, (x, y), lambda m, _: N / 8 * expected(m(x), y).sum()
     )
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_the_users_loss_module_stays_as_it_was(reduction):
-    loss = nn.CrossEntropyLoss(weight=WEIGHT, reduction=reduction, label_smoothing=0.2)
-    energy = tr.PosteriorEnergy(loss, n_data=N)
-    one_step(double(), energy, batch_of())
-    assert (loss.reduction, loss.label_smoothing) == (reduction, 0.2)
-    assert torch.equal(loss.weight, WEIGHT)
 
 
 def test_several_numbers_per_example_add_up():
@@ -148,17 +138,12 @@ class TwoInputs(nn.Module):
         return self.first(x) - 2.0 * self.second(z)
 
 
-@pytest.mark.parametrize("form", ["tuple", "list", "dict", "dict with another key"])
+@pytest.mark.parametrize("form", ["tuple", "dict with another key"])
 def test_several_inputs(form):
     torch.manual_seed(0)
     model = TwoInputs()
     (x, y), (z, _) = batch_of(8), classes(8, seed=6, dtype=torch.float64)
-    batch = {
-        "tuple": (x, z, y),
-        "list": [x, z, y],
-        "dict": {"z": z, "target": y, "x": x},
-        "dict with another key": {"label": y, "z": z, "x": x},
-    }[form]
+    batch = {"tuple": (x, z, y), "dict with another key": {"label": y, "z": z, "x": x}}[form]
     key = "label" if "another" in form else "target"
     energy = tr.PosteriorEnergy(F.cross_entropy, n_data=N, target_key=key)
 
@@ -167,14 +152,6 @@ def test_several_inputs(form):
         return N / 8 * F.cross_entropy(output, y, reduction="sum")
 
     assert_same_energy_and_gradient(model, energy, batch, total)
-
-
-def test_a_batch_of_one_tensor_goes_to_the_loss_without_target():
-    x, _ = batch_of(8)
-    energy = tr.PosteriorEnergy(lambda output: output.logsumexp(1), n_data=N)
-    assert_same_energy_and_gradient(
-        double(), energy, x, lambda m, _: N / 8 * m(x).logsumexp(1).sum()
-    )
 
 
 def test_a_dict_without_target_is_refused_before_the_module_is_called():
@@ -211,7 +188,6 @@ PRIORS = {
         tr.GaussianPrior(2.0, groups={"bias": 0.0, "0.": 7.0}),
         gaussian(2.0, **{"0_weight": 7.0, "0_bias": 0.0, "2_bias": 0.0, "4_bias": 0.0}),
     ),
-    "groups that agree": (tr.GaussianPrior(1.0, groups={"": 4.0}), gaussian(4.0)),
     "function": (spread, spread),
 }
 
@@ -308,27 +284,16 @@ def two_groups():
     ("make", "words"),
     [
         (lambda: tr.from_sgd(sgd(nesterov=True), n_data=N), "nesterov"),
-        (lambda: tr.from_sgd(sgd(dampening=0.5), n_data=N), "dampening"),
         (lambda: tr.from_sgd(sgd(maximize=True), n_data=N), "maximize"),
         (lambda: tr.from_sgd(torch.optim.AdamW(linear().parameters()), n_data=N), "AdamW"),
         (lambda: tr.from_sgd(two_groups(), n_data=N), "2 parameter groups"),
         (lambda: tr.from_sgd(n_data=N), "give lr"),
-        (lambda: tr.from_sgd(n_data=N, momentum=0.9), "give lr"),
-        (lambda: tr.from_sgd(n_data=N, lr=0.1, nesterov=True), "give lr"),
         (lambda: tr.from_sgd(n_data=0, lr=0.1), "n_data"),
         (lambda: tr.PosteriorEnergy("cross_entropy", n_data=N), "loss must be"),
-        *(
-            (lambda n=n: tr.PosteriorEnergy(F.cross_entropy, n_data=n), "n_data must be a whole")
-            for n in (0, -5, True, "50000", 40.0, None)
-        ),
-        *(
-            (lambda p=p: tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=p), "prior must be")
-            for p in (25.0, "gaussian", (1.0,))
-        ),
-        *(
-            (lambda p=p: tr.GaussianPrior(1.0, groups={"bias": p}), "bias has")
-            for p in (-1.0, float("nan"), float("inf"), True, "1")
-        ),
+        (lambda: tr.PosteriorEnergy(F.cross_entropy, n_data=0), "n_data must be a whole"),
+        (lambda: tr.PosteriorEnergy(F.cross_entropy, n_data=40.0), "n_data must be a whole"),
+        (lambda: tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=25.0), "prior must be"),
+        (lambda: tr.GaussianPrior(1.0, groups={"bias": float("nan")}), "bias has"),
         (lambda: tr.GaussianPrior(-1.0), "precision"),
     ],
 )
@@ -346,11 +311,6 @@ def test_a_loss_that_reduces_is_refused_before_anything_moves():
     assert run.n_steps == 0
 
 
-def test_a_loss_must_be_a_tensor():
-    with pytest.raises(TargetError, match="got float"):
-        tr.PosteriorEnergy(lambda o, t: 1.0, n_data=N).per_example(linear(), classes(8))
-
-
 class TwoHeads(nn.Module):
     """Logits and features, as a tuple or under names."""
 
@@ -362,18 +322,11 @@ class TwoHeads(nn.Module):
         return (self.linear(x), x) if self.form is tuple else {"logits": self.linear(x)}
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [F.cross_entropy, nn.CrossEntropyLoss(), lambda o, t: o.logsumexp(1)],
-    ids=["F", "nn", "own"],
-)
 @pytest.mark.parametrize("form", [tuple, dict])
-def test_an_output_that_is_no_tensor_is_named(loss, form):
-    run = make_run(lambda: TwoHeads(form), tr.PosteriorEnergy(loss, n_data=N))
-    words = rf"the model returned a {form.__name__} .*PosteriorEnergy\.of"
-    with pytest.raises(TargetError, match=words) as caught:
+def test_an_output_that_is_no_tensor_is_named(form):
+    run = make_run(lambda: TwoHeads(form), tr.PosteriorEnergy(F.cross_entropy, n_data=N))
+    with pytest.raises(TargetError, match=rf"returned a {form.__name__} .*PosteriorEnergy\.of"):
         run.step(classes(8))
-    assert isinstance(caught.value.__cause__, TypeError | AttributeError)
 
 
 def test_a_loss_may_be_made_for_such_outputs_and_other_errors_are_its_own():
@@ -414,11 +367,6 @@ def test_a_function_prior_must_give_one_number():
     run = make_run(linear, tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=prior))
     with pytest.raises(TargetError, match="prior"):
         run.step(classes(8))
-
-
-def test_it_prints_usefully():
-    shown = repr(tr.PosteriorEnergy.of(sums_pairs, n_data=50_000, prior=spread))
-    assert shown == "PosteriorEnergy(sums_pairs, n_data=50,000, prior=a function)"
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
@@ -481,12 +429,6 @@ def test_each_module_follows_its_own_loss():
     assert torch.allclose(info.energy[0, 0], judged.square().sum().double())
 
 
-def test_what_is_descended_must_be_one_number():
-    energy = tr.PosteriorEnergy.of(lambda module, batch: (module(batch[0]), batch[0]), n_data=6)
-    with pytest.raises(TargetError, match="one number to descend"):
-        energy.per_example(linear(), classes(4))
-
-
 # What torch does not like about the first batch
 
 
@@ -494,30 +436,25 @@ X, Y = classes(8)
 CE = F.cross_entropy
 UNFIT = {
     "float labels": (CE, (X, Y.float()), r"float32, shape \(8,\), 0 to 2.*labels.long\(\)"),
-    "int32 labels": (CE, (X, Y.int()), r"int32, shape \(8,\).*labels.long\(\)"),
     "a column of labels": (CE, (X, Y[:, None]), r"shape \(8, 1\).*labels.squeeze\(1\)"),
     "too few labels": (CE, (X, Y[:5]), r"shape \(8, 3\).*shape \(5,\)"),
     "labels from 1": (CE, (X, Y + 1), r"from 0 to 2, .* has 3 outputs.*1 to 3"),
     "negative labels": (nn.CrossEntropyLoss(), (X, Y - 1), r"from 0 to 2.*-1 to 1"),
     "binary": (nn.BCELoss(), (X, F.one_hot(Y)), r"labels.to\(torch.float32\)"),
     "float64": (CE, (X.double(), Y), r"float32, but .* of float64.*x.to\(torch.float32\)"),
-    "bytes": (CE, (X.to(torch.uint8), Y), r"of float32, but the inputs are of uint8"),
     "a dict of float64": (CE, {"target": Y, "input": X.double()}, "inputs are of float64"),
-    "whole numbers": (CE, (X.long(), Y), r"inputs are of int64.*x.to\(torch.float32\)"),
     "too many features": (CE, (torch.zeros(8, 99), Y), r"takes \d+ features, .*\(8, 99\)"),
     "no labels": (CE, X, "one tensor and no labels"),
-    "no labels in a list": (CE, [X], "one tensor and no labels"),
 }
 
 
-@pytest.mark.parametrize("through", ["step", "advance"])
 @pytest.mark.parametrize("case", UNFIT)
-def test_what_does_not_fit_is_explained_by_the_batch(case, through):
+def test_what_does_not_fit_is_explained_by_the_batch(case):
     loss, batch, words = UNFIT[case]
     run = make_run(linear, tr.PosteriorEnergy(loss, n_data=N_DATA))
     before = run.state_dict()
     with pytest.raises(TargetError, match=words):
-        run.step(batch) if through == "step" else list(run.advance(3, [batch]))
+        list(run.advance(3, [batch]))
     assert same(run.state_dict(), before)
 
 
@@ -527,14 +464,6 @@ def test_labels_that_are_ignored_are_no_classes():
         labels[2] = ignored
         info = make_run(linear, tr.PosteriorEnergy(loss, n_data=N_DATA)).step((X, labels))
         assert bool(info.energy.isfinite().all())
-
-
-def test_other_errors_of_a_module_stay_what_they_are():
-    def make():
-        return nn.Sequential(linear(), nn.Linear(99, 3))
-
-    with pytest.raises(RuntimeError, match=r"^mat1 and mat2"):
-        make_run(make).step((X, Y))
 
 
 def test_a_dataset_is_no_loader():

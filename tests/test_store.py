@@ -6,9 +6,6 @@ import hashlib
 import json
 import os
 import pickle
-import random
-import signal
-import time
 
 import pytest
 import torch
@@ -116,17 +113,6 @@ def test_a_reservoir_that_counts_one_too_few_is_caught():
         return slot if slot < CAPACITY else None
 
     assert_mean_is_not(survivors(mutant)[:, CAPACITY:].mean(1), CAPACITY / SEEN)
-
-
-def test_the_store_follows_the_rule(tmp_path):
-    slots = {}
-    for number in range(30):
-        slot = slot_of(number, keep="reservoir", capacity=3, seed=1)
-        if slot is not None:
-            slots[slot] = number
-    store = filled(tmp_path, 30, keep="reservoir", seed=1)
-    assert [step - 1 for step, _ in store.draws] == sorted(slots.values())
-    assert len(files(tmp_path)) == 3
 
 
 # Tensors
@@ -359,44 +345,6 @@ def test_a_crash_at_any_file_operation_leaves_a_readable_store(tmp_path, monkeyp
     assert 5 < crashed < 17  # the last of them went through
 
 
-@pytest.mark.slow
-def test_kill_during_add(tmp_path):
-    """Ten children add as fast as they can and are killed; each continues after the last."""
-    chance, seen = random.Random(0), 0
-    for _ in range(10):
-        child = os.fork()
-        if child == 0:
-            try:
-                store = DrawStore(tmp_path, capacity=3, keep="reservoir")
-                while True:
-                    store.add(Counter(store.n_seen + 1), step=store.n_seen + 1)
-                    if store.n_seen % 4 == 0:
-                        store.state_dict()
-                        store.commit(oldest=store.n_seen - 8)
-            finally:
-                os._exit(1)
-        waited = time.monotonic()
-        while time.monotonic() < waited + 10:
-            if (tmp_path / "index.json").exists() and seen_by_index(tmp_path) > seen:
-                break
-        time.sleep(chance.uniform(0, 0.02))
-        os.kill(child, signal.SIGKILL)
-        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
-        store = assert_readable(tmp_path)
-        assert store.n_seen > seen
-        seen = store.n_seen
-    store = DrawStore(tmp_path, capacity=3, keep="reservoir")
-    store.add(Counter(seen + 1), step=seen + 1)
-    assert files(tmp_path) == {draw.file for draw in store._index.draws}
-    never_killed = filled(tmp_path / "calm", seen + 1, keep="reservoir")
-    assert store.draws == never_killed.draws
-
-
-def seen_by_index(folder) -> int:
-    """An index is complete at any moment."""
-    return json.loads((folder / "index.json").read_text())["now"]["seen"]
-
-
 def test_a_full_disk_is_one_clear_line_and_the_store_stays(tmp_path, monkeypatch):
     store = filled(tmp_path, 4)
 
@@ -425,26 +373,26 @@ def edit_draw(folder, **changes) -> None:
     (folder / "index.json").write_text(json.dumps(raw))
 
 
+ESCAPE = "\x1b[2J\x1b]0;owned\x07"
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         (lambda f: (f / "index.json").unlink(), "has no index.json"),
         (lambda f: (f / "index.json").write_text("{"), "not an index"),
-        (lambda f: (f / "index.json").write_bytes(b"\xff\x00"), "not an index"),
         (lambda f: (f / "index.json").write_text("[" * 100_000), "not an index"),
-        (lambda f: edit_index(f, schema="other"), "schema"),
+        (lambda f: edit_index(f, schema="x" * 10_000), "schema"),
         (lambda f: edit_index(f, version=2), "version"),
         (lambda f: edit_index(f, keep="oldest"), "keep"),
-        (lambda f: edit_index(f, capacity=0), "capacity"),
         (lambda f: edit_index(f, draws=[]), "do not fill"),
         (lambda f: edit_index(f, marks=[]), "marks"),
-        (lambda f: edit_index(f, now=3), "not an index"),
+        (lambda f: edit_index(f, **{ESCAPE: 1}), "not known"),
+        (lambda f: edit_draw(f, **{ESCAPE: 1}), "unexpected keyword"),
+        (lambda f: edit_draw(f, left=0), "do not fill|left before"),
         (lambda f: edit_draw(f, file="../secret.safetensors"), "file name"),
         (lambda f: edit_draw(f, number="../x"), "whole number"),
-        (lambda f: edit_draw(f, sha256=3), "not an index"),
         (lambda f: edit_draw(f, sha256="0" * 63), "sha256"),
-        (lambda f: edit_draw(f, size=-1), "whole number"),
-        (lambda f: edit_draw(f, extra=1), "not an index"),
         (lambda f: (f / "draw-000000004.safetensors").unlink(), "No such file"),
         (lambda f: (f / "draw-000000004.safetensors").write_bytes(b"short"), "5 bytes instead of"),
     ],
@@ -454,11 +402,12 @@ def test_damage_is_found_when_the_store_is_opened(tmp_path, damage, words):
     damage(tmp_path)
     with pytest.raises(CheckpointError, match=words) as error:
         DrawStore.load(tmp_path)
-    assert "\n" not in str(error.value)
+    assert str(error.value).isprintable()
+    assert len(str(error.value)) < 1000
 
 
 def test_a_flipped_bit_is_found_when_the_draw_is_read(tmp_path):
-    store = filled(tmp_path, 3)
+    filled(tmp_path, 3)
     path = tmp_path / "draw-000000001.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -467,8 +416,6 @@ def test_a_flipped_bit_is_found_when_the_draw_is_read(tmp_path):
     assert next(draws)[0] == 1
     with pytest.raises(CheckpointError, match=r"draw-000000001.safetensors has another sha256"):
         next(draws)
-    with pytest.raises(CheckpointError, match="sha256"):
-        store.predict(Counter, [torch.zeros(1, 1)], forward=lambda module, batch: torch.zeros(1, 2))
 
 
 class Bomb:
