@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 import torchrex as tr
-from modules import batches, classes, flat_energy, linear, make_run, same
+from modules import batches, classes, make_run, same
 from torchrex.errors import (
     ConfigError,
     InvalidArgumentError,
@@ -510,16 +510,6 @@ def test_the_display_is_silent_where_nobody_looks(capfd):
         assert "silent" in repr(display)
 
 
-@pytest.mark.usefixtures("eager")
-def test_the_display_of_work_without_observers():
-    console = terminal()
-    with progress_bar("sampling", 1000, console) as progress:
-        for done in (100, 600, 50):  # the last is other work
-            progress(done, 1000)
-    shown = console.file.getvalue()
-    assert shown.index("600 of 1,000 steps") < shown.index("50 of 1,000 steps")
-
-
 def test_drawing_takes_a_fixed_share_of_the_time(monkeypatch):
     """By a clock of our own: each picture takes 4 ms, each call of `progress` 1 ms."""
     clock, drawn = [0.0], []
@@ -537,22 +527,3 @@ def test_drawing_takes_a_fixed_share_of_the_time(monkeypatch):
             clock[0] += 0.001
             display.progress(n, 10**6)
     assert len(drawn) == pytest.approx(clock[0] * live.SHARE / 0.004, abs=1)
-
-
-@pytest.mark.usefixtures("eager")
-def test_runs_that_train_together_are_drawn_at_one_step(monkeypatch):
-    seen = []
-
-    def look(self):
-        seen.append([sum(line.proposed) for line in self._lines.values()])
-        return ""
-
-    monkeypatch.setattr(LiveDisplay, "picture", look)
-    display = LiveDisplay(console=terminal())
-    runs = [
-        tr.TrainingRun(make_run(linear, flat_energy(), seed=seed), observers=[display])
-        for seed in range(3)
-    ]
-    tr.train_together(runs, batches(7), 40)
-    assert [40, 40, 40] in seen
-    assert all(len(set(counts)) == 1 for counts in seen if len(counts) == 3)
