@@ -120,21 +120,6 @@ def test_the_same_bits_each_time():
 
 
 @needs_hopper
-def test_bfloat16_without_autocast_and_float32_images_with_it():
-    ours = layers(16, 16)[0].cuda()
-    x = images(4, 16, 32, 32)
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        expected = ours(x)
-        assert torch.equal(ours(x.float()), expected)
-    half = copy.deepcopy(ours).bfloat16()
-    assert half._fits(x)
-    y = half(x)
-    assert torch.equal(y, expected)
-    (dw,) = torch.autograd.grad(y.float().square().sum(), half.weight)
-    assert dw.dtype == torch.bfloat16
-
-
-@needs_hopper
 @pytest.mark.filterwarnings("ignore")
 def test_compiled():
     """Without a break in the graph, and with the same gradients."""
