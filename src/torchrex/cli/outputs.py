@@ -19,7 +19,7 @@ from torchrex.durable import replace_file
 from torchrex.errors import ConfigError, MissingDependencyError, RecipeError, RunFolderError
 from torchrex.experiments import ExperimentConfig, Run, RunFolder, RunOptions, dumps, override
 from torchrex.experiments.digits import digits_recipes
-from torchrex.experiments.folder import same_config
+from torchrex.experiments.folder import differences
 from torchrex.experiments.gan import TABLE3, figure3_recipes, table3_recipes
 from torchrex.experiments.images import (
     TABLE1,
@@ -212,7 +212,7 @@ def _is_missing(run: Run, options: RunOptions) -> bool:
     folder = run.folder.active
     if options.overwrite:
         return True
-    if folder.config is not None and not same_config(folder, run.config):
+    if folder.config is not None and differences(folder, run.config):
         state = "a finished" if folder.finished else "an unfinished"
         raise RunFolderError(
             f"{folder.path} holds {state} run with other settings; choose another --out, or add "

@@ -15,6 +15,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
@@ -72,6 +73,23 @@ COLUMNS = {
     )
 }
 
+# What the settings of a network must be.
+RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "at least 1": (
+        lambda x: x >= 1,
+        "epochs steps checkpoint_every n_generators width hidden average_every",
+    ),
+    "positive": (
+        lambda x: x > 0,
+        "lr_of_mean hot_lr lr_time sampling_lr temperature correction_factor",
+    ),
+    "in (0, 1]": (lambda x: 0 < x <= 1, "factor_per_swap smoothing lr_floor"),
+    "at least 0": (lambda x: x >= 0, "weight_decay prior_precision"),
+    "at least 0 and finite": (lambda x: 0 <= x < math.inf, "swaps_after rest_after_swap"),
+    "above 1": (lambda x: x > 1, "hot_temperature"),
+    "at least 0 and less than 1": (lambda x: 0 <= x < 1, "momentum"),
+}
+
 
 @dataclass(frozen=True)
 class ExperimentConfig:
@@ -84,6 +102,16 @@ class ExperimentConfig:
 
     def check(self) -> None:
         """Raise ConfigError if settings do not go together."""
+
+    def require(self, name: str, fine: bool, wanted: str) -> None:
+        if not fine:
+            raise ConfigError(f"setting {name!r} must be {wanted}, got {getattr(self, name)}")
+
+    def require_ranges(self) -> None:
+        """Check every setting that has a range of its own, whatever the others are."""
+        for wanted, (is_fine, names) in RANGES.items():
+            for name in filter(partial(hasattr, self), names.split()):
+                self.require(name, is_fine(getattr(self, name)), wanted)
 
     # What a run needs
 
@@ -254,13 +282,6 @@ class RunOptions:
     progress: Callback | None = None
     observers: tuple[Observer, ...] = ()  # of networks
     log: tuple[str, ...] = ()  # of networks: "jsonl", "tensorboard"
-
-
-def require(config: ExperimentConfig, rules: Sequence[tuple[str, bool, str]]) -> None:
-    """Check rules (setting, whether it is fine, what it must be)."""
-    for name, fine, wanted in rules:
-        if not fine:
-            raise ConfigError(f"setting {name!r} must be {wanted}, got {getattr(config, name)}")
 
 
 def override(config: C, assignments: typing.Sequence[str]) -> C:

@@ -20,7 +20,7 @@ from torchrex.density import few_threads
 from torchrex.distributed import replica_mesh
 from torchrex.errors import MissingDependencyError
 from torchrex.exchange import Ladder, NoSwaps, PairedVariance
-from torchrex.experiments.config import ExperimentConfig, RunOptions, require
+from torchrex.experiments.config import ExperimentConfig, RunOptions
 from torchrex.experiments.folder import Run, RunResult
 from torchrex.network import ModuleEnsemble, ModuleExchange, Outcome, train
 from torchrex.posterior import PosteriorAverage
@@ -52,20 +52,11 @@ class DigitsConfig(ExperimentConfig):
     checkpoint_every: int = 500
 
     def check(self) -> None:
-        within = 0 <= self.burn_in_epochs < self.epochs
-        fits = 1 <= self.batch_size <= N_TRAINING
-        rules = (
-            ("epochs", self.epochs >= 1, "at least 1"),
-            ("burn_in_epochs", within, f"at least 0 and less than epochs={self.epochs}"),
-            ("batch_size", fits, f"between 1 and {N_TRAINING}"),
-            ("hidden", self.hidden >= 1, "at least 1"),
-            ("lr_of_mean", self.lr_of_mean > 0, "positive"),
-            ("hot_lr", self.hot_lr > 0, "positive"),
-            ("momentum", 0 <= self.momentum < 1, "at least 0 and less than 1"),
-            ("weight_decay", self.weight_decay >= 0, "at least 0"),
-            ("checkpoint_every", self.checkpoint_every >= 1, "at least 1"),
-        )
-        require(self, rules)
+        self.require_ranges()
+        fine = 0 <= self.burn_in_epochs < self.epochs
+        self.require("burn_in_epochs", fine, f"at least 0 and less than epochs={self.epochs}")
+        fine = 1 <= self.batch_size <= N_TRAINING
+        self.require("batch_size", fine, f"between 1 and {N_TRAINING}")
 
     @property
     def steps_per_epoch(self) -> int:

@@ -112,6 +112,8 @@ class RunFolder:
     @property
     def begun(self) -> bool:
         """Whether a step is saved, in one piece or in shards."""
+        if not self.checkpoints.is_dir():
+            return False
         folders = (self.checkpoints, *shard_folders(self.checkpoints))
         return any(any(Checkpoints(path).steps()) for path in folders)
 
@@ -337,11 +339,6 @@ def png(image: Tensor) -> bytes:
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
         for kind, data in ((b"IHDR", head), (b"IDAT", zlib.compress(rows, 9)), (b"IEND", b""))
     )
-
-
-def same_config(folder: RunFolder, config: ExperimentConfig) -> bool:
-    """Was it run with these settings?"""
-    return not differences(folder, config)
 
 
 def differences(folder: RunFolder, config: ExperimentConfig) -> list[str]:

@@ -7,7 +7,6 @@ Runs that see the same batches train together in one step; each ends as it would
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch import Tensor
 from torchrex.checkpoint import Checkpoints
 from torchrex.density import few_threads
 from torchrex.distributed import replica_mesh
-from torchrex.errors import ConfigError, DataError, NonFiniteEnergyError
+from torchrex.errors import DataError, NonFiniteEnergyError
 from torchrex.experiments.config import ExperimentConfig, RunOptions
 from torchrex.experiments.folder import Run, RunResult
 from torchrex.network import ModuleExchange, Outcome, TrainingRun, train_together
@@ -35,30 +34,6 @@ SIGNIFICANT = 5  # digits of a curve in result.json
 CURVE_POINTS = 150
 MOST_SWAPS = 10_000  # that a curve lists; the counts are of all
 Labelled = tuple[Tensor, Tensor]
-
-# What a setting must be, in every config that has it.
-RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    name: rule
-    for names, rule in (
-        (
-            "epochs steps checkpoint_every n_generators width average_every",
-            (lambda value: value >= 1, "at least 1"),
-        ),
-        (
-            "lr_of_mean hot_lr lr_time sampling_lr temperature correction_factor",
-            (lambda value: value > 0, "positive"),
-        ),
-        ("factor_per_swap smoothing lr_floor", (lambda value: 0 < value <= 1, "in (0, 1]")),
-        ("weight_decay prior_precision", (lambda value: value >= 0, "at least 0")),
-        (
-            "swaps_after rest_after_swap",
-            (lambda value: 0 <= value < math.inf, "at least 0 and finite"),
-        ),
-        ("hot_temperature", (lambda value: value > 1, "above 1")),
-        ("momentum", (lambda value: 0 <= value < 1, "at least 0 and less than 1")),
-    )
-    for name in names.split()
-}
 
 
 class Kind(NamedTuple):
@@ -190,18 +165,12 @@ class NetworkConfig(ExperimentConfig):
         return pair if self.method in ("resghmc", "independent", "noswaps") else pair[:1]
 
     def check(self) -> None:
-        for name, (is_fine, wanted) in RANGES.items():
-            if hasattr(self, name):
-                self.require(name, is_fine(getattr(self, name)), wanted)
+        self.require_ranges()
         most = f"at least 0 and less than {self.kind.n_train}"
         self.require("validation", 0 <= self.validation < self.kind.n_train, most)
         n_test = self.validation or self.kind.n_test
         fine = self.test_subset is None or 1 <= self.test_subset <= n_test
         self.require("test_subset", fine, f"between 1 and {n_test}, or none")
-
-    def require(self, name: str, fine: bool, wanted: str) -> None:
-        if not fine:
-            raise ConfigError(f"setting {name!r} must be {wanted}, got {getattr(self, name)}")
 
     def batch_key(self, seed: int) -> str:
         """Runs with equal keys train on the same batches."""

@@ -14,7 +14,7 @@ from torchrex.diagnostics import History, mean_and_error
 from torchrex.experiments import RunFolder
 from torchrex.experiments.digits import DigitsConfig
 from torchrex.report.plots import plot_correction, plot_energies, plot_replica_paths
-from torchrex.report.tables import markdown_table, pyplot, value_and_error
+from torchrex.report.tables import markdown_table, panels, value_and_error
 
 TITLES = {
     "digits/msgd": "momentum SGD",
@@ -74,17 +74,12 @@ def as_markdown(table: Sequence[Mapping[str, Any]]) -> str:
 
 def draw(config: DigitsConfig, folder: RunFolder, path: Path, *, title: str) -> None:
     """Energies per rung, the rung of each replica, and the energy difference that a swap needs."""
-    plt = pyplot()
     history = History.from_traces([folder.trace()], config.ladder(), n_steps=config.n_steps)
-    panels = [plot_energies, plot_replica_paths, *([plot_correction] if config.n_rungs > 1 else [])]
-    heights = (3, 2, 2)[: len(panels)]
-    figure, axes = plt.subplots(
-        len(panels), 1, figsize=(8, sum(heights)), sharex=True, height_ratios=heights
-    )
-    for axis, plot in zip(axes, panels, strict=True):
-        plot(history, axis)
-        axis.label_outer()
-    axes[0].set_title(title)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    plots = (plot_energies, plot_replica_paths, plot_correction)[: 3 if config.n_rungs > 1 else 2]
+    heights = (3, 2, 2)[: len(plots)]
+    how: dict[str, Any] = {"dpi": 130, "sharex": True, "height_ratios": heights}
+    with panels(path, len(plots), 1, (8, sum(heights)), **how) as (_, axes):
+        for axis, plot in zip(axes.flat, plots, strict=True):
+            plot(history, axis)
+            axis.label_outer()
+        axes[0, 0].set_title(title)

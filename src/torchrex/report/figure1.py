@@ -13,7 +13,7 @@ from rich.table import Table
 from torchrex.experiments import RunFolder
 from torchrex.experiments.mixtures import MixtureConfig
 from torchrex.report.plots import plot_distance
-from torchrex.report.tables import markdown_table, pool_seeds, pyplot, value_and_error
+from torchrex.report.tables import markdown_table, panels, pool_seeds, value_and_error
 
 Runs = dict[str, tuple[MixtureConfig, list[RunFolder]]]  # recipe -> config, one folder per seed
 COLUMNS = ("case", "method", "paper acc. %", "ours acc. %", "sigma2", "left weight", "W1", "W2")
@@ -92,8 +92,7 @@ def as_markdown(table_rows: list[dict[str, Any]]) -> str:
 
 def draw(runs: Runs, path: Path) -> None:
     """Densities of the three cases against the truth, and distance to the truth against steps."""
-    plt = pyplot()
-    panels = [
+    shown = [
         ("case1", plot_densities, "(a) case 1: noise N(0, 2²)"),
         ("case1", plot_distances, "(b) case 1: distance to the truth"),
         ("case2", plot_densities, "(c) case 2: noise t(5)"),
@@ -103,16 +102,11 @@ def draw(runs: Runs, path: Path) -> None:
     def of(case: str) -> Runs:
         return {name: run for name, run in runs.items() if f"/{case}-" in name}
 
-    panels = [panel for panel in panels if of(panel[0])]
-    size = (4 * len(panels), 3.8)
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=size, constrained_layout=True, squeeze=False
-    )
-    for axis, (case, plot, title) in zip(axes[0], panels, strict=True):
-        plot(of(case), axis)
-        axis.set_title(title, fontsize=11)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    shown = [panel for panel in shown if of(panel[0])]
+    with panels(path, 1, len(shown), (4 * len(shown), 3.8), dpi=130) as (_, axes):
+        for axis, (case, plot, title) in zip(axes[0], shown, strict=True):
+            plot(of(case), axis)
+            axis.set_title(title, fontsize=11)
 
 
 def plot_densities(runs: Runs, axis: Any) -> None:

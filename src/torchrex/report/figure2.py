@@ -36,8 +36,8 @@ from torchrex.report.tables import (
     markdown_page,
     markdown_table,
     missing_words,
+    panels,
     plus_minus,
-    pyplot,
 )
 
 METRIC = "logits_best_accuracy"  # what the authors report
@@ -207,30 +207,19 @@ def as_markdown(figure: Mapping[str, Any]) -> str:
 
 def draw(figure: Mapping[str, Any], path: Path) -> None:
     """A row of panels for every data set and length that was run; a panel without runs says so."""
-    plt = pyplot()
-    panels = (
-        (plot_variance, "course"),
-        (plot_correction, "course"),
-        (plot_energies, "course"),
-        (plot_factors, "factors"),
-    )
     rows = figure["rows"]
-    drawn, axes = plt.subplots(
-        len(rows), 4, figsize=(18, 4.3 * len(rows)), constrained_layout=True, squeeze=False
-    )
-    for row, of in zip(axes, rows, strict=True):
-        for axis, (plot, needs) in zip(row, panels, strict=True):
-            if of[needs]:
-                plot(of, axis)
-                axis.set_title(f"{title(of)}: {axis.get_title()}", fontsize=10)
-            else:
-                axis.axis("off")
-                words = f"{title(of)}: no runs for this panel"
-                axis.text(0.5, 0.5, words, ha="center", color="0.4")
-    missed = f"; not run: {', '.join(not_run(figure))}" if not_run(figure) else ""
-    drawn.suptitle("\n".join([f"ResNet-20{missed}", *other_settings(figure)]), fontsize=11)
-    drawn.savefig(path, dpi=110)
-    plt.close(drawn)
+    with panels(path, len(rows), 4, (18, 4.3 * len(rows)), dpi=110) as (drawn, axes):
+        for row, of in zip(axes, rows, strict=True):
+            for axis, plot in zip(row, PLOTS, strict=True):
+                if of["factors" if plot is plot_factors else "course"]:
+                    plot(of, axis)
+                    axis.set_title(f"{title(of)}: {axis.get_title()}", fontsize=10)
+                else:
+                    axis.axis("off")
+                    words = f"{title(of)}: no runs for this panel"
+                    axis.text(0.5, 0.5, words, ha="center", color="0.4")
+        missed = f"; not run: {', '.join(not_run(figure))}" if not_run(figure) else ""
+        drawn.suptitle("\n".join([f"ResNet-20{missed}", *other_settings(figure)]), fontsize=11)
 
 
 def _plot_course(of: Mapping[str, Any], axis: Any, name: str, label: str) -> None:
@@ -325,3 +314,6 @@ def plot_factors(of: Mapping[str, Any], axis: Any) -> None:
     axis.set_xticks(f0, [power(value) for value in f0], fontsize=8)
     axis.minorticks_off()
     axis.legend(fontsize=7.5, frameon=False, ncols=2, loc="upper center")
+
+
+PLOTS = (plot_variance, plot_correction, plot_energies, plot_factors)  # a panel for each

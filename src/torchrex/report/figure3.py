@@ -27,11 +27,12 @@ from torchrex.report.tables import (
     STYLES,
     build,
     fitted_table,
+    legend_below,
     markdown_page,
     markdown_table,
     missing_words,
+    panels,
     plus_minus,
-    pyplot,
 )
 
 METHODS = [line.title for line in TABLE3.lines]
@@ -116,25 +117,16 @@ def as_markdown(figure: Mapping[str, Any]) -> str:
 
 def draw(figure: Mapping[str, Any], path: Path) -> None:
     """A panel for every data set that was run."""
-    plt = pyplot()
     sets = figure["data"]
     size = (max(6.5, 4.9 * len(sets)), 4.8)
-    drawn, axes = plt.subplots(1, len(sets), figsize=size, constrained_layout=True, squeeze=False)
-    handles: dict[str, Any] = {}
-    for axis, (data, of) in zip(axes.flat, sets.items(), strict=True):
-        handles |= plot_labels(of, axis)
-        axis.set_title("\n".join(textwrap.wrap(data, 50)), fontsize=10)
-    order = sorted(handles, key=lambda title: title.endswith("the paper"))
-    drawn.legend(
-        [handles[title] for title in order],
-        order,
-        loc="outside lower center",
-        ncols=3 if len(sets) == 1 else 6,
-        frameon=False,
-        fontsize=9,
-    )
-    drawn.savefig(path, dpi=120)
-    plt.close(drawn)
+    with panels(path, 1, len(sets), size, dpi=120) as (drawn, axes):
+        handles: dict[str, Any] = {}
+        for axis, (data, of) in zip(axes.flat, sets.items(), strict=True):
+            handles |= plot_labels(of, axis)
+            axis.set_title("\n".join(textwrap.wrap(data, 50)), fontsize=10)
+        order = sorted(handles, key=lambda title: title.endswith("the paper"))
+        in_order = {title: handles[title] for title in order}
+        legend_below(drawn, in_order, 3 if len(sets) == 1 else 6, fontsize=9)
 
 
 def plot_labels(of: Mapping[str, Any], axis: Any) -> dict[str, Any]:

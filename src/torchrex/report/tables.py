@@ -8,12 +8,13 @@ seed are different rows, and every setting that is not the recipe's is shown.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
 import statistics
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -485,15 +486,34 @@ def pyplot() -> Any:
     return plt
 
 
+@contextlib.contextmanager
+def panels(
+    path: Path, n_rows: int, n_columns: int, size: tuple[float, float], *, dpi: int, **more: Any
+) -> Iterator[tuple[Any, Any]]:
+    """A figure and its axes (n_rows, n_columns), written to `path` at the end."""
+    plt = pyplot()
+    how = {"figsize": size, "constrained_layout": True, "squeeze": False, **more}
+    figure, axes = plt.subplots(n_rows, n_columns, **how)
+    yield figure, axes
+    figure.savefig(path, dpi=dpi)
+    plt.close(figure)
+
+
+def legend_below(figure: Any, handles: Mapping[str, Any], n_columns: int, **more: Any) -> None:
+    how = {"loc": "outside lower center", "ncols": n_columns, "frameon": False, **more}
+    figure.legend(list(handles.values()), list(handles), **how)
+
+
 def draw(built: BuiltTable, path: Path) -> None:
     """A panel for each cell: accuracy of the average as it grows, mean over seeds."""
-    plt = pyplot()
     n_columns = min(4, len(built.cells))
     n_rows = math.ceil(len(built.cells) / n_columns)
     size = (max(6.0, 4.2 * n_columns), 3.4 * n_rows + 0.6)
-    figure, axes = plt.subplots(
-        n_rows, n_columns, figsize=size, constrained_layout=True, squeeze=False
-    )
+    with panels(path, n_rows, n_columns, size, dpi=120) as (figure, axes):
+        _draw_cells(built, figure, axes)
+
+
+def _draw_cells(built: BuiltTable, figure: Any, axes: Any) -> None:
     styles = {line.title: STYLES[line.style] for line in built.of.lines}
     handles: dict[str, Any] = {}
     for axis, cell in zip(axes.flat, built.cells, strict=False):
@@ -515,16 +535,8 @@ def draw(built: BuiltTable, path: Path) -> None:
         axis.set(xlabel=cell.config.unit, ylabel="accuracy of the average, %")
     for axis in axes.flat[len(built.cells) :]:
         axis.axis("off")
-    order = [title for title in styles if title in handles]
-    figure.legend(
-        [handles[title] for title in order],
-        order,
-        loc="outside lower center",
-        ncols=3 if n_columns == 1 else 5,
-        frameon=False,
-    )
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    in_order = {title: handles[title] for title in styles if title in handles}
+    legend_below(figure, in_order, 3 if axes.shape[1] == 1 else 5)
 
 
 # Small helpers of the other reports
