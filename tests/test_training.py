@@ -362,7 +362,7 @@ SIGNALS = [(signal.SIGINT, RunInterrupted, None), (signal.SIGTERM, SystemExit, 1
 @pytest.mark.parametrize(("number", "kind", "code"), SIGNALS)
 @pytest.mark.parametrize("at", [7, 20])
 def test_a_signal_ends_a_loop_over_seeds(tmp_path, number, kind, code, at):
-    """After the checkpoint, even if it is the last. The mutant returns, and the next seed begins."""
+    """After the checkpoint, even the last. The mutant returns, and the next seed begins."""
     begun, stopped = [], []
 
     def signalled(done, total):

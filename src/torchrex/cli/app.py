@@ -40,7 +40,7 @@ COMMANDS: dict[str, Any] = {
 
 
 class Commands(TyperGroup):
-    """The commands by name. Their arguments are read when one is called: that takes milliseconds."""
+    """The commands by name; their arguments are read when one is called, in milliseconds."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

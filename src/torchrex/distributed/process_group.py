@@ -187,7 +187,7 @@ def _initialize(backend: str) -> None:
         rank_name, others = os.environ.get("RANK", "?"), int(os.environ["WORLD_SIZE"]) - 1
         raise RankError(
             f"rank {rank_name} did not meet the other {others} within {seconds:g} s "
-            f"({short(error)}); did one of them fail to start? TORCHREX_TIMEOUT=SECONDS waits longer",
+            f"({short(error)}); did one fail to start? TORCHREX_TIMEOUT=SECONDS waits longer",
             speaks=os.environ.get("RANK", "0") == "0",
         ) from None
 
