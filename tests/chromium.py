@@ -41,9 +41,8 @@ class Browser:
         self.errors: list[str] = []
         self.loaded = False
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)[
-            "sessionId"
-        ]
+        attached = self.send("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
 
@@ -101,9 +100,8 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression; a promise is waited for."""
-        answer = self.send(
-            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
-        )
+        how = {"awaitPromise": True, "returnByValue": True}
+        answer = self.send("Runtime.evaluate", expression=script, **how)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 

@@ -29,19 +29,28 @@ from torchrex.report.compare import (
     wrapped,
 )
 from torchrex.report.reader import load_run
+from written_runs import header, write_json
 
 RESULTS = Path(__file__).parents[1] / "results" / "images" / "icml2020"
 
 
 def write(out, recipe, metrics, *, status="finished", swaps=(), **changes):
     """Run folders of a recipe, one a seed: `metrics` maps seeds to their numbers."""
+    config = {**to_json(get_recipe(recipe)), **changes}
     for seed, numbers in metrics.items():
-        folder = out / recipe / f"seed={seed}"
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps({**to_json(get_recipe(recipe)), **changes}))
-        result = {"recipe": recipe, "seed": seed, "status": status, "metrics": numbers}
-        (folder / "result.json").write_text(json.dumps({**result, "swaps": list(swaps)}))
+        result = header(recipe, seed, status=status, metrics=numbers, swaps=list(swaps))
+        write_json(out / recipe / f"seed={seed}", config, result)
     return out / recipe
+
+
+def compared(tmp_path, first, other, recipes=("digits/sghmc", "digits/resghmc"), **changes):
+    """Runs of the second recipe, with `changes` of its settings, against those of the first."""
+    folders = (
+        write(tmp_path / "a", recipes[0], first),
+        write(tmp_path / "b", recipes[1], other, **changes),
+    )
+    (comparison,) = compare_folders(folders)
+    return comparison
 
 
 def compare_metric(metric, first, other):
@@ -102,13 +111,8 @@ def test_false_claims_come_at_the_stated_rate():
 
     The mutant, p of each metric by itself, makes a claim in 1 - 0.95^8 = 34 % of them.
     """
-    noise = torch.randn(
-        1000, 8, 2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-    )
-    rows = [
-        compare_metrics({f"m{k}": (a, b) for k, (a, b) in enumerate(each)})
-        for each in noise.tolist()
-    ]
+    noise = torch.randn(1000, 8, 2, 3, generator=torch.Generator().manual_seed(0)).double().tolist()
+    rows = [compare_metrics({str(k): pair for k, pair in enumerate(each)}) for each in noise]
     claims = sum(any("p = " in row.verdict for row in each) for each in rows)
     alone = sum(any(row.p_value < LEVEL for row in each) for each in rows)
     assert abs(claims - 50) < 5 * math.sqrt(1000 * 0.05 * 0.95)
@@ -135,9 +139,9 @@ def test_holm_by_hand(tmp_path):
     assert rows[3].p_adjusted is None
     # One metric of nine has p = 0.016 by itself: no claim is made of it.
     metrics = {"nll": differences(0.016), **{f"m{k}": differences(0.5) for k in range(8)}}
-    first = write(tmp_path, "digits/sghmc", {s: dict.fromkeys(metrics, 0.0) for s in range(3)})
+    zeros = {s: dict.fromkeys(metrics, 0.0) for s in range(3)}
     numbers = {s: {name: each[s] for name, each in metrics.items()} for s in range(3)}
-    (comparison,) = compare_folders([first, write(tmp_path, "digits/resghmc", numbers)])
+    comparison = compared(tmp_path, zeros, numbers)
     row = comparison.rows[0]
     assert (row.p_value, row.p_adjusted) == pytest.approx((0.016, 9 * 0.016))
     assert row.verdict == "not distinguishable at n=3"
@@ -155,11 +159,9 @@ def test_which_direction_is_better():
 
 
 def test_seeds_in_one_only_are_named_and_left_out(tmp_path):
-    first = write(tmp_path / "a", "digits/sghmc", {s: {"nll": 1.0 + s} for s in (0, 1, 2, 5)})
-    numbers = {s: {"nll": 1.0 + s + 0.1 * s} for s in (2, 0, 1, 7)}
-    other = write(tmp_path / "b", "digits/resghmc", numbers)
     write(tmp_path / "b", "digits/resghmc", {8: {"nll": 0.0}}, status="paused")
-    (comparison,) = compare_folders([first, other])
+    numbers = {s: {"nll": 1.0 + s + 0.1 * s} for s in (2, 0, 1, 7)}
+    comparison = compared(tmp_path, {s: {"nll": 1.0 + s} for s in (0, 1, 2, 5)}, numbers)
     assert comparison.seeds == (0, 1, 2)
     (row,) = comparison.rows
     assert row.difference == pytest.approx(0.1)  # 0, 0.1 and 0.2, seed by seed
@@ -171,10 +173,8 @@ def test_seeds_in_one_only_are_named_and_left_out(tmp_path):
 
 
 def test_fields_that_differ(tmp_path):
-    first = write(tmp_path, "figure1/case1-resgld", {0: {"w2": 1.0}})
-    other = write(tmp_path, "figure1/case2-naive", {0: {"w2": 2.0}})
-    (comparison,) = compare_folders([first, other])
-    assert comparison.settings == {
+    recipes = ("figure1/case1-resgld", "figure1/case2-naive")
+    assert compared(tmp_path, {0: {"w2": 1.0}}, {0: {"w2": 2.0}}, recipes).settings == {
         "means": ([-3.0, 2.0], [-4.0, 3.0]),
         "noise.law": ("gaussian", "student"),
         "noise.scale": (2.0, 1.0),
@@ -214,8 +214,8 @@ IDLE_OF_SGLD = {"correction_factor": 9.0, "measure_every": 5, "noise__scale": 7.
         (
             "clean/cifar10-resnet20-independent",
             {},
-            {"hot_lr": 2.0, "swaps_after": 3.0},
-            {"hot_lr": (1.5, 2.0)},
+            {"hot_lr": 2, "swaps_after": 3},
+            {"hot_lr": (1.5, 2)},
         ),
     ],
 )
@@ -238,9 +238,8 @@ def test_settings_that_cannot_matter_are_no_differences(recipe, one, other, want
     ],
 )
 def test_different_problems_get_no_verdict(tmp_path, recipe, changes, apart):
-    first = write(tmp_path / "a", recipe, {s: {"nll": 1.0 + s} for s in range(3)})
-    other = write(tmp_path / "b", recipe, {s: {"nll": 2.0 + 1.01 * s} for s in range(3)}, **changes)
-    (comparison,) = compare_folders([first, other])
+    numbers = [{s: {"nll": k + (1 + 0.01 * k) * s} for s in range(3)} for k in range(2)]
+    comparison = compared(tmp_path, *numbers, (recipe, recipe), **changes)
     (row,) = comparison.rows
     assert comparison.apart == apart
     if not apart:
@@ -260,9 +259,8 @@ def test_different_problems_get_no_verdict(tmp_path, recipe, changes, apart):
 
 
 def test_different_kinds_that_share_a_metric(tmp_path):
-    first = write(tmp_path, "digits/sghmc", {0: {"nll": 1.0, "accuracy": 0.5}})
-    other = write(tmp_path, "clean/cifar10-resnet20", {0: {"nll": 2.0, "accuracy": 0.6}})
-    (comparison,) = compare_folders([first, other])
+    recipes = ("digits/sghmc", "clean/cifar10-resnet20")
+    comparison = compared(tmp_path, {0: {"nll": 1.0}}, {0: {"nll": 2.0}}, recipes)
     assert "data" in comparison.apart
     text = "\n".join(lines(comparison))
     assert "settings that only other has: data, net, method" in text
@@ -289,16 +287,15 @@ def test_a_damaged_config_is_no_difference(tmp_path):
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_nothing_is_said_of_a_test_that_was_not_made(tmp_path, n):
-    first = write(tmp_path, "digits/sghmc", {s: {"nll": 1.0 + s} for s in range(n)})
-    other = write(tmp_path, "digits/resghmc", {s: {"nll": 2.0 + 1.1 * s} for s in range(n)})
-    (comparison,) = compare_folders([first, other])
+    numbers = [{s: {"nll": k + (1 + 0.1 * k) * s} for s in range(n)} for k in range(2)]
+    comparison = compared(tmp_path, *numbers)
     text = "\n".join(lines(comparison))
     assert f"no test: {'one seed' if n == 1 else '2 seeds'}; 3 are needed" in text
     assert "Holm" not in text
     assert ("+- its standard error" in text) == (n == 2)
     assert as_json([comparison])[0]["test"]["kind"] == "none"
     for _ in range(2):  # a file of ours is known without the name of a test
-        command([first, other], out=tmp_path / "table.md")
+        command([comparison.first.path, comparison.other.path], out=tmp_path / "table.md")
 
 
 LONG = "pooled_logits_best_accuracy_of_all_the_rungs_together"
@@ -307,9 +304,7 @@ LONG = "pooled_logits_best_accuracy_of_all_the_rungs_together"
 @pytest.mark.parametrize("width", [None, 200, 120, 80, 60, 30])
 def test_no_name_is_cut_at_any_width(tmp_path, width):
     numbers = {s: {LONG: 0.123456 + s, "nll": 1.0} for s in range(3)}
-    first = write(tmp_path, "digits/sghmc", numbers)
-    (comparison,) = compare_folders([first, write(tmp_path, "digits/resghmc", numbers, epochs=70)])
-    made = lines(comparison, width)
+    made = lines(compared(tmp_path, numbers, numbers, epochs=70), width)
     words = [word.rstrip(",;:") for word in " ".join(made).split()]
     wanted = (LONG, "digits/sghmc", "digits/resghmc", "temperatures", "1.12346", "nll", "same")
     assert set(wanted) <= set(words)
@@ -390,12 +385,8 @@ def test_the_command(tmp_path):
     shown = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "new" / "table.md")])
     assert shown.exit_code == 0, shown.output
     printed = shown.output.splitlines()  # a pipe has no edge: nothing is wrapped
-    for words in (
-        "not distinguishable at n=3",
-        "temperatures: 0.1 / 0.1,0.1025",
-        "seeds 0, 2 only",
-    ):
-        assert any(words in line for line in printed)
+    wanted = ("not distinguishable at n=3", "temperatures: 0.1 / 0.1,0.1025", "seeds 0, 2 only")
+    assert all(any(words in line for line in printed) for words in wanted)
     comparisons = compare_folders([first, other, third])
     markdown = (tmp_path / "new" / "table.md").read_text()
     assert markdown == as_markdown(comparisons)

@@ -1,4 +1,6 @@
-"""The doctor separates the cases of figure 1, says what to change, and passes healthy runs."""
+"""The doctor separates the cases of figure 1, says what to change, and passes healthy runs. It reads
+every checkpoint, names damaged ones, and says what a resume does.
+"""
 
 from __future__ import annotations
 
@@ -13,44 +15,17 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+import torchrex as tr
 from torchrex.cli.look import doctor as command
 from torchrex.diagnostics import Estimate
-from torchrex.errors import MissingDependencyError, RunFolderError
+from torchrex.errors import CheckpointError, MissingDependencyError, RunFolderError
 from torchrex.experiments import get_recipe, run_recipe
-from torchrex.report import doctor
-from torchrex.report.doctor import (
-    as_json,
-    as_text,
-    check_average,
-    check_convergence,
-    check_tail,
-    check_temperature,
-    check_truth,
-    diagnose,
-    diagnose_folder,
-    findings_of,
-    roll_up,
-)
-from torchrex.report.findings import (
-    SEVERITIES,
-    Diagnosis,
-    Finding,
-    about,
-    measured,
-    number,
-    percent,
-    several,
-    times,
-)
+from torchrex.report import doctor, findings, swap_checks
+from torchrex.report.doctor import check_average, check_convergence, diagnose, findings_of
+from torchrex.report.findings import SEVERITIES, Diagnosis, Finding, about, several
+from torchrex.report.page import page_of
 from torchrex.report.reader import load_run
-from torchrex.report.swap_checks import (
-    Counted,
-    check_ladder,
-    count_findings,
-    gather,
-    history_from_curves,
-    sentence,
-)
+from torchrex.report.swap_checks import Counted, check_ladder, history_from_curves
 
 RESULTS = Path(__file__).parents[1] / "results" / "images" / "icml2020"
 TOO_FEW_TESTS = "too few swap tests to say"
@@ -72,9 +47,8 @@ def figure1(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tall(tmp_path_factory):
-    config = replace(
-        get_recipe("tall/logistic"), n_data=1_000, n_steps=2_000, n_runs=8, lr_of_mean=0.1
-    )
+    short = {"n_data": 1_000, "n_steps": 2_000, "n_runs": 8, "lr_of_mean": 0.1}
+    config = replace(get_recipe("tall/logistic"), **short)
     return load_run(run_recipe(config, 0, tmp_path_factory.mktemp("tall")).path)
 
 
@@ -97,7 +71,7 @@ def finding_of(findings, title):
 
 def test_case_1_is_fine(figure1):
     diagnosis = diagnose(figure1("case1-resgld"))
-    assert diagnosis.healthy, as_text(diagnosis)
+    assert diagnosis.healthy, doctor.as_text(diagnosis)
     assert diagnosis.verdict == "nothing wrong was found"
     passed = {"truth", "swaps", "round trips", "convergence", "temperature", "noise"}
     assert titles(diagnosis, "fine") == passed
@@ -139,7 +113,7 @@ def test_how_far_from_the_truth(figure1, value, error, n_runs, severity):
     run = figure1("case1-resgld")
     metrics = {"left_weight": value, "left_weight_se": error, "left_weight_true": 0.4}
     result = {**run.result, "metrics": {**metrics, "n_runs": n_runs}}
-    (found,) = check_truth(replace(run, result=result))
+    (found,) = doctor.check_truth(replace(run, result=result))
     assert found.severity == severity
 
 
@@ -193,7 +167,7 @@ def test_a_finite_factor_is_priced(figure1):
 
 
 def test_heavy_tails_are_found_where_energies_can_be_drawn_again(figure1):
-    heavy, light = (next(iter(check_tail(figure1(f"case{k}-resgld")))) for k in (2, 1))
+    heavy, light = (next(iter(doctor.check_tail(figure1(f"case{k}-resgld")))) for k in (2, 1))
     assert (heavy.severity, light.severity) == ("warning", "fine")
     assert heavy.numbers["tail_index"] < 4.5 < 5.5 < light.numbers["tail_index"]
 
@@ -312,21 +286,14 @@ def test_a_handful_of_tests_is_no_fault(figure1):
 
 
 def test_a_handful_of_counted_tests_is_no_fault(digits, tmp_path):
-    for k, (accepted, proposed, title) in enumerate(
-        (
-            (1, 2, TOO_FEW_TESTS),
-            (0, 149, TOO_FEW_TESTS),
-            (0, 150, "no swaps"),
-            (9, 150, "few swaps"),
-        )
-    ):
-        found = findings_of(unfinished(digits, tmp_path / str(k), accepted, proposed))
-        severity = "note" if title == TOO_FEW_TESTS else "warning"
-        assert finding_of(found, title).severity == severity
+    cases = {(1, 2): TOO_FEW_TESTS, (0, 149): TOO_FEW_TESTS, (0, 150): "no swaps"}
+    for counts, title in {**cases, (9, 150): "few swaps"}.items():
+        found = finding_of(findings_of(unfinished(digits, tmp_path / str(counts), *counts)), title)
+        assert found.severity == ("note" if title == TOO_FEW_TESTS else "warning")
     # Of a ladder, the pair that is tested most says how long it is: a pair that is hardly ever
     # tested is a fault.
     counts = [Counted(0, 0, 5, "a test"), Counted(1, 500, 5_000, "a test")]
-    (found,) = count_findings(load_run(digits), counts)
+    (found,) = swap_checks.count_findings(load_run(digits), counts)
     assert found.title == "no swaps"
 
 
@@ -375,15 +342,10 @@ def test_an_average_is_worse_only_beyond_the_error_of_its_test_images(images):
     assert "0.3000 against 0.2000" in nll.words
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"energy": None},
-        {"swap_epochs": None},
-        {"correction": [[1.0, 2.0]]},
-        {"energy": [[1.0], [2.0, 3.0]]},
-    ],
-)
+ODD = ({"energy": None}, {"swap_epochs": None}, {"correction": [[1.0]]}, {"energy": [[1.0], []]})
+
+
+@pytest.mark.parametrize("damage", ODD)
 def test_curves_that_do_not_fit_show_nothing(images, damage):
     curves = {name: x for name, x in {**images.curves, **damage}.items() if x is not None}
     assert history_from_curves(replace(images, result={**images.result, "curves": curves})) is None
@@ -455,7 +417,7 @@ def test_runs_without_swaps_are_not_blamed():
     run = load_run(RESULTS / "cifar10-resnet20-msgd" / "seed=0")
     blamed = titles(diagnose(run), "problem", "warning")
     assert not [title for title in blamed if "swap" in title or "hotter" in title]
-    assert gather(run) is None
+    assert swap_checks.gather(run) is None
 
 
 @pytest.mark.parametrize(
@@ -473,10 +435,10 @@ def test_a_temperature_is_judged_by_a_tolerance(
 ):
     read = Estimate(torch.tensor(tau), torch.tensor(error))
     monkeypatch.setattr(doctor, "equipartition_temperature", lambda *_: read)
-    (found,) = check_temperature(figure1("case1-resgld"))
+    (found,) = doctor.check_temperature(figure1("case1-resgld"))
     assert (found.severity, found.title) == (severity, title)
     assert words in found.words
-    (found,) = check_temperature(figure1("case1-sgld"))  # its chains have not converged
+    (found,) = doctor.check_temperature(figure1("case1-sgld"))  # its chains have not converged
     assert (found.severity, found.title) == ("note", "temperature not known")
     assert "learning rate" not in found.words
 
@@ -484,19 +446,19 @@ def test_a_temperature_is_judged_by_a_tolerance(
 def test_numbers_look_the_same_everywhere():
     values = (0.1025, 150_000.0, 25210.4, 9.957, 1000, 2.5556e-6, 0.0, float("inf"))
     written = ["0.1025", "150,000", "25,210", "9.957", "1,000", "2.556e-6", "0", "inf"]
-    assert [number(x) for x in values] == written
+    assert [findings.number(x) for x in values] == written
     values = (1.1384e9, 7.842e8, -1e6, 999_999_999.0, 3e12, 9.9996e11)
     written = ["1.138 billion", "784.2 million", "-1 million", "1 billion", "3e12", "1e12"]
-    assert [number(x) for x in values] == written
+    assert [findings.number(x) for x in values] == written
     assert [about(x) for x in (2.53, 1.6e5, 11.4, 123.0)] == ["2.5", "160,000", "11", "120"]
     rates = ["11.2 %", "0.00523 %", "less than 0.0001 %", "0 %", "100 %"]
-    assert [percent(x) for x in (0.1117, 5.23e-5, 1e-9, 0.0, 1.0)] == rates
+    assert [findings.percent(x) for x in (0.1117, 5.23e-5, 1e-9, 0.0, 1.0)] == rates
     counts = ["never", "once", "twice", "3 times", "2.5 times on average", "12,345 times"]
-    assert [times(n) for n in (0, 1, 2, 3, 2.52, 12345)] == counts
-    assert times(1.04) == "1.0 times on average"
+    assert [findings.times(n) for n in (0, 1, 2, 3, 2.52, 12345)] == counts
+    assert findings.times(1.04) == "1.0 times on average"
     assert [several(n, "test") for n in (0, 1, 2_000)] == ["0 tests", "1 test", "2,000 tests"]
-    assert measured(1.0523, 0.0061) == "1.0523 +- 0.0061"
-    assert measured(1.0, float("nan")) == "1 (its error is not known)"
+    assert findings.measured(1.0523, 0.0061) == "1.0523 +- 0.0061"
+    assert findings.measured(1.0, float("nan")) == "1 (its error is not known)"
 
 
 def test_what_a_run_has_already_is_no_advice(figure1):
@@ -513,7 +475,7 @@ def test_what_a_run_has_already_is_no_advice(figure1):
         (2.0, 0.03, 2.5, 4.0, "An F of about 4 (10 % accepted) would swap, with bias; F = 1"),
         (5.0, 0.001, 2.5, 4.0, more),
     ):
-        assert sentence(low, high, "X", factor, rate).startswith(wanted)
+        assert swap_checks.sentence(low, high, "X", factor, rate).startswith(wanted)
 
 
 def test_chains_that_stay_apart(figure1):
@@ -569,7 +531,7 @@ def test_failed_unfinished_damaged_and_empty(figure1, tmp_path):
     (tmp_path / "seed=2" / "draws.safetensors").write_bytes(data[: len(data) // 3])
     (tmp_path / "seed=3" / "config.json").write_text("{")
     (tmp_path / "seed=9").mkdir()
-    failed, unfinished, no_draws, no_config, empty = diagnose_folder(tmp_path)
+    failed, unfinished, no_draws, no_config, empty = doctor.diagnose_folder(tmp_path)
     assert "the energy was nan" in finding_of(failed.findings, "the run failed").words
     assert finding_of(unfinished.findings, "the run is not finished").severity == "warning"
     assert "swaps" in titles(unfinished, "fine")  # the part that is there is looked at
@@ -584,8 +546,9 @@ def test_failed_unfinished_damaged_and_empty(figure1, tmp_path):
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
-    """A finished run of the digits, of 400 steps."""
-    config = replace(get_recipe("digits/resghmc"), epochs=20, burn_in_epochs=10)
+    """A finished run of the digits, with checkpoints of steps 380 and 400."""
+    short = {"epochs": 20, "burn_in_epochs": 10, "hidden": 8, "checkpoint_every": 380}
+    config = replace(get_recipe("digits/resghmc"), **short)
     return run_recipe(config, 0, tmp_path_factory.mktemp("digits")).path
 
 
@@ -667,14 +630,14 @@ def test_runs_are_counted_by_what_was_found():
     rare, common, same = ("warning", "rare"), ("warning", "common"), ("problem", "common")
     healthy = run(("note", "warm start"))
     runs = [run(rare, common), run(common, ("fine", "swaps")), run(same, common, common)]
-    assert roll_up([*runs, healthy, run(same)]) == [
+    assert doctor.roll_up([*runs, healthy, run(same)]) == [
         ("", "5 runs: 2 with problems, 2 with warnings alone, 1 with neither"),
         ("problem", "2 of 5 runs: common"),  # the gravest first, by severity and title
         ("warning", "3 of 5 runs: common"),  # runs, not findings: one run has two
         ("warning", "1 of 5 runs: rare"),
         ("note", "1 of 5 runs: warm start"),  # and nothing of what is fine
     ]
-    assert roll_up([healthy] * 2)[0] == ("", "2 runs: nothing wrong was found")
+    assert doctor.roll_up([healthy] * 2)[0] == ("", "2 runs: nothing wrong was found")
 
 
 def test_the_command(figure1, tmp_path):
@@ -691,7 +654,7 @@ def test_the_command(figure1, tmp_path):
     lines = [line for line in shown.output.splitlines() if "seed=0" not in line]
     assert all(line == line.rstrip() and len(line) <= 80 for line in lines)
     (machine,) = json.loads(invoke(naive.path, "--json").output)
-    assert machine == json.loads(json.dumps(as_json([diagnose(naive)])[0]))
+    assert machine == json.loads(json.dumps(doctor.as_json([diagnose(naive)])[0]))
     found = next(each for each in machine["findings"] if each["title"] == "naive swaps: biased")
     assert found["numbers"]["correction_factor"] == "inf"
     for bad in (tmp_path, tmp_path / "none"):
@@ -700,3 +663,130 @@ def test_the_command(figure1, tmp_path):
     _, _, end = invoke(RESULTS / "cifar10-resnet20").output.rpartition("seed=3\n\n")
     assert end.splitlines()[0] == "4 runs: 4 with warnings alone"
     assert "  warning: 4 of 4 runs: F above 1: bias expected" in end.splitlines()
+
+
+# Checkpoints
+
+
+OLD, NEW = "checkpoints/step=000000380", "checkpoints/step=000000400"
+
+
+def spoil(file):
+    """One bit of the last byte, as a bad disk does."""
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(bytes(data))
+
+
+@pytest.fixture
+def run(digits, tmp_path):
+    """A copy of it, finished or paused."""
+
+    def get(status="paused"):
+        path = shutil.copytree(digits, tmp_path / "digits" / "resghmc" / "seed=0")
+        result = json.loads((path / "result.json").read_text())
+        (path / "result.json").write_text(json.dumps({**result, "status": status}))
+        return path
+
+    return get
+
+
+def resumed(path):
+    """The step from which a resume continues, None if it refuses."""
+    try:
+        return tr.Checkpoints(path / "checkpoints").load_newest().step
+    except CheckpointError:
+        return None
+
+
+def test_sound_checkpoints_are_fine(run):
+    found = finding_of(diagnose(load_run(run("finished"))).findings, "checkpoints")
+    assert found.severity == "fine"
+    assert found.words == "2 checkpoints are sound; the newest has step 400."
+    assert found.numbers == {"whole": ["step=000000380", "step=000000400"], "damaged": []}
+
+
+@pytest.mark.parametrize(
+    ("damaged", "words", "step", "option"),
+    [
+        ([f"{NEW}/replica=1.safetensors"], "from step 380 and repeats 20 steps", 380, "resume"),
+        ([f"{OLD}/shared.safetensors"], "The newest is sound", 400, "resume"),
+        ([f"{OLD}/DONE", f"{NEW}/DONE"], "No checkpoint can be used", None, "overwrite"),
+    ],
+)
+def test_damage_of_an_unfinished_run(run, damaged, words, step, option):
+    path = run()
+    for name in damaged:
+        spoil(path / name)
+    findings = findings_of(load_run(path))
+    found = finding_of(findings, "damaged checkpoint" + ("s" if len(damaged) > 1 else ""))
+    assert found.severity == "warning"
+    assert all(name.rpartition("/")[0] in found.words for name in damaged)
+    assert words in found.words
+    assert len(found.numbers["damaged"]) == len(damaged)
+    assert resumed(path) == step
+    state = finding_of(findings, "the run is not finished").words
+    assert re.findall(r"--(resume|overwrite)`", state) == [option]
+    assert not [finding for finding in findings if finding.title == "checkpoints"]
+
+
+def test_a_finished_run_does_not_need_them(run):
+    path = run("finished")
+    for folder in (OLD, NEW):
+        spoil(path / folder / "DONE")
+    diagnosis = diagnose(load_run(path))
+    assert finding_of(diagnosis.findings, "damaged checkpoints").severity == "note"
+    assert diagnosis.status == "finished"
+
+
+def test_those_of_another_version_are_not_damaged(run, monkeypatch):
+    path = run()
+    monkeypatch.setattr("torchrex.checkpoint.folder.VERSION", 6)
+    findings = findings_of(load_run(path))
+    words = finding_of(findings, "checkpoints that cannot be used").words
+    assert "version 5, but this torchrex reads version 6" in words
+    assert "--overwrite` begins anew" in finding_of(findings, "the run is not finished").words
+
+
+def test_nothing_is_said_of_what_is_not_there_or_half_written(run):
+    path = run()
+    for folder in (OLD, NEW):
+        (path / folder / "DONE").unlink()
+    assert doctor.look_at_checkpoints(load_run(path)) == []
+    shutil.rmtree(path / "checkpoints")
+    assert doctor.look_at_checkpoints(load_run(path)) == []
+    assert not [finding for finding in findings_of(load_run(path)) if "checkpoint" in finding.title]
+
+
+def test_large_ones_are_left_out_of_a_quick_look(run, monkeypatch, tmp_path):
+    path = run()
+    spoil(path / NEW / "shared.safetensors")
+    assert finding_of(findings_of(load_run(path), quick=True), "damaged checkpoint")
+    monkeypatch.setattr(doctor, "LARGE", 1000)
+    found = finding_of(findings_of(load_run(path), quick=True), "only a quick look")
+    assert "whether its checkpoints are sound" in found.words
+    assert finding_of(findings_of(load_run(path)), "damaged checkpoint")
+    page = page_of([load_run(path)], tmp_path / "page.html", title="t")
+    assert "only a quick look at 1;" in page
+
+
+def test_shards_resume_one_by_one(tmp_path):
+    """A run in shards is judged by the worst shard."""
+    short = {"n_steps": 400, "n_runs": 4, "shards": 2, "checkpoint_every": 100}
+    config = replace(get_recipe("figure1/case1-resgld"), **short)
+    path = run_recipe(config, 0, tmp_path, budget=1e-9).path
+    for _ in range(2):  # one shard, then the other
+        run_recipe(config, 0, tmp_path, budget=1e-9, resume=True)
+    shard = path / "checkpoints" / "shard=1"
+    old, new = tr.Checkpoints(shard).steps()
+    found = finding_of(findings_of(load_run(path)), "checkpoints")
+    assert found.words.endswith(f"of 2 shards are sound; all shards have reached step {new:,}.")
+    spoil(shard / f"step={new:09d}" / "shared.safetensors")
+    words = finding_of(findings_of(load_run(path)), "damaged checkpoint").words
+    assert words.startswith(f"checkpoints/shard=1/step={new:09d} has a damaged shared.safetensors")
+    assert f"continues from step {old:,} in shard=1 and repeats {new - old} steps" in words
+    spoil(shard / f"step={old:09d}" / "shared.safetensors")
+    words = finding_of(findings_of(load_run(path)), "damaged checkpoints").words
+    assert "No checkpoint of shard=1 can be used" in words
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*shard=1 can be used"):
+        run_recipe(config, 0, tmp_path, resume=True)
