@@ -10,8 +10,6 @@ import dataclasses
 import os
 import re
 import shlex
-import types
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,7 +180,6 @@ def load_run(path: Path) -> LoadedRun:
     try:
         if config:
             settings = config_from_json(get_recipe(recipe), config, problems)
-            settings.check()
             ladder = settings.ladder()
     except RecipeError as error:
         problems.append(f"{one_line(error)}; so its ladder is not known")
@@ -193,8 +190,15 @@ def load_run(path: Path) -> LoadedRun:
     status = "damaged" if "result.json" in damaged else "unfinished"
     if result is None and status == "unfinished":
         problems.append(f"there is no result.json: the run goes on, or was killed; {_saved(path)}")
-    draws, trace = read("draws.safetensors", Draws.load), read("trace.safetensors", _read_trace)
-    run = LoadedRun(
+    draws = read("draws.safetensors", Draws.load)
+    trace = read("trace.safetensors", _read_trace) or {}
+    history = None
+    try:
+        if settings is not None and ladder is not None:
+            history = _history(settings, ladder, draws, trace, (result or {}).get("steps_done"))
+    except (TorchrexError, RuntimeError, LookupError, ValueError, TypeError) as error:
+        problems.append(f"its draws or trace do not fit its settings: {one_line(error)}")
+    return LoadedRun(
         path=path,
         recipe=recipe,
         seed=-1 if seed is None else seed,
@@ -203,18 +207,12 @@ def load_run(path: Path) -> LoadedRun:
         status=status if result is None else result["status"],
         ladder=ladder,
         draws=draws,
-        trace=trace or {},
-        history=None,
-        problems=(),
+        trace=trace,
+        history=history,
+        problems=tuple(problems),
         settings=settings,
         damaged=tuple(damaged),
     )
-    history = None
-    try:
-        history = _history(run)
-    except (TorchrexError, RuntimeError, LookupError, ValueError, TypeError) as error:
-        problems.append(f"its draws or trace do not fit its settings: {one_line(error)}")
-    return dataclasses.replace(run, history=history, problems=tuple(problems))
 
 
 def checkpoints_of(path: Path) -> list[Checkpoints]:
@@ -303,18 +301,21 @@ def _read_trace(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _history(run: LoadedRun) -> History | None:
-    draws, trace = run.draws, run.trace
-    if run.ladder is None or run.settings is None:
-        return None
+def _history(
+    settings: ExperimentConfig,
+    ladder: Ladder,
+    draws: Draws | None,
+    trace: dict[str, Tensor],
+    steps_done: int | None,
+) -> History | None:
     if draws is not None and draws.n_draws:
-        factor = float(run.settings.correction_factor)
-        return History.from_draws(draws, run.ladder, correction_factor=factor)
+        factor = float(settings.correction_factor)
+        return History.from_draws(draws, ladder, correction_factor=factor)
     if not set(TRACE) <= set(trace) or len(trace["steps"]) == 0:
         return None
     if len(trace["swap_steps"]) < int(trace["accepted"].sum()):  # round trips need all swaps
         return None
-    return History.from_traces([trace], run.ladder, n_steps=(run.result or {}).get("steps_done"))
+    return History.from_traces([trace], ladder, n_steps=steps_done)
 
 
 # The config object from its JSON, and the command from the config
@@ -326,41 +327,17 @@ def config_from_json(
     """`base` with the values of a config.json, the inverse of `to_json`. Fields that only one side
     has are problems.
     """
-    known = {field.name for field in dataclasses.fields(base)}
-    if unknown := one_line(", ".join(sorted(set(values) - known))):
+    usual = to_json(base)
+    if unknown := one_line(", ".join(sorted(set(values) - set(usual)))):
         problems.append(f"config.json has settings that this version does not know: {unknown}")
-    if missing := sorted(known - set(values) - set(added_later(base))):
+    if missing := sorted(set(usual) - set(values) - set(added_later(base))):
         problems.append(f"config.json lacks {', '.join(missing)}: those of the recipe are taken")
-    return typing.cast(ExperimentConfig, _from_json(base, values))
-
-
-def _from_json(base: Any, values: Mapping[str, Any]) -> Any:
-    hints = typing.get_type_hints(type(base))
-    changes = {}
-    for name in (field.name for field in dataclasses.fields(base) if field.name in values):
-        value, now = values[name], getattr(base, name)
-        nested = dataclasses.is_dataclass(now) and isinstance(value, dict)
-        changes[name] = _from_json(now, value) if nested else _plain(value, hints[name], name)
-    return dataclasses.replace(base, **changes)
-
-
-def _plain(value: Any, kind: Any, name: str) -> Any:
-    """A value of the annotated type. JSON has no tuples and no infinities."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin is types.UnionType:
-        return None if value is None and type(None) in args else _plain(value, args[0], name)
-    if origin is tuple and isinstance(value, list):
-        return tuple(_plain(each, args[0], name) for each in value)
-    if origin is dict and isinstance(value, dict):
-        return {key: _plain(each, args[1], name) for key, each in value.items()}
-    if origin is typing.Literal and isinstance(value, str) and value in args:
-        return value
-    if kind is float and (value in ("inf", "-inf") or type(value) in (int, float)):
-        return float(value)
-    if kind in (int, bool, str) and type(value) is kind:
-        return value
-    wanted = str(kind).removeprefix("typing.") if args else getattr(kind, "__name__", kind)
-    raise ConfigError(f"{name} is {one_line(repr(value), 80)} and not {wanted}")
+    for field in dataclasses.fields(base):
+        fixed, value = usual[field.name], values.get(field.name, usual[field.name])
+        if not field.metadata.get("settable", True) and isinstance(fixed, str) and value != fixed:
+            shown = one_line(repr(value), 80)
+            raise ConfigError(f"{field.name} is {shown}, but its recipe has {fixed!r}")
+    return override(base, list(_assignments(base, usual, values)))
 
 
 class Command(NamedTuple):
@@ -380,7 +357,7 @@ def command_to_repeat(run: LoadedRun, out: str = "runs/again") -> Command:
         return Command("", "This version has no recipe of that name.")
     if not run.config:
         return Command("", "Its config.json is missing or damaged: its settings are not known.")
-    assignments = list(_differences(recipe, to_json(recipe), run.config))
+    assignments = list(_assignments(recipe, to_json(recipe), run.config))
     try:
         again = to_json(override(recipe, assignments))
     except (TorchrexError, ValueError, TypeError, ArithmeticError) as error:
@@ -393,16 +370,17 @@ def command_to_repeat(run: LoadedRun, out: str = "runs/again") -> Command:
     return Command(shlex.join([*words, "--out", out]), note)
 
 
-def _differences(
+def _assignments(
     recipe: Any, usual: Mapping[str, Any], there: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[str]:
+    """`key=value` for every setting that is not the recipe's, as `--set` reads it."""
     for field in dataclasses.fields(recipe):
         name, value = field.name, there.get(field.name)
         if not field.metadata.get("settable", True) or name not in there or value == usual[name]:
             continue
         part = getattr(recipe, name)
         if dataclasses.is_dataclass(part) and isinstance(value, dict):
-            yield from _differences(part, usual[name], value, f"{prefix}{name}.")
+            yield from _assignments(part, usual[name], value, f"{prefix}{name}.")
         else:
             each = value if isinstance(value, list) else [value]
             words = (str(x).lower() if x is None or isinstance(x, bool) else str(x) for x in each)
