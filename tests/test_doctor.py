@@ -1,5 +1,5 @@
-"""The doctor separates the cases of figure 1, says what to change, and passes healthy runs. It reads
-every checkpoint, names damaged ones, and says what a resume does.
+"""The doctor separates the cases of figure 1, says what to change, passes healthy runs, and reads
+every checkpoint.
 """
 
 from __future__ import annotations
