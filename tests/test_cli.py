@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 import torchrex
-from command import run_command
+from command import refused, run_command, set_words
 from torchrex import Draws
 from torchrex.cli import look, outputs, running
 from torchrex.cli import run as run_arguments
@@ -38,7 +38,7 @@ SGLD, RESGLD, SGHMC = "figure1/case1-sgld", "figure1/case1-resgld", "digits/sghm
 
 def words_of(line, settings, out):
     """`torchrex LINE --set A --set B --out OUT` as a list of words."""
-    words = [*line.split(), *(word for each in settings for word in ("--set", each))]
+    words = [*line.split(), *set_words(settings)]
     return words if out is None else [*words, "--out", str(out)]
 
 
@@ -62,15 +62,6 @@ def ok(cli):
         return printed
 
     return call
-
-
-def refused(answer, *expected):
-    """Exit code 2, one line on stderr with these words, nothing on stdout."""
-    code, out, err = answer
-    assert (code, out) == (2, "")
-    assert err.startswith("torchrex: ")
-    assert len(err.strip().splitlines()) == 1
-    assert all(words in err for words in expected), err
 
 
 def folder_of(out, recipe, seed=0):

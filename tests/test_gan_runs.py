@@ -6,23 +6,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import signal
 import statistics
-import struct
 import subprocess
 import sys
 import types
-import zlib
+from functools import partial
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
 import torchrex as tr
-from command import run_command
+from command import refused, run_command, set_words
 from modules import same
 from torchrex.distributed import ProcessGroup, ReplicaMesh
 from torchrex.errors import ConfigError, DataError
@@ -51,11 +52,7 @@ CPU = torch.device("cpu")
 def cli(monkeypatch, capsys):
     """Runs the command in this process: (exit code, stdout, stderr)."""
 
-    def call(*words, settings=(*SHORT, *SMALL)):
-        arguments = [word for assignment in settings for word in ("--set", assignment)]
-        return run_command(monkeypatch, capsys, *words, *arguments)
-
-    return call
+    return partial(run_command, monkeypatch, capsys, settings=(*SHORT, *SMALL))
 
 
 def short(recipe="gan/digits-100", *more):
@@ -123,8 +120,7 @@ main()
 @pytest.mark.slow
 def test_killed_and_resumed_equals_never_stopped(tmp_path, whole):
     """A process that is killed after a checkpoint, inside the warm start."""
-    settings = [word for assignment in (*SHORT, *SMALL) for word in ("--set", assignment)]
-    words = ["run", "gan/digits-100", "--out", str(tmp_path), *settings]
+    words = ["run", "gan/digits-100", "--out", str(tmp_path), *set_words((*SHORT, *SMALL))]
     command, environment = [sys.executable, "-c", KILLED], {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, *words], env=environment, capture_output=True, check=False)
     assert done.returncode == -signal.SIGKILL
@@ -224,39 +220,20 @@ def test_the_score_in_training_mode_is_that_of_batches():
 
 
 def decoded(file):
-    """The image of a PNG file without filters, by its specification: (height, width, channels)."""
-    assert file[:8] == b"\x89PNG\r\n\x1a\n"
-    chunks, at = [], 8
-    while at < len(file):
-        (length,) = struct.unpack(">I", file[at : at + 4])
-        kind, data = file[at + 4 : at + 8], file[at + 8 : at + 8 + length]
-        (checksum,) = struct.unpack(">I", file[at + 8 + length : at + 12 + length])
-        assert checksum == zlib.crc32(kind + data)
-        chunks.append((kind, data))
-        at += 12 + length
-    assert [kind for kind, _ in chunks] == [b"IHDR", b"IDAT", b"IEND"]
-    width, height, depth, colour, *rest = struct.unpack(">IIBBBBB", chunks[0][1])
-    assert (depth, rest) == (8, [0, 0, 0])
-    channels = {0: 1, 2: 3}[colour]
-    pixels = torch.frombuffer(bytearray(zlib.decompress(chunks[1][1])), dtype=torch.uint8)
-    rows = pixels.view(height, 1 + width * channels)
-    assert not rows[:, 0].any()
-    return rows[:, 1:].reshape(height, width, channels)
+    """The image of a PNG file: (height, width, channels)."""
+    with Image.open(io.BytesIO(file)) as image:
+        channels = {"L": 1, "RGB": 3}[image.mode]
+        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+        return pixels.view(image.height, image.width, channels)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_a_png_is_the_picture(channels, tmp_path):
+def test_a_png_is_the_picture(channels):
     generator = torch.Generator().manual_seed(0)
     picture = torch.randint(256, (5, 7, channels), generator=generator, dtype=torch.uint8)
     assert torch.equal(decoded(png(picture)), picture)
     transposed = picture.transpose(0, 1)  # not contiguous
     assert torch.equal(decoded(png(transposed)), transposed)
-    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
-    (tmp_path / "p.png").write_bytes(png(picture))
-    with image.open(tmp_path / "p.png") as found:
-        assert found.mode == {1: "L", 3: "RGB"}[channels]
-        pixels = torch.frombuffer(bytearray(found.tobytes()), dtype=torch.uint8)
-    assert torch.equal(pixels.view(5, 7, channels), picture)
 
 
 def test_the_samples_are_a_row_for_each_generator(whole):
@@ -317,7 +294,6 @@ def test_what_is_held_out_for_validation_is_not_trained_on():
         (["n_labelled=4"], "the nearest is 10"),
         (["n_labelled=49997"], "the nearest is 49990"),
         (["n_labelled=0"], "at least 10 and less than the 50000 training images, got 0"),
-        (["n_labelled=50000"], "less than the 50000 training images, got 50000"),
         (["n_labelled=45000", "validation=10000"], "less than the 40000 training images"),
         (["n_labelled=49990"], "'batch_size' must be from 2 to the 10 unlabelled, got 64"),
         (["generators=other"], "'generators' must be one of shared, own, got 'other'"),
@@ -328,11 +304,8 @@ def test_what_is_held_out_for_validation_is_not_trained_on():
         (["warm_start=15000"], "'warm_start' must be at least 0 and less than steps=15000"),
         (["average_every=10001"], "'average_every' must be between 1 and steps - warm_start"),
         (["lr_floor=0"], "'lr_floor' must be in (0, 1]"),
-        (["hot_temperature=1"], "'hot_temperature' must be above 1"),
         (["momentum=1"], "'momentum' must be at least 0 and less than 1"),
-        (["method=sghmc"], "setting 'method' belongs to the recipe"),
         (["data=svhn"], "setting 'data' belongs to the recipe"),
-        (["test_subset=10001"], "'test_subset' must be between 1 and 10000, or none, got 10001"),
         (["validation=300", "test_subset=301"], "must be between 1 and 300, or none, got 301"),
     ],
 )
@@ -368,7 +341,7 @@ def test_on_how_many_processes(monkeypatch, recipe, settings, n_processes, expec
 def small_cifar(tmp_path, monkeypatch):
     """Saves 800 images as CIFAR-10; those of class `without` get another label."""
 
-    def save(without=None, kind=None):
+    def save(without=None):
         parts = []
         for n in (800, 100):
             labels, generator = torch.arange(n) % 10, torch.Generator().manual_seed(n)
@@ -376,30 +349,20 @@ def small_cifar(tmp_path, monkeypatch):
             parts += [x, torch.where(labels == without, 0, labels) if without else labels]
         save_images(ImageSet("cifar10", 10, *parts), tmp_path / "data")
         monkeypatch.setenv("TORCHREX_DATA", str(tmp_path / "data"))
-        monkeypatch.setitem(networks.KINDS, "cifar10", kind or Kind(800, 100, 10))
+        monkeypatch.setitem(networks.KINDS, "cifar10", Kind(800, 100, 10))
 
     return save
 
 
-def test_data_that_cannot_be_used(cli, tmp_path, monkeypatch, small_cifar):
-    """Not there, not complete, or without a class to label: one line, and nothing is written."""
+def test_data_without_a_class_to_label(cli, tmp_path, small_cifar):
     words = ["run", "gan/cifar10-4000", "--device", "cpu", "--out", tmp_path / "runs"]
     settings = ["n_labelled=100", "steps=2", "warm_start=1", "average_every=1", "width=2"]
 
-    def refused():
-        code, _, err = cli(*words, settings=settings)
-        assert (code, len(err.strip().splitlines())) == (2, 1)
-        assert not list((tmp_path / "runs").rglob("*.json"))
-        return err
-
-    full = networks.KINDS["cifar10"]
-    monkeypatch.setenv("TORCHREX_DATA", str(tmp_path / "nothing"))
-    assert "torchrex data fetch cifar10" in refused()
     for without in (3, 9):
         small_cifar(without)
-        assert f"has no image of class {without} to label" in refused()
-    small_cifar(kind=full)
-    assert "800 training images instead of 50,000; import or fetch it again" in refused()
+        answer = cli(*words, settings=settings)
+        refused(answer, f"has no image of class {without} to label")
+        assert not list((tmp_path / "runs").rglob("*.json"))
 
 
 @pytest.mark.parametrize(
@@ -429,10 +392,8 @@ def test_a_generator_that_breaks_is_named_by_the_command(cli, tmp_path, monkeypa
         return plain(self, run)
 
     monkeypatch.setattr(networks.PosteriorAverage, "update", update)
-    code, _, err = cli("run", "gan/digits-100", "--out", tmp_path)
-    assert (code, len(err.strip().splitlines())) == (2, 1)
-    assert "generator 1 of 2" in err
-    assert "step=000000008" in err  # the last checkpoint before it
+    answer = cli("run", "gan/digits-100", "--out", tmp_path)
+    refused(answer, "generator 1 of 2", "step=000000008")  # the last checkpoint before it
     result = json.loads((tmp_path / "gan/digits-100/seed=0/result.json").read_text())
     assert result["status"] == "failed"
     assert "generator 1 of 2" in result["error"]

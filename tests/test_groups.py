@@ -250,9 +250,8 @@ def test_the_command_continues_where_one_run_has_failed(tmp_path, monkeypatch, c
     with pytest.raises(NonFiniteEnergyError):
         run_recipe(tiny(), 0, tmp_path)
     run_recipe(tiny(), 1, tmp_path, budget=1e-9)
-    settings = [word for setting in TINY for word in ("--set", setting)]
     words = ["run", NAME, "--seeds", "2", "--resume", "--device", "cpu", "--out", tmp_path]
-    code, _, err = run_command(monkeypatch, capsys, *words, *settings)
+    code, _, err = run_command(monkeypatch, capsys, *words, settings=TINY)
     assert (code, "1 of 2 runs failed" in " ".join(err.split())) == (2, True)
     assert [RunFolder.of(tmp_path, NAME, k).status for k in (0, 1)] == ["failed", "finished"]
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from command import run_command
+from command import refused, run_command
 from modules import same
 from torchrex.experiments import Run, RunOptions
 from torchrex.experiments import images as made
@@ -56,12 +57,7 @@ def folder(tmp_path_factory):
 def cli(monkeypatch, capsys, folder):
     """Runs the command in this process: (exit code, stdout, stderr)."""
     monkeypatch.setenv("TORCHREX_DATA", str(folder))
-
-    def call(*words, settings=()):
-        arguments = [word for assignment in settings for word in ("--set", assignment)]
-        return run_command(monkeypatch, capsys, *words, *arguments)
-
-    return call
+    return partial(run_command, monkeypatch, capsys)
 
 
 def outcome(path):
@@ -336,36 +332,27 @@ def test_what_is_held_out_is_not_trained_on(monkeypatch, folder):
 
 
 @pytest.mark.parametrize(
-    ("settings", "words", "expected"),
+    ("setting", "expected"),
     [
-        (["net=resnet21"], [], "no network is called 'resnet21'; did you mean 'resnet"),
-        (["data=svhn"], [], "'data' must be one of cifar10, cifar100, got 'svhn'"),
-        (["batch_size=513"], [], "'batch_size' must be between 1 and the 512 training images"),
-        (["epochs=0"], [], "'epochs' must be at least 1, got 0"),
-        (["subset=0"], [], "'subset' must be between 1 and 50000, or none, got 0"),
-        (["subset=50001"], [], "'subset' must be between 1 and 50000, or none"),
-        (["validation=50000"], [], "'validation' must be at least 0 and less than 50000"),
-        (["temperature=0"], [], "'temperature' must be positive"),
-        (["hot_temperature=1"], [], "'hot_temperature' must be above 1"),
-        (["average_after=500"], [], "'average_after' must be at least 0 and less than 500"),
-        (["swaps_after=inf"], [], "'swaps_after' must be at least 0 and finite, got inf"),
-        (["rest_after_swap=-1"], [], "'rest_after_swap' must be at least 0 and finite, got -1"),
-        (["method=msgd"], [], "setting 'method' belongs to the recipe"),
-        (["variance=free"], [], "'variance' must be one of paired, repeated"),
-        ([], ["--budget", "soon"], "--budget must be a time"),
-        pytest.param(
-            [],
-            ["--device", "cuda"],
-            "no CUDA device",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is present"),
-        ),
+        ("net=resnet21", "no network is called 'resnet21'; did you mean 'resnet"),
+        ("data=svhn", "'data' must be one of cifar10, cifar100, got 'svhn'"),
+        ("batch_size=513", "'batch_size' must be between 1 and the 512 training images"),
+        ("epochs=0", "'epochs' must be at least 1, got 0"),
+        ("subset=0", "'subset' must be between 1 and 50000, or none, got 0"),
+        ("subset=50001", "'subset' must be between 1 and 50000, or none"),
+        ("validation=50000", "'validation' must be at least 0 and less than 50000"),
+        ("temperature=0", "'temperature' must be positive"),
+        ("hot_temperature=1", "'hot_temperature' must be above 1"),
+        ("average_after=500", "'average_after' must be at least 0 and less than 500"),
+        ("swaps_after=inf", "'swaps_after' must be at least 0 and finite, got inf"),
+        ("rest_after_swap=-1", "'rest_after_swap' must be at least 0 and finite, got -1"),
+        ("method=msgd", "setting 'method' belongs to the recipe"),
+        ("variance=free", "'variance' must be one of paired, repeated"),
     ],
 )
-def test_bad_input_is_one_clear_line_and_exit_2(cli, tmp_path, settings, words, expected):
-    arguments = ("run", "clean/cifar10-resnet20", *words, "--out", tmp_path)
-    code, out, err = cli(*arguments, settings=[*SHORT, *settings])
-    assert (code, out, len(err.strip().splitlines())) == (2, "", 1)
-    assert expected in err
+def test_bad_input_is_one_clear_line_and_exit_2(cli, tmp_path, setting, expected):
+    words = ("run", "clean/cifar10-resnet20", "--out", tmp_path)
+    refused(cli(*words, settings=[*SHORT, setting]), expected)
     assert not list(tmp_path.iterdir())
 
 
@@ -374,13 +361,10 @@ def test_data_that_are_not_there_or_not_complete(cli, tmp_path, monkeypatch):
     number.
     """
     words = ["run", "clean/cifar10-resnet20", "--device", "cpu", "--out", tmp_path / "runs"]
-    code, _, err = cli(*words, settings=["net=resnet8"])
-    assert code == 2
-    assert "800 training images instead of 50,000; import or fetch it again" in err
+    incomplete = "800 training images instead of 50,000; import or fetch it again"
+    refused(cli(*words, settings=["net=resnet8"]), incomplete)
     monkeypatch.setenv("TORCHREX_DATA", str(tmp_path / "nothing"))
-    code, _, err = cli(*words, settings=SHORT)
-    assert (code, len(err.strip().splitlines())) == (2, 1)
-    assert "torchrex data fetch cifar10" in err
+    refused(cli(*words, settings=SHORT), "torchrex data fetch cifar10")
     assert not list(tmp_path.rglob("*.json"))
 
 
