@@ -70,14 +70,12 @@ def report(
 
 
 def in_words(written: Written) -> str:
-    """`3 runs, 1 of them not whole (the page says what is missing), 2 empty folders`."""
+    """`3 runs, 1 of them not complete (the page says what is missing), 2 empty folders`."""
     from torchrex.cli.console import count
 
     parts = [count(written.runs, "run")]
     if written.not_whole:
-        which = f"{written.not_whole} of them not whole"
-        if written.not_whole == written.runs:
-            which = "not whole" if written.runs == 1 else "none of them whole"
+        which = f"{written.not_whole} of them not complete"
         parts.append(f"{which} (the page says what is missing)")
     parts += [count(written.empty, "empty folder")] if written.empty else []
     return ", ".join(parts)

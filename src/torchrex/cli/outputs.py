@@ -55,29 +55,19 @@ class Output(NamedTuple):
     n_seeds: int = 1
 
 
-def make_figure1(configs: Mapping[str, Any], folders: Folders, seeds: Sequence[int]) -> Made:
-    runs = {name: (configs[name], folders[name]) for name in configs}
-    rows = figure1.rows(runs)
+def make_of_runs(
+    report: Any, configs: Mapping[str, Any], folders: Folders, seeds: Sequence[int]
+) -> Made:
+    rows = report.rows(configs, folders)
+    # Where and when the last run behind the rows was made.
+    last = list(folders.values())[-1][0].result or {}
+    origin = {key: last[key] for key in ("date", "device", "versions")}
     return Made(
-        figure1.as_table(rows),
-        [],
-        figure1.as_markdown(rows),
-        _with_origin(rows, folders, seeds),
-        lambda picture: figure1.draw(runs, picture),
-    )
-
-
-def make_digits(configs: Mapping[str, Any], folders: Folders, seeds: Sequence[int]) -> Made:
-    rows = digits.rows(folders)
-    shown = "digits/resghmc" if "digits/resghmc" in configs else next(iter(configs))
-    title = f"{shown}, seed {seeds[0]}: energies, rungs and swaps"
-    config, folder = configs[shown], folders[shown][0]
-    return Made(
-        digits.as_table(rows),
-        ["In brackets the standard error over seeds; 500 held-out images."],
-        digits.as_markdown(rows),
-        _with_origin(rows, folders, seeds),
-        lambda picture: digits.draw(config, folder, picture, title=title),
+        report.as_table(rows),
+        report.NOTES,
+        report.as_markdown(rows),
+        {"rows": rows, "seeds": list(seeds), **origin},
+        lambda picture: report.draw(configs, folders, picture),
     )
 
 
@@ -107,8 +97,8 @@ def make_figure(figure: Any, what: str, chosen: Mapping[str, Any], out: Path) ->
 
 
 OUTPUTS = {
-    "figure1": Output(figure1_recipes, make_figure1, of_folder=False),
-    "digits": Output(digits_recipes, make_digits, of_folder=False, n_seeds=5),
+    "figure1": Output(figure1_recipes, partial(make_of_runs, figure1), of_folder=False),
+    "digits": Output(digits_recipes, partial(make_of_runs, digits), of_folder=False, n_seeds=5),
     "table1": Output(table1_recipes, partial(make_table, TABLE1)),
     "table2": Output(table2_recipes, partial(make_table, TABLE2)),
     "figure2": Output(figure2_recipes, partial(make_figure, figure2)),
@@ -228,13 +218,6 @@ def _require_runs(what: str, found: object, unfinished: Sequence[str], out: Path
             f"there is no finished run of {what} below {out}{but}; give the folder of the runs "
             "with --out"
         )
-
-
-def _with_origin(rows: Any, folders: Folders, seeds: Sequence[int]) -> dict[str, Any]:
-    """Rows, and where and when the last run behind them was made."""
-    last = list(folders.values())[-1][0].result or {}
-    origin = {key: last[key] for key in ("date", "device", "versions")}
-    return {"rows": rows, "seeds": list(seeds), **origin}
 
 
 def _write(made: Made, path: Path) -> None:

@@ -31,14 +31,17 @@ COLUMNS = {
     "swaps": "swaps",
 }
 PERCENT = ("accuracy", "ece")
+NOTES = ("In brackets the standard error over seeds; 500 held-out images.",)
+Configs = Mapping[str, DigitsConfig]
+Folders = Mapping[str, Sequence[RunFolder]]  # by recipe, one for each seed
 
 
-def rows(runs: Mapping[str, Sequence[RunFolder]]) -> list[dict[str, Any]]:
+def rows(configs: Configs, folders: Folders) -> list[dict[str, Any]]:
     """One row per method: mean and standard error over seeds of each number."""
     table = []
     for method, title in TITLES.items():
         recipe, _, pooled = method.partition(" ")
-        results = [folder.result or {} for folder in runs.get(recipe, ())]
+        results = [folder.result or {} for folder in folders.get(recipe, ())]
         if not results:
             continue
         row: dict[str, Any] = {"method": method, "title": title, "seeds": len(results)}
@@ -57,8 +60,8 @@ def rows(runs: Mapping[str, Sequence[RunFolder]]) -> list[dict[str, Any]]:
 
 def cells(row: Mapping[str, Any]) -> list[str]:
     """Title and numbers such as 97.4(2): the error applies to the last digit shown."""
-    numbers = [{"v": row[column]["mean"], "v_se": row[column]["se"]} for column in COLUMNS]
-    return [row["title"], *(value_and_error(number, "v") for number in numbers)]
+    numbers = (row[column] for column in COLUMNS)
+    return [row["title"], *(value_and_error(each["mean"], each["se"]) for each in numbers)]
 
 
 def as_table(table: Sequence[Mapping[str, Any]]) -> Table:
@@ -72,8 +75,12 @@ def as_markdown(table: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(markdown_table(["method", *COLUMNS.values()], map(cells, table))) + "\n"
 
 
-def draw(config: DigitsConfig, folder: RunFolder, path: Path, *, title: str) -> None:
-    """Energies per rung, the rung of each replica, and the energy difference that a swap needs."""
+def draw(configs: Configs, folders: Folders, path: Path) -> None:
+    """Energies per rung, the rung of each replica, and the energy difference that a swap needs: of
+    the first seed of reSGHMC, where it was run.
+    """
+    shown = "digits/resghmc" if "digits/resghmc" in configs else next(iter(configs))
+    config, folder = configs[shown], folders[shown][0]
     history = History.from_traces([folder.trace()], config.ladder(), n_steps=config.n_steps)
     plots = (plot_energies, plot_replica_paths, plot_correction)[: 3 if config.n_rungs > 1 else 2]
     heights = (3, 2, 2)[: len(plots)]
@@ -82,4 +89,5 @@ def draw(config: DigitsConfig, folder: RunFolder, path: Path, *, title: str) -> 
         for axis, plot in zip(axes.flat, plots, strict=True):
             plot(history, axis)
             axis.label_outer()
-        axes[0, 0].set_title(title)
+        seed = folder.path.name.removeprefix("seed=")
+        axes[0, 0].set_title(f"{shown}, seed {seed}: energies, rungs and swaps")

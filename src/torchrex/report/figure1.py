@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ from torchrex.experiments.mixtures import MixtureConfig
 from torchrex.report.plots import plot_distance
 from torchrex.report.tables import markdown_table, panels, pool_seeds, value_and_error
 
-Runs = dict[str, tuple[MixtureConfig, list[RunFolder]]]  # recipe -> config, one folder per seed
+Configs = Mapping[str, MixtureConfig]
+Folders = Mapping[str, Sequence[RunFolder]]  # by recipe, one for each seed
+Runs = list[tuple[MixtureConfig, Sequence[RunFolder]]]
+NOTES = ()
 COLUMNS = ("case", "method", "paper acc. %", "ours acc. %", "sigma2", "left weight", "W1", "W2")
+SHOWN = ("acceptance_rate", "noise_variance", "left_weight", "w1", "w2")  # with their errors
 # Distinct in grey as well: a line style goes with every colour.
 STYLES = {
     "SGLD": {"color": "#999999", "linestyle": ":"},
@@ -37,7 +42,7 @@ def label_of(config: MixtureConfig) -> str:
     return f"reSGLD, F={config.correction_factor:g}" if "case3" in config.recipe else "reSGLD"
 
 
-def rows(runs: Runs) -> list[dict[str, Any]]:
+def rows(configs: Configs, folders: Folders) -> list[dict[str, Any]]:
     """One row per recipe, each number with its standard error over independent runs; seeds are
     pooled.
     """
@@ -48,22 +53,23 @@ def rows(runs: Runs) -> list[dict[str, Any]]:
             "method": label_of(config),
             "paper_acceptance_rate": config.paper.get("acceptance_rate"),
             "n_steps": config.n_steps,
-            "n_runs": config.n_runs * len(folders),
-            **pool_seeds([folder.result or {} for folder in folders]),
+            "n_runs": config.n_runs * len(folders[name]),
+            **pool_seeds([folder.result or {} for folder in folders[name]]),
         }
-        for name, (config, folders) in runs.items()
+        for name, config in configs.items()
     ]
 
 
 def cells(row: dict[str, Any]) -> list[str]:
     """One row as text, for the columns above."""
     paper = row["paper_acceptance_rate"]
+    rates = ("acceptance_rate", "acceptance_rate_se")
+    row = row | {name: 100 * row[name] for name in rates if row.get(name) is not None}
     return [
         row["case"].removeprefix("case"),
         row["method"].replace(", ", " "),
         "" if paper is None else ("none" if paper == 0 else f"{100 * paper:g}"),
-        value_and_error(row, "acceptance_rate", scale=100),
-        *(value_and_error(row, name) for name in ("noise_variance", "left_weight", "w1", "w2")),
+        *(value_and_error(row.get(name), row.get(f"{name}_se")) for name in SHOWN),
     ]
 
 
@@ -90,7 +96,7 @@ def as_markdown(table_rows: list[dict[str, Any]]) -> str:
     return "\n".join(markdown_table(COLUMNS, map(cells, table_rows))) + "\n"
 
 
-def draw(runs: Runs, path: Path) -> None:
+def draw(configs: Configs, folders: Folders, path: Path) -> None:
     """Densities of the three cases against the truth, and distance to the truth against steps."""
     shown = [
         ("case1", plot_densities, "(a) case 1: noise N(0, 2²)"),
@@ -100,7 +106,8 @@ def draw(runs: Runs, path: Path) -> None:
     ]
 
     def of(case: str) -> Runs:
-        return {name: run for name, run in runs.items() if f"/{case}-" in name}
+        names = [name for name in configs if f"/{case}-" in name]
+        return [(configs[name], folders[name]) for name in names]
 
     shown = [panel for panel in shown if of(panel[0])]
     with panels(path, 1, len(shown), (4 * len(shown), 3.8), dpi=130) as (_, axes):
@@ -116,7 +123,7 @@ def plot_densities(runs: Runs, axis: Any) -> None:
     A mean over runs that each stay in one mode can look right, so the legend says how far a single
     run is (W1).
     """
-    for config, folders in runs.values():
+    for config, folders in runs:
         label, traces = label_of(config), [folder.trace() for folder in folders]
         edges, density = traces[0]["edges"], torch.cat([trace["density"] for trace in traces])
         if "case3" in config.recipe and label == "SGLD":
@@ -133,7 +140,7 @@ def plot_densities(runs: Runs, axis: Any) -> None:
 
 
 def plot_distances(runs: Runs, axis: Any) -> None:
-    for config, folders in runs.values():
+    for config, folders in runs:
         label, traces = label_of(config), [folder.trace() for folder in folders]
         w2 = torch.cat([trace["w2"] for trace in traces], dim=1)
         plot_distance(traces[0]["curve_steps"], w2, axis, label=label, style=STYLES[label])

@@ -15,13 +15,7 @@ from torch import Tensor
 
 from torchrex.diagnostics import History, over_chains
 from torchrex.errors import InvalidArgumentError
-from torchrex.report.series import (
-    acceptance_over_time,
-    calibration,
-    noise_over_time,
-    running_mean,
-    smoothing_window,
-)
+from torchrex.report.series import acceptance_over_time, calibration, running_mean, smoothing_window
 
 STYLES = ("-", "--", "-.", ":")
 # From dark to light in grey, two by two.
@@ -92,7 +86,7 @@ def plot_acceptance(history: History, axis: Any) -> Any:
 def plot_noise_variance(history: History, axis: Any) -> Any:
     """sigma2 of one energy, of every pair: mean over chains, band of two standard errors."""
     _require_pairs(history)
-    mean, error = noise_over_time(history)
+    mean, error = over_chains(history.noise_variance)
     for pair in range(history.n_pairs):
         label = f"rungs {pair}, {pair + 1}"
         _line_with_band(axis, history.steps, mean[:, pair], error[:, pair], look(pair), label)

@@ -13,7 +13,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from torchrex.diagnostics import History, over_chains
+from torchrex.diagnostics import History
 from torchrex.errors import InvalidArgumentError
 from torchrex.exchange import acceptance_probability
 
@@ -39,9 +39,7 @@ class AcceptanceOverTime(NamedTuple):
 
     step: Tensor  # (w,): the middle of each window
     expected: Tensor | None  # (w, pairs): mean of min(1, S) over the recorded rows and chains
-    observed: (
-        Tensor | None
-    )  # (w, pairs): swaps over tests, taken to be spread evenly over the steps
+    observed: Tensor | None  # (w, pairs): swaps over tests, which are taken to be spread evenly
 
 
 def acceptance_over_time(history: History, windows: int = 40) -> AcceptanceOverTime:
@@ -69,12 +67,6 @@ def acceptance_over_time(history: History, windows: int = 40) -> AcceptanceOverT
         tests = history.proposed.double().sum(1) / n_windows
         observed = summed(of_pair, history.swaps.step) / tests
     return AcceptanceOverTime(0.5 * (edges[1:] + edges[:-1]), expected, observed)
-
-
-def noise_over_time(history: History) -> tuple[Tensor, Tensor]:
-    """sigma2 of every pair, (k, pairs): mean over chains, standard error (NaN for one chain)."""
-    mean, error = over_chains(history.noise_variance)
-    return mean, error
 
 
 class Calibration(NamedTuple):

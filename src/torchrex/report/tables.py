@@ -555,14 +555,11 @@ def pool_seeds(results: Sequence[dict[str, Any]]) -> dict[str, float]:
     return pooled
 
 
-def value_and_error(row: Mapping[str, Any], name: str, *, scale: float = 1.0) -> str:
+def value_and_error(value: float | None, error: float | None) -> str:
     """`0.410(2)`: the error applies to the last digit shown."""
-    value, error = row.get(name), row.get(f"{name}_se")
     if value is None:
         return ""
-    value *= scale
     if not error or not math.isfinite(error):
         return f"{value:.4g}"
-    error *= scale
     decimals = max(0, -math.floor(math.log10(error)))
     return f"{value:.{decimals}f}({math.ceil(error * 10**decimals - 0.5)})"

@@ -25,7 +25,6 @@ from torchrex.report.series import (
     acceptance_over_time,
     calibration,
     least_of_averages,
-    noise_over_time,
     running_mean,
     smoothing_window,
 )
@@ -112,7 +111,7 @@ def _of_history(run: LoadedRun, history: History, shared: dict[str, Any]) -> lis
         title, y = f"Replicas over rungs{of}", "rung (0 is coldest)"
         charts.append(chart("paths", title, unit, y, series, marks=marks, whole=True, **common))
         charts.append(_acceptance(run, history))
-    level, error = noise_over_time(history)
+    level, error = over_chains(history.noise_variance)
     series = []
     for pair in range(n_pairs):
         name, y_values = f"rungs {pair}–{pair + 1}", level[rows, pair]

@@ -198,7 +198,7 @@ def shown(value: float, error: float | None) -> str:
     """To the digits that the error leaves; large numbers without one are written out."""
     if not error and MANY <= abs(value) < 1e15:
         return f"{value:,.0f}"
-    return value_and_error({"v": value, "v_se": error}, "v")
+    return value_and_error(value, error)
 
 
 def paper_of(config: ExperimentConfig | None) -> dict[str, tuple[str, float]]:
