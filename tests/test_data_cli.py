@@ -23,82 +23,36 @@ def data(*words):
     return CliRunner().invoke(app, ["data", *map(str, words)])
 
 
-def test_the_help_names_all_sets():
-    """They are written out there, because nothing large is loaded for a help text."""
-    assert tuple(SOURCES) == cli_data.SETS
-
-
 def test_import_and_list(tiny, tmp_path):  # noqa: F811
+    assert tuple(SOURCES) == cli_data.SETS  # written out for the help text, which loads nothing
     arrays, files = tiny("cifar10")
-    source, cache = put(tmp_path / "official", files), tmp_path / "cache"
-    result = data("import", "cifar10", "--from", source)
+    source, cache = put(tmp_path / "official", files), tmp_path / "[red]cache"
+    result = data("import", "cifar10", "--from", source, "--to", cache)
     assert result.exit_code == 0, result.output
     where = cache / "cifar10.safetensors"
-    assert (
-        result.stdout
-        == f"cifar10: 70 images in {where} (official cifar-10-binary.tar.gz, md5 checked)\n"
-    )
+    about = f"70 images in {where} (official cifar-10-binary.tar.gz, md5 checked)"
+    assert result.stdout == f"cifar10: {about}\n"
     assert result.stderr == "", "silent where stderr is not a terminal"
-    assert_holds(load_images("cifar10"), arrays)
-
-    lines = data("list").stdout.splitlines()
-    assert lines == [
-        f"cifar10   70 images in {where} (official cifar-10-binary.tar.gz, md5 checked)",
-        f"cifar100  not there ({cache})",
-        f"svhn      not there ({cache})",
-    ]
-    other = tmp_path / "[red]other"
-    assert data("import", "cifar10", "--from", source, "--to", other).stdout.startswith(
-        f"cifar10: 70 images in {other}"
-    )
-    assert f"70 images in {other}" in data("list", "--in", other).stdout
-
-
-def test_list_shows_damage(tiny, tmp_path):  # noqa: F811
-    _, files = tiny("svhn")
-    data("import", "svhn", "--from", put(tmp_path / "official", files))
-    path = tmp_path / "cache" / "svhn.safetensors"
-    path.write_bytes(path.read_bytes()[:50])
-    result = data("list")
-    assert result.exit_code == 0
-    assert "is damaged" in result.stdout.splitlines()[2]
-    assert "import it again" in result.stdout.splitlines()[2]
-
-
-def test_fetch(server, cifar, tmp_path):  # noqa: F811
-    result = data("fetch", "cifar10", "--to", tmp_path / "there", "--mirror", server.url)
-    assert result.exit_code == 0, result.output
-    assert result.stdout.startswith(
-        f"cifar10: 70 images in {tmp_path / 'there' / 'cifar10.safetensors'}"
-    )
-    assert_holds(load_images("cifar10", tmp_path / "there"), cifar)
-
-
-def test_errors_are_ours(tiny, tmp_path):  # noqa: F811
-    """The command line's main turns them into one line and exit code 2."""
-    tiny("cifar10")
+    assert_holds(load_images("cifar10", cache), arrays)
+    absent = [f"cifar100  not there ({cache})", f"svhn      not there ({cache})"]
+    assert data("list", "--in", cache).stdout.splitlines() == [f"cifar10   {about}", *absent]
+    where.write_bytes(where.read_bytes()[:50])
+    assert "is damaged" in data("list", "--in", cache).stdout.splitlines()[0]
+    # The command line's main turns errors of ours into one line and exit code 2.
     for words in (["fetch", "cifar11"], ["import", "cifar10", "--from", tmp_path / "nowhere"]):
         assert isinstance(data(*words).exception, DataError)
     assert data("import", "cifar10").exit_code == 2
 
 
-def test_a_bar_on_a_terminal(server, cifar, monkeypatch):  # noqa: F811
+def test_fetch_has_a_bar_on_a_terminal(server, cifar, monkeypatch, tmp_path):  # noqa: F811
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    result = data("fetch", "cifar10", "--mirror", server.url)
+    result = data("fetch", "cifar10", "--to", tmp_path / "there", "--mirror", server.url)
     assert result.exit_code == 0, result.output
     assert "download cifar10" in result.stderr
     assert "100%" in result.stderr
     assert "download" not in result.stdout
-
-
-def test_a_bar_without_a_total(monkeypatch, capsys):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    with cli_data._bar("title") as progress:
-        progress(5, 0)
-    shown = capsys.readouterr().err
-    assert "title" in shown
-    assert "%" not in shown
+    assert_holds(load_images("cifar10", tmp_path / "there"), cifar)
 
 
 @pytest.mark.parametrize(
