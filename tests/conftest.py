@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -9,3 +10,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 # A shell starts background jobs with SIGINT ignored, and their children inherit that. Tests send
 # Ctrl-C to themselves and to processes they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Tests kill processes, but cut no power: syncing would take most of the time of some of them.
+os.fsync = lambda descriptor: None

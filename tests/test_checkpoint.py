@@ -27,10 +27,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 
-from torchrex.checkpoint import Checkpoint, Checkpoints, parse_json, printable, read
+from torchrex.checkpoint import Checkpoint, Checkpoints, printable, read
 from torchrex.checkpoint.folder import VERSION
 from torchrex.checkpoint.tree import DTYPES
-from torchrex.errors import CheckpointError, InvalidArgumentError
+from torchrex.errors import CheckpointError
 
 TENSORS = ("replica=0.safetensors", "replica=1.safetensors", "shared.safetensors")
 FILES = (*TENSORS, "manifest.json", "DONE")
@@ -275,13 +275,6 @@ def test_other_things_in_the_folder_are_left_alone(three):
     assert set(os.listdir(three.folder)) == {"step=000000005", *others}
 
 
-def test_impossible_arguments():
-    with pytest.raises(InvalidArgumentError, match="keep"):
-        Checkpoints("x", keep=0)
-    with pytest.raises(InvalidArgumentError, match="step"):
-        Checkpoints("x").save(-1, {})
-
-
 # Crashes
 
 
@@ -464,18 +457,6 @@ def test_everything_is_synced_before_it_is_named(tmp_path, monkeypatch):
     assert order == [("fsync", "."), *files, *named]
 
 
-def test_a_file_system_that_cannot_sync_folders(tmp_path, monkeypatch):
-    fsync = os.fsync
-
-    def fsync_files_only(descriptor):
-        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
-            raise OSError(errno.EINVAL, "Invalid argument")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync_files_only)
-    assert save_next(tmp_path, 5).name == "step=000000005"
-
-
 # A disk that does not take it
 
 
@@ -545,18 +526,6 @@ def test_two_damaged_in_one_line_and_all_damaged_is_an_error(three, third, warni
     assert len(warnings_of()) == 1
 
 
-def test_files_of_another_checkpoint(three, third, warnings_of, caplog):
-    name = "replica=0.safetensors"
-    content = (third / name).read_bytes()
-    (third / name).write_bytes((three.folder / "step=000000002" / name).read_bytes())
-    assert_falls_back(three, 2, warnings_of, "checksum")
-    (third / name).write_bytes(content)
-    os.rename(third, three.folder / "step=000000009")
-    caplog.clear()
-    assert three.load_newest().step == 2
-    assert "step=000000009 is that of step 3, not of step 9" in warnings_of()[0]
-
-
 # Content that means harm
 
 
@@ -570,33 +539,20 @@ class Bomb:
         return Path.touch, (self.marker,)
 
 
-def pickled(kind, marker):
-    if isinstance(kind, int):
-        return pickle.dumps(Bomb(marker), kind)
-    file = io.BytesIO()
-    torch.save({"x": Bomb(marker)}, file, _use_new_zipfile_serialization=kind == "zip")
-    return file.getvalue()
-
-
 @pytest.mark.parametrize("sealed", [False, True], ids=["dropped in", "with matching checksums"])
-@pytest.mark.parametrize("kind", ["zip", "legacy", 2, 5])
+@pytest.mark.parametrize("kind", ["torch", "pickle"])
 def test_a_pickle_is_refused_and_not_executed(three, third, tmp_path, warnings_of, kind, sealed):
-    marker = tmp_path / "executed"
-    data = pickled(kind, marker)
-    load = (
-        pickle.loads
-        if isinstance(kind, int)
-        else lambda d: torch.load(io.BytesIO(d), weights_only=False)
-    )
-    load(data)
-    assert marker.exists()  # the bomb is live
-    marker.unlink()
+    marker, file = tmp_path / "executed", io.BytesIO()
+    torch.save({"x": Bomb(marker)}, file)
+    data = file.getvalue() if kind == "torch" else pickle.dumps(Bomb(marker))
     if sealed:
         put(third, "replica=1.safetensors", data)
     else:
         (third / "replica=1.safetensors").write_bytes(data)
     assert_falls_back(three, 2, warnings_of, "pickle in place of replica=1.safetensors")
     assert not marker.exists()
+    pickle.loads(data) if kind == "pickle" else torch.load(io.BytesIO(data), weights_only=False)
+    assert marker.exists()  # the bomb is live
 
 
 @pytest.mark.parametrize(
@@ -645,23 +601,6 @@ def test_a_manifest_of_another_form(three, third, tmp_path, warnings_of, change)
     assert_falls_back(three, 2, warnings_of)
 
 
-@pytest.mark.parametrize("key", ["../../evil", "/tmp/evil", "DONE", "\0"])
-def test_keys_name_no_files(tmp_path, key):
-    state = {key: ONE, "replicas": [{key: {key: -ONE}}]}
-    path = Checkpoints(tmp_path / "a" / "b").save(1, state, setting={key: key})
-    assert same(state, Checkpoints(tmp_path / "a" / "b").load_newest(setting={key: key}).state)
-    assert sorted(os.listdir(path)) == sorted({*FILES} - {"replica=1.safetensors"})
-    assert [os.listdir(folder) for folder in (tmp_path, tmp_path / "a")] == [["a"], ["b"]]
-
-
-@pytest.mark.parametrize(
-    "text", [b"NaN", b"[1e999]", b"9" * 30, b"[" * 300 + b"]" * 300, b"[" * 10**5, b"\xff"]
-)
-def test_json_of_another_form_is_refused(text):
-    with pytest.raises(ValueError, match=r"\S"):
-        parse_json(text)
-
-
 def test_nothing_is_shown_that_a_terminal_obeys():
     assert printable({"a\x1b[2J": ["\u202e", "é", 1]}) == {"a\\x1b[2J": ["\\u202e", "é", 1]}
 
@@ -678,6 +617,7 @@ def test_another_schema(three, third, warnings_of, change):
 
 
 def test_another_setting_names_what_differs(three, warnings_of):
+    assert three.load_newest(setting={**SETTING, "temperatures": [1, 10.0]}).step == 3  # the same
     prior = {"precision": "x\n" * 500}
     given_now = {**SETTING, "temperatures": [1.0, 10.0000001], "prior": prior, "seed": 3}
     with pytest.raises(CheckpointError) as error:
@@ -690,17 +630,6 @@ def test_another_setting_names_what_differs(three, warnings_of):
     assert "\n" not in message
     assert len(message) < 600
     assert not warnings_of()
-    with pytest.raises(CheckpointError, match="; and 98 more"):
-        three.load_newest(setting={f"key{k}": k for k in range(100)})
-
-
-def test_the_same_setting_written_otherwise(tmp_path):
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, {}, setting={"a": (1, math.nan), "b": {"c": math.inf}})
-    assert checkpoints.load_newest(setting={"b": {"c": math.inf}, "a": [1.0, math.nan]}).step == 1
-    assert checkpoints.load_newest().step == 1
-    with pytest.raises(CheckpointError, match=r"a was \[1, nan\] and is now \[1\]"):
-        checkpoints.load_newest(setting={"b": {"c": math.inf}, "a": [1]})
 
 
 # What cannot be saved

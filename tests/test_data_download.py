@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import logging
 import socket
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import pooch
 import pytest
 
 from test_data import assert_holds, one_line, tiny  # noqa: F401 - tiny is a fixture
@@ -180,21 +178,3 @@ def test_pooch_is_optional(cifar, monkeypatch, tmp_path):
         fetch_images("cifar10", base_url="http://127.0.0.1:1")
     with pytest.raises(DataError):
         import_images("cifar10", tmp_path / "nowhere")
-
-
-def test_pooch_prints_nothing(server, cifar):
-    """It reports each download on stderr otherwise; its level is restored."""
-    said = []
-    handler = logging.Handler()
-    handler.emit = said.append
-    logger = pooch.get_logger()
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        fetch_images("cifar10", base_url=server.url)
-        assert logger.level == logging.INFO
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
-    assert said == []

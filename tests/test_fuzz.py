@@ -7,7 +7,6 @@ outside of its folder.
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
 import os
 import shutil
@@ -19,14 +18,12 @@ from random import Random
 
 import numpy as np
 import pytest
-import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fuzzing import (
     SPECIAL,
-    TINY,
     Finding,
     checkpoint_state,
     limited,
@@ -36,12 +33,10 @@ from fuzzing import (
     try_one,
 )
 from torchrex.checkpoint import Checkpoints
-from torchrex.errors import CheckpointError, DataError, RunFolderError, TorchrexError
+from torchrex.errors import CheckpointError, RunFolderError, TorchrexError
 from torchrex.experiments import RunFolder, get_recipe, run_recipe
 from torchrex.posterior import Draws, DrawStore
-from torchrex.recording import read_log
 from torchrex.report.reader import load_run
-from torchrex.vision.data import load_images
 
 PACKAGE = Path(__file__).parents[1] / "src" / "torchrex"
 INPUTS = 100  # of a kind
@@ -328,29 +323,6 @@ def test_a_store_does_not_write_through_links(tmp_path):
 
 
 # Image sets and logs
-
-
-@slow
-def test_a_cache_of_another_form_with_the_right_checksum(kinds, copy):
-    folder = copy("cache")
-    for dtype in (torch.float32, torch.bfloat16):
-        tensors = {name: torch.zeros(5, 2, dtype=dtype) for name in TINY.array_names()}
-        content = {name: t.view(torch.uint8).numpy().data for name, t in tensors.items()}
-        sums = {name: hashlib.sha256(data).hexdigest() for name, data in content.items()}
-        about = {"schema": 1, "name": "cifar10", "provenance": "x", "sha256": sums}
-        (folder / "cifar10.safetensors").write_bytes(save(tensors, {"torchrex": json.dumps(about)}))
-        assert "cifar10" in message(lambda: load_images("cifar10", folder), DataError)
-
-
-def test_a_log_of_a_stranger(tmp_path):
-    path = tmp_path / "log.jsonl"
-    path.write_text('{"step": 1}\n' + "[" * 100_000 + '\n{"step": 2}\n')
-    with limited(20.0):
-        assert read_log(path) == [{"step": 1}]  # up to the damage
-    path.unlink()
-    os.mkfifo(path)
-    with limited(20.0):
-        assert "not a file" in message(lambda: read_log(path), RunFolderError)
 
 
 # Nothing is executed

@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +30,6 @@ from torchrex.recording import (
     Observer,
     TensorBoard,
     Watched,
-    Windows,
     live,
     progress_bar,
     read_log,
@@ -140,17 +138,6 @@ def some_infos(n, *, rungs=2, seed=0):
         correction=torch.rand(size, generator=generator, dtype=torch.float64),
         replica_at=torch.arange(rungs).repeat(n, 1)[..., None],
     )
-
-
-@pytest.mark.parametrize("stretches", [[100], [1] * 100, [3, 37, 9, 51], [25, 25, 50]])
-def test_windows_do_not_depend_on_the_stretches(stretches):
-    infos, windows, done, found = some_infos(100), Windows(25), 0, []
-    for n in stretches:
-        found += windows.add(StepInfo(*(values[done : done + n] for values in infos)), done + n)
-        done += n
-    assert [(w.first, w.last) for w in found] == [(1, 25), (26, 50), (51, 75), (76, 100)]
-    assert torch.equal(torch.cat([window.energy for window in found]), infos.energy[..., 0])
-    assert not list(windows.rest())
 
 
 # JSON lines
@@ -508,22 +495,3 @@ def test_the_display_is_silent_where_nobody_looks(capfd):
             assert callback is None
         assert console.file.getvalue() == ""
         assert "silent" in repr(display)
-
-
-def test_drawing_takes_a_fixed_share_of_the_time(monkeypatch):
-    """By a clock of our own: each picture takes 4 ms, each call of `progress` 1 ms."""
-    clock, drawn = [0.0], []
-    now = SimpleNamespace(monotonic=lambda: clock[0], perf_counter=lambda: clock[0])
-    monkeypatch.setattr(live, "time", now)
-
-    def slow(self):
-        drawn.append(clock[0])
-        clock[0] += 0.004
-        return "picture"
-
-    monkeypatch.setattr(LiveDisplay, "picture", slow)
-    with LiveDisplay("t", 10**6, console=terminal()) as display:
-        for n in range(10_000):
-            clock[0] += 0.001
-            display.progress(n, 10**6)
-    assert len(drawn) == pytest.approx(clock[0] * live.SHARE / 0.004, abs=1)

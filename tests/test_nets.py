@@ -129,26 +129,6 @@ def test_blocks(block, reference, expansion, width_in, width, stride):
     assert torch.allclose(y, reference(part, x), atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "widths"),
-    [("basic", [16, 32, 64]), ("bottleneck", [64, 128, 256]), ("wide", [32, 64, 128])],
-)
-def test_stages(kind, widths):
-    """Widths and image sizes after each stage; then the mean over the image and a linear map."""
-    net, x = small(kind), images()
-    shapes = []
-    for block in net.blocks:
-        block.register_forward_hook(lambda module, x, output: shapes.append(tuple(output.shape)))
-    logits = net(x)
-    assert shapes == [(4, w, size, size) for w, size in zip(widths, (32, 16, 8), strict=True)]
-    assert logits.shape == (4, 7)
-    features = []
-    net.blocks.register_forward_hook(lambda module, inputs, output: features.append(output))
-    net(x)
-    last = activated(net.bn, features[0]) if kind == "wide" else features[0]
-    assert torch.allclose(logits, net.linear(last.mean((2, 3))), atol=1e-5)
-
-
 @pytest.mark.parametrize("kind", SMALL)
 def test_he_initialisation(kind):
     """Standard deviation sqrt(2 / fan out), fan out = channels out x kernel; 5 standard errors."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import signal
 import subprocess
 import sys
@@ -116,22 +115,6 @@ def test_a_budget_pauses_and_the_next_call_goes_on(tmp_path, untouched):
     assert digits_run(tmp_path, resume=True).result == before  # a finished run is left alone
 
 
-def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, untouched, caplog):
-    folder = digits_run(tmp_path, budget=0.15)
-    while folder.result["status"] == "paused" and len(checkpoints_of(folder).steps()) < 2:
-        digits_run(tmp_path, resume=True, budget=0.15)
-    newest = sorted((folder.path / "checkpoints").iterdir())[-1]
-    file = newest / "replica=1.safetensors"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-    with caplog.at_level(logging.WARNING, logger="torchrex"):
-        digits_run(tmp_path, resume=True)
-    (record,) = [each for each in caplog.records if "damaged" in each.message]
-    assert newest.name in record.getMessage()
-    assert_same_run(folder, untouched)
-
-
 @pytest.mark.slow
 def test_overwriting_keeps_the_finished_run_until_the_new_one_is_finished(tmp_path, monkeypatch):
     folder = digits_run(tmp_path)
@@ -202,7 +185,7 @@ def test_where_it_looks_does_not_matter(monkeypatch):
     runs = []
     for seconds in (0.0, 1e9):
         monkeypatch.setattr("torchrex.network.training.SECONDS_BETWEEN_LOOKS", seconds)
-        runs.append(go(None, 300)[0])
+        runs.append(go(None, 100)[0])
     assert torch.equal(runs[0].ensemble.position, runs[1].ensemble.position)
 
 
@@ -334,15 +317,6 @@ def test_plain_batches_go_on_within_an_epoch_and_resume_with_a_new_one(tmp_path,
     assert "new epoch" in caplog.text
 
 
-def test_going_back_in_the_same_process_is_exact_with_the_same_objects(tmp_path):
-    run, data = make_run(), Remembering(batches(6))
-    tr.train(run, data, 8, checkpoints=tmp_path)
-    tr.train(run, data, 15, checkpoints=None)
-    there = run.ensemble.position.clone()
-    tr.train(run, data, 15, checkpoints=tmp_path)  # back to step 8, and on
-    assert torch.equal(run.ensemble.position, there)
-
-
 def test_leaving_advance_early_does_not_begin_the_data_anew():
     run, data = make_run(), Remembering(batches(300, size=1))
     for _ in run.advance(280, data):
@@ -419,17 +393,6 @@ def test_steps_and_seconds_of_this_call_and_of_all(tmp_path):
     assert first.seconds == first.total_seconds
     assert 0 < second.seconds <= took
     assert second.total_seconds >= first.seconds + second.seconds - 1e-9
-
-
-def test_a_trace_takes_single_steps():
-    run, blocks, single, stacked = make_run(), batches(6), tr.Trace(every=2), tr.Trace(every=2)
-    for batch in blocks:
-        single.record(run.step(batch))
-    for infos in make_run().advance(6, blocks):
-        stacked.record(infos)
-    a, b = single.tensors(), stacked.tensors()
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_progress_and_bad_arguments():
