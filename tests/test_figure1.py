@@ -49,9 +49,7 @@ def test_numbers(metrics, recipe, metric, expected, tolerance):
 
 
 def test_the_order_of_the_methods(metrics):
-    """Corrected beats naive beats SGLD in distance to the truth; on case 3 F = 2 is the best of all
-    F.
-    """
+    """Corrected beats naive beats SGLD in distance to the truth; on case 3 F = 2 is best."""
     for case in ("case1", "case2"):
         corrected, naive, sgld = (
             metrics(f"{case}-{method}")["w2"] for method in ("resgld", "naive", "sgld")

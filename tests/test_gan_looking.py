@@ -1,6 +1,4 @@
-"""Runs of GANs on the page and before the doctor: a warm start is no fault, and what the generators
-make is shown.
-"""
+"""Runs of GANs on the page and before the doctor: warm start, and pictures."""
 
 from __future__ import annotations
 
@@ -271,9 +269,7 @@ def test_methods_are_drawn_over_each_other_and_other_labels_apart(four, tmp_path
 
 
 def test_a_copy_is_not_drawn_twice(four):
-    """The mean line of seeds 0 and 1 is that of two runs, with a copy of seed 0 as well and with
-    one that is not finished.
-    """
+    """Neither a copy of seed 0 nor an unfinished run changes the mean of seeds 0 and 1."""
     first = four[""]
     curves = dict(first.result["curves"])
     curves["probabilities_accuracy"] = [x + 0.2 for x in curves["probabilities_accuracy"]]
@@ -286,9 +282,7 @@ def test_a_copy_is_not_drawn_twice(four):
 
 
 def test_acceptance_is_that_of_the_tests_after_the_warm_start(four):
-    """By hand: ten windows of 100 steps; swaps at 700 and 800, of 100 tests in each window from
-    step 600 on, are 1 %.
-    """
+    """By hand: 100 tests in each window of 100 steps from step 600 on; one swap is 1 %."""
     chart = chart_of(charts_of(four[""])[0], "acceptance")
     expected, observed = chart["series"]
     assert expected["x"] == [50 + 100 * k for k in range(10)]

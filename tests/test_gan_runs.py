@@ -1,6 +1,4 @@
-"""Semi-supervised GANs from the command line to result.json, on the digits: exact resume, runs that
-train together, pictures; and it helps.
-"""
+"""Semi-supervised GANs on the digits, from the command line to result.json."""
 
 from __future__ import annotations
 
@@ -84,9 +82,7 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize("stops", [2, pytest.param(9, marks=pytest.mark.slow)])
 def test_stopped_and_resumed_equals_never_stopped(cli, tmp_path, whole, stops):
-    """Bit for bit: inside the warm start, at its end and after it. A budget that is over at once
-    lets one step be done.
-    """
+    """Bit for bit, also inside the warm start. A budget that is over lets one step be done."""
     words, folder = ["run", "gan/digits-100", "--out", tmp_path], tmp_path / "gan/digits-100/seed=0"
     for k in range(stops):
         code, out, err = cli(*words, *(["--resume"] if k else []), "--budget", "0.001s")
@@ -148,9 +144,7 @@ def test_methods_that_train_together_are_the_methods_alone(tmp_path, whole):
 
 
 def test_rungs_with_generators_of_their_own(tmp_path, whole):
-    """Another run: each rung's generators learn from their own discriminator alone. The cold one
-    alone is SGHMC.
-    """
+    """Each rung's generators learn from their own discriminator. The cold one alone is SGHMC."""
     pair = outcome(run_recipe(short("gan/digits-100-noswaps", "generators=own"), 0, tmp_path).path)
     alone = outcome(run_recipe(short("gan/digits-100-sghmc"), 0, tmp_path).path)
     assert torch.equal(pair["trace"]["energy"][:, 0], alone["trace"]["energy"][:, 0])
@@ -193,9 +187,7 @@ def test_the_authors_score_leaves_out_what_is_called_fake():
 
 
 def test_the_score_in_training_mode_is_that_of_batches():
-    """Each batch normalised by itself, nothing left in the running statistics: by hand, and not the
-    same as image by image.
-    """
+    """Each batch is normalised by itself, and the running statistics stay as they were."""
     torch.manual_seed(0)
     module = BayesianGAN(2, 0, size=8, channels=1, width=4)
     x, y = torch.randn(200, 1, 8, 8) + 3, torch.arange(200) % 2
@@ -250,9 +242,7 @@ def as_bytes(images):
 
 
 def test_which_images_have_labels():
-    """Equally many of each class, by the seed; with more labels the others keep theirs; the rest is
-    unlabelled.
-    """
+    """Equally many of each class, by the seed; with more labels the others keep theirs."""
     config = get_recipe("gan/digits-100")
     (x, y), test = digit_images()
     images, other = config.images(0), config.images(1)
@@ -381,9 +371,7 @@ def test_how_long_a_cpu_takes_is_reported(cli, tmp_path, small_cifar, caplog, me
 
 
 def test_a_generator_that_breaks_is_named_by_the_command(cli, tmp_path, monkeypatch):
-    """Its weights become NaN after the tenth step: exit code, one line, and the same in
-    result.json.
-    """
+    """Its weights become NaN after the tenth step."""
     plain = networks.PosteriorAverage.update
 
     def update(self, run):

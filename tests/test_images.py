@@ -1,6 +1,4 @@
-"""Image recipes from the command line to result.json, on a small data set of coloured squares; and
-that all recipes are there.
-"""
+"""Image recipes from the command line to result.json, on a small set of coloured squares."""
 
 from __future__ import annotations
 
@@ -103,9 +101,7 @@ def trained(monkeypatch, folder):
     ],
 )
 def test_stopped_and_resumed_equals_never_stopped(cli, tmp_path, caplog, recipe, more, stops):
-    """Bit for bit, with repeated energies between the stops. A budget too short for an epoch is
-    reported at every stop.
-    """
+    """Bit for bit, with repeated energies; a budget too short for an epoch is reported."""
     settings, words = [*SHORT, *more], ["run", recipe, "--device", "cpu"]
     code, _, err = cli(*words, "--out", tmp_path / "whole", settings=settings)
     assert code == 0, err
@@ -189,9 +185,7 @@ def test_metrics_and_curves_of_a_pair(trained):
 
 
 def test_metrics_are_of_what_they_say():
-    """From logits that are known: two draws of two rungs on 40 examples, the first draw the better
-    one.
-    """
+    """Two known draws of two rungs on 40 examples, the first draw the better one."""
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(40) % 10
     right = 3.0 * torch.nn.functional.one_hot(y, 10)
@@ -291,9 +285,7 @@ def test_sghmc_is_rung_0_of_the_independent_pair(trained, family):
 
 
 def test_noise_that_keeps_the_initial_lr_is_more_noise(trained):
-    """The families differ where the lr has fallen. The first two epochs, at full lr, show in the
-    energies up to step 4.
-    """
+    """The families differ where the lr has fallen: in the energies from step 5 on."""
     settings = ("clean/cifar10-resnet20-sghmc", "temperature=1e5")
     follows, keeps = (
         trained(short(*settings, f"noise_follows_lr={follows}")).trace.tensors()["energy"]
@@ -357,9 +349,7 @@ def test_bad_input_is_one_clear_line_and_exit_2(cli, tmp_path, setting, expected
 
 
 def test_data_that_are_not_there_or_not_complete(cli, tmp_path, monkeypatch):
-    """The cache of these tests has 800 images: without a subset a recipe would train on the wrong
-    number.
-    """
+    """The cache has 800 images: without a subset a recipe would train on the wrong number."""
     words = ["run", "clean/cifar10-resnet20", "--device", "cpu", "--out", tmp_path / "runs"]
     incomplete = "800 training images instead of 50,000; import or fetch it again"
     refused(cli(*words, settings=["net=resnet8"]), incomplete)

@@ -1,6 +1,4 @@
-"""Tables 1 to 3, figures 2 and 3 from run folders that are written here, with numbers whose means
-and errors are known by hand.
-"""
+"""Tables 1 to 3, figures 2 and 3 from written run folders, with numbers known by hand."""
 
 from __future__ import annotations
 
@@ -71,9 +69,7 @@ def rebuild(cli, tmp_path):
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a finished run of a recipe. `headline` and `pooled` are accuracies in %; the others
-    are a known distance below them.
-    """
+    """Writes a finished run; `headline` and `pooled` are in %, the others known from them."""
 
     def one(
         recipe,
@@ -138,9 +134,7 @@ def test_z_score_by_hand():
 
 
 def test_p_of_pairs_by_hand():
-    """t = 3 with two degrees of freedom has p = 1 - 3 / sqrt(11); where all differences are equal
-    there is no test.
-    """
+    """t = 3 with 2 degrees of freedom: p = 1 - 3 / sqrt(11); equal differences: no test."""
     assert p_of_pairs(3.0, 1.0, 3) == pytest.approx(1.0 - 3.0 / math.sqrt(11.0))
     assert p_of_pairs(-3.0, 1.0, 3) == p_of_pairs(3.0, 1.0, 3)
     assert p_of_pairs(0.1, 1e-15, 3) is None  # rounding
@@ -601,9 +595,7 @@ def test_figure_2_by_hand(write, rebuild):
 
 
 def test_the_pictures_of_figure_2(write, rebuild):
-    """The clean energies have the prior in them; swaps in every part of the axis leave no space for
-    their numbers. Rows with other settings have marks.
-    """
+    """Crowded swaps have no numbers; rows with other settings have marks."""
     write(R20, 0)
     write("clean/cifar10-resnet20", 0)
     write(R20, 1, hot_lr=2.0)

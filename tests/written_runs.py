@@ -1,6 +1,4 @@
-"""Run folders that no run has made: config.json and result.json as the runner leaves them, with
-numbers that the test chooses.
-"""
+"""Run folders that no run has made, with numbers that the test chooses."""
 
 from __future__ import annotations
 
@@ -10,9 +8,7 @@ from torchrex.experiments.config import dumps
 
 
 def header(recipe, seed, **more):
-    """What every result.json has, of a finished run without numbers; `more` replaces it or is
-    added.
-    """
+    """The result.json of a finished run without numbers; `more` replaces or adds."""
     about = {
         "date": "2026-01-02T03:04:05+00:00",
         "wall_seconds": 1.5,

@@ -1,6 +1,4 @@
-"""`torchrex data`: fetch, import and list image sets. One line says where a set is; a bar on stderr
-where that is a terminal.
-"""
+"""`torchrex data`: fetch, import and list image sets."""
 
 from __future__ import annotations
 

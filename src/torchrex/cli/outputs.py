@@ -1,6 +1,4 @@
-"""`torchrex reproduce`: which runs a figure or table needs, running those that are missing, and
-tables, pictures and numbers made of them.
-"""
+"""`torchrex reproduce`: runs what a figure or table needs, then makes it."""
 
 from __future__ import annotations
 

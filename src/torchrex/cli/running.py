@@ -1,6 +1,4 @@
-"""Runs from the command line: group by group, with a live display, within the time there is; then
-the numbers that matter.
-"""
+"""Runs from the command line: group by group within a budget, then the numbers that matter."""
 
 from __future__ import annotations
 

@@ -191,9 +191,7 @@ def _split_digits() -> tuple[Labelled, Labelled]:
 
 
 def digits_recipes() -> dict[str, DigitsConfig]:
-    """The four methods. The rungs are so close that the unbiased test, F = 1, accepts swaps through
-    the complete run.
-    """
+    """The rungs are so close that the unbiased test, F = 1, accepts swaps in the complete run."""
     cold, hot = 0.1, 0.1025
     configs = (
         DigitsConfig("digits/msgd", ()),

@@ -152,9 +152,7 @@ class GanConfig(NetworkConfig):
 
     @property
     def n_data(self) -> int:
-        """What the energy is a sum over: the unlabelled images. Each term has a labelled image and
-        some generated ones in it.
-        """
+        """The unlabelled images: the energy is a sum over them."""
         return self.kind.n_train - self.validation - self.n_labelled
 
     @property
@@ -225,9 +223,7 @@ class GanConfig(NetworkConfig):
         return ("generators.",) if self.generators == "shared" and self.n_rungs > 1 else ()
 
     def on(self, device: torch.device) -> dict[str, Any]:
-        """Rungs with generators of their own may be on several processes; a batch cannot, for its
-        latents are no examples.
-        """
+        """Rungs with their own generators may be on several processes; a batch may not."""
         options = super().on(device)
         mesh = options["mesh"]
         n_processes = mesh.process_group.size

@@ -128,9 +128,7 @@ class MixtureConfig(DensityConfig):
 
 
 def log_spaced(first: int, last: int, n: int = 25) -> list[int]:
-    """About `n` integers from `first` to `last`, evenly spaced in the logarithm; `last` alone if it
-    comes first.
-    """
+    """About `n` integers, evenly spaced in the logarithm; `last` alone if it comes first."""
     if last <= first:
         return [last]
     return sorted({round(first * (last / first) ** (k / (n - 1))) for k in range(n)})

@@ -296,9 +296,7 @@ def metrics_of(config: NetworkConfig, average: PosteriorAverage) -> dict[str, An
 def curves_of(
     config: NetworkConfig, trace: Mapping[str, Tensor], average: PosteriorAverage
 ) -> dict[str, Any]:
-    """Means over parts of the run: energies per rung, noise variance, correction; the first swaps;
-    accuracies after each draw.
-    """
+    """Means over parts of the run, the first swaps, and the accuracies after each draw."""
     unit, per_unit = config.unit, config.steps_per_epoch
     n_epochs = config.n_steps // per_unit
     n_bins = n_epochs if unit == "epoch" else min(CURVE_POINTS, len(trace["steps"]))

@@ -1,6 +1,4 @@
-"""Bayesian logistic regression on tall data: minibatch replica exchange against the full-data
-Laplace approximation.
-"""
+"""Bayesian logistic regression on tall data, compared with the Laplace approximation."""
 
 from __future__ import annotations
 

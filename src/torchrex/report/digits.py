@@ -76,9 +76,7 @@ def as_markdown(table: Sequence[Mapping[str, Any]]) -> str:
 
 
 def draw(configs: Configs, folders: Folders, path: Path) -> None:
-    """Energies per rung, the rung of each replica, and the energy difference that a swap needs: of
-    the first seed of reSGHMC, where it was run.
-    """
+    """Energies, rungs and the correction of the first seed, of reSGHMC where it was run."""
     shown = "digits/resghmc" if "digits/resghmc" in configs else next(iter(configs))
     config, folder = configs[shown], folders[shown][0]
     history = History.from_traces([folder.trace()], config.ladder(), n_steps=config.n_steps)

@@ -43,9 +43,7 @@ def label_of(config: MixtureConfig) -> str:
 
 
 def rows(configs: Configs, folders: Folders) -> list[dict[str, Any]]:
-    """One row per recipe, each number with its standard error over independent runs; seeds are
-    pooled.
-    """
+    """One row per recipe, with standard errors over independent runs; seeds are pooled."""
     return [
         {
             "recipe": name,

@@ -1,6 +1,4 @@
-"""Figure 2 of the paper from run folders, ResNet-20: noise variance, correction and energies over
-epochs, accuracy against F0.
-"""
+"""Figure 2 of the paper from run folders: the course of ResNet-20, accuracy against F0."""
 
 from __future__ import annotations
 
@@ -56,9 +54,7 @@ HEADS = ("data", "F0", "rung 0 %", "both rungs %", "n", "swaps", "epochs")
 
 
 def numbers(out: Path, chosen: Mapping[str, ImageConfig]) -> dict[str, Any]:
-    """`rows`, one for every length of runs on a data set: accuracy against F0, accuracy without
-    swaps, curves of the lowest seed.
-    """
+    """One row for every length of runs on a data set; the curves are of the lowest seed."""
     alone = [
         image_config("icml2020", data, "resnet20", method)
         for data in DATA
@@ -271,9 +267,7 @@ def plot_energies(of: Mapping[str, Any], axis: Any) -> None:
 
 
 def ticks(epochs: Sequence[float], n_epochs: int) -> list[tuple[float, int]]:
-    """Where ticks are drawn, and for how many swaps each: those nearer than 1/50 of the axis to the
-    first of a tick share it.
-    """
+    """Places of ticks, and their numbers of swaps: swaps within 1/50 of the axis share a tick."""
     drawn: list[list[float]] = []
     for epoch in sorted(epochs):
         if drawn and epoch - drawn[-1][0] < n_epochs / TICKS:

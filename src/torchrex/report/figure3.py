@@ -1,6 +1,4 @@
-"""Figure 3 of the paper from run folders: accuracy against the number of labels, a panel for every
-data set, family and choice of settings.
-"""
+"""Figure 3 of the paper from run folders: accuracy against the number of labels."""
 
 from __future__ import annotations
 
@@ -130,9 +128,7 @@ def draw(figure: Mapping[str, Any], path: Path) -> None:
 
 
 def plot_labels(of: Mapping[str, Any], axis: Any) -> dict[str, Any]:
-    """Accuracy against the number of labels, ± 2 standard deviations over seeds; the paper's as
-    open markers, dashed.
-    """
+    """Accuracy ± 2 standard deviations over seeds; the paper's as open markers, dashed."""
     handles: dict[str, Any] = {}
     for title, style in METHOD_STYLES.items():
         points = [

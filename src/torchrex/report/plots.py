@@ -33,9 +33,7 @@ def rung_name(rung: int, n_rungs: int) -> str:
 
 
 def plot_energies(history: History, axis: Any, *, chain: int = 0) -> Any:
-    """Energy estimates of every rung as the swap tests saw them, with their running mean, and the
-    swaps as ticks below.
-    """
+    """Energy estimates of every rung with their running mean; swaps as ticks below."""
     energy = _chain(history, chain, history.energy)
     window = smoothing_window(len(energy))
     for rung in reversed(range(history.n_rungs)):
@@ -136,9 +134,7 @@ def plot_density(
 def plot_reliability(
     probabilities: Tensor, labels: Tensor, axis: Any, *, bins: int = 15, label: str = "predictions"
 ) -> Any:
-    """How often predictions made with a given probability were right; the diagonal is perfect
-    calibration. Bars: 2 errors.
-    """
+    """Accuracy against confidence, bars of 2 errors; the diagonal is perfect calibration."""
     confidence, accuracy, error, _ = calibration(probabilities, labels, bins)
     axis.plot([0, 100], [0, 100], ":", color="0.5", linewidth=1, label="perfectly calibrated")
     marks = {"color": COLOURS[0], "marker": "o", "markersize": 4, "capsize": 2}

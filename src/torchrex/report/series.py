@@ -1,6 +1,4 @@
-"""What plots and the page draw, as numbers: means over windows of steps, over runs, calibration
-bins. Nothing here draws.
-"""
+"""What plots and the page draw, as numbers. Nothing here draws."""
 
 from __future__ import annotations
 

@@ -148,9 +148,7 @@ def z_score(ours: Sequence[float], paper: Mapping[str, float]) -> float:
 
 
 def paired(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, Any]:
-    """Differences of seeds that both have: how many, mean, its standard error and p (None for too
-    few seeds).
-    """
+    """Differences of common seeds: n, mean, standard error, p (None for too few seeds)."""
     differences = {seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs}
     each, n = list(differences.values()), len(differences)
     mean = statistics.fmean(each) if n else None
