@@ -408,6 +408,8 @@ def test_every_recipe_is_what_its_name_says():
         assert config.n_rungs == (2 if config.method in ("resghmc", "independent") else 1)
         assert config.ladder().n_rungs == config.n_rungs
         assert config.n_steps == 500 * 195
+        assert config.autocast(torch.device("cpu")) is None
+        assert config.autocast(torch.device("cuda")) == torch.bfloat16
 
 
 def test_the_families_differ_where_they_say():
