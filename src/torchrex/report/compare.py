@@ -18,6 +18,7 @@ import dataclasses
 import math
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,13 +116,10 @@ def compare_folders(paths: Sequence[Path]) -> list[Comparison]:
     if len(paths) < 2:
         raise InvalidArgumentError(f"give at least two folders to compare, got {len(paths)}")
     sides = [_load_side(path) for path in paths]
-    names = [side.name for side in sides]
-    sides = [  # the same recipe is named by its folder
-        side
-        if names.count(side.name) == 1
-        else dataclasses.replace(side, name=f"{side.name} ({side.path})")
-        for side in sides
-    ]
+    names = Counter(side.name for side in sides)
+    for k, side in enumerate(sides):
+        if names[side.name] > 1:  # the same recipe is named by its folder
+            sides[k] = dataclasses.replace(side, name=f"{side.name} ({side.path})")
     return [compare(sides[0], other) for other in sides[1:]]
 
 
@@ -133,9 +131,8 @@ def _load_side(path: Path) -> Side:
     recipes = sorted({run.recipe for run in found})
     if len(recipes) > 1:
         shown = ", ".join(recipes[:3]) + (", ..." if len(recipes) > 3 else "")
-        raise RunFolderError(
-            f"{path} holds runs of {len(recipes)} recipes ({shown}); give the folder of one of them"
-        )
+        several = f"{len(recipes)} recipes ({shown})"
+        raise RunFolderError(f"{path} holds runs of {several}; give the folder of one of them")
     runs: dict[int, LoadedRun] = {}
     left_out = []
     usable = with_known_settings([run for run in found if run.status == "finished"])
@@ -152,9 +149,8 @@ def _load_side(path: Path) -> Side:
         else:
             runs[run.seed] = run
     if not runs:
-        raise RunFolderError(
-            f"{path} has no finished run ({'; '.join(left_out)}); finish one first"
-        )
+        why = "; ".join(left_out)
+        raise RunFolderError(f"{path} has no finished run ({why}); finish one first")
     return Side(recipes[0], path, runs, tuple(left_out))
 
 
@@ -174,10 +170,8 @@ def compare(first: Side, other: Side) -> Comparison:
     somewhere = dict.fromkeys(name for side in metrics for each in side for name in each)
     common = [name for name in somewhere if all(name in each for side in metrics for each in side)]
     if not common:
-        have = " and ".join(
-            f"{side.name} has {', '.join(list(each[0])[:3]) or 'no metric'}"
-            for side, each in zip(sides, metrics, strict=True)
-        )
+        names = [", ".join(list(each[0])[:3]) or "no metric" for each in metrics]
+        have = f"{first.name} has {names[0]} and {other.name} has {names[1]}"
         raise RunFolderError(f"{have}: no metric in common; compare runs of one kind")
     if missing := sorted(set(somewhere) - set(common)):
         notes.append(f"not in all of the runs, left out: {', '.join(missing)}")
@@ -193,9 +187,8 @@ def compare(first: Side, other: Side) -> Comparison:
                 notes.append(f"{side.name}: its own seeds differ in {', '.join(sorted(fields))}")
     every = [config for own in configs for config in own]
     apart = tuple(k for k in settings if any(decides_the_problem(k, each) for each in every))
-    rows = compare_metrics(
-        {name: ([m[name] for m in metrics[0]], [m[name] for m in metrics[1]]) for name in common}
-    )
+    one, two = metrics
+    rows = compare_metrics({x: ([m[x] for m in one], [m[x] for m in two]) for x in common})
     if apart:
         gone: dict[str, Any] = dict.fromkeys(("error", "p_value", "p_adjusted"))
         words = f"not comparable: different {', '.join(apart)}"
@@ -206,11 +199,8 @@ def compare(first: Side, other: Side) -> Comparison:
 def run_metrics(run: LoadedRun) -> dict[str, float]:
     """The outcomes of a run: its metrics without settings and standard errors, and its swaps."""
     numbers = run.numbers
-    chosen = {
-        name: value
-        for name, value in numbers.items()
-        if name not in NOT_COMPARED and not name.endswith(("_true", "_se"))
-    }
+    names = [name for name in numbers if not name.endswith(("_true", "_se"))]
+    chosen = {name: numbers[name] for name in names if name not in NOT_COMPARED}
     if not any(name.startswith("acceptance_rate") for name in numbers):
         for pair in (run.result or {}).get("swaps") or []:
             if pair.get("acceptance_rate") is not None:
@@ -222,13 +212,11 @@ def run_metrics(run: LoadedRun) -> dict[str, float]:
 def compare_metrics(values: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> list[Row]:
     """The paired differences of all metrics, both sequences in the order of the same seeds."""
     rows = [_difference(metric, first, other) for metric, (first, other) in values.items()]
-    tested = sorted(
-        (row.p_value, k) for k, row in enumerate(rows) if row.p_value is not None and row.error
-    )
-    adjusted, largest = dict[int, float](), 0.0
-    for rank, (p_value, k) in enumerate(tested):
-        adjusted[k] = largest = max(largest, min(1.0, (len(tested) - rank) * p_value))
-    rows = [dataclasses.replace(row, p_adjusted=adjusted.get(k)) for k, row in enumerate(rows)]
+    tested = [(x.p_value, k) for k, x in enumerate(rows) if x.p_value is not None and x.error]
+    largest = 0.0
+    for rank, (p_value, k) in enumerate(sorted(tested)):
+        largest = max(largest, min(1.0, (len(tested) - rank) * p_value))
+        rows[k] = dataclasses.replace(rows[k], p_adjusted=largest)
     return [dataclasses.replace(row, verdict=_verdict(row)) for row in rows]
 
 
@@ -371,9 +359,8 @@ def _table(comparison: Comparison, width: int | None) -> list[str]:
     else:
         made = []
         for row in rows:
-            words = ", ".join(
-                f"{COLUMNS[k]} {row[k]}" for k in filled[1:] if k != verdict and row[k]
-            )
+            given = [k for k in filled[1:] if k != verdict and row[k]]
+            words = ", ".join(f"{COLUMNS[k]} {row[k]}" for k in given)
             words += f": {row[verdict]}" if row[verdict] else ""
             made += [row[0], *(GAP + line for line in wrapped(words, max(1, (width or 0) - 2)))]
         return made
@@ -408,12 +395,8 @@ def _about(comparison: Comparison) -> list[str]:
         said.append("settings are not known: a config.json is missing or damaged")
     elif not comparison.settings:
         said.append("no setting that matters differs")
-    return [
-        head,
-        *said,
-        *(f"note: {each}" for each in comparison.notes),
-        f"test: {comparison.test}",
-    ]
+    notes = [f"note: {each}" for each in comparison.notes]
+    return [head, *said, *notes, f"test: {comparison.test}"]
 
 
 def _shown(value: Any) -> str:

@@ -529,9 +529,12 @@ def check_state(run: LoadedRun, *, unusable: bool = False) -> Iterable[Finding]:
         words = f"It failed{after}: {error}."
         yield Finding("problem", "the run failed", words, {**numbers, "error": error})
     elif run.status in ("interrupted", "paused", "unfinished"):
-        missing = [each for each in problems if each.startswith("there is no result.json")]
-        problems = [each for each in problems if each not in missing]
-        what = f"T{missing[0][1:]}" if missing else f"It was {run.status}{after}"
+        what = f"It was {run.status}{after}"
+        for missing in (
+            each for each in run.problems if each.startswith("there is no result.json")
+        ):
+            what = f"T{missing[1:]}"
+            problems.remove(missing)
         words = f"{what}. {_go_on(run, unusable)}"
         yield Finding("warning", "the run is not finished", words, numbers)
     for problem in problems:
@@ -551,9 +554,8 @@ def check_state(run: LoadedRun, *, unusable: bool = False) -> Iterable[Finding]:
 
 def _go_on(run: LoadedRun, unusable: bool) -> str:
     """What to type to finish it."""
-    depth = len(run.recipe.split("/"))
-    out = str(run.path.parents[depth]) if len(run.path.parents) > depth else "runs"
-    again = command_to_repeat(run, out).line
+    depth, above = len(run.recipe.split("/")), run.path.parents
+    again = command_to_repeat(run, str(above[depth]) if len(above) > depth else "runs").line
     option, does = "--resume", "continues it"
     if unusable or (run.draws is not None and not (run.path / "checkpoints").is_dir()):
         option, does = "--overwrite", "begins anew"
@@ -573,9 +575,7 @@ def diagnose_folder(root: Path) -> list[Diagnosis]:
     for path in find_empty(root):
         found.append(Diagnosis(path, f"{path.parent.name}/{path.name}", "empty", empty))
     if not found:
-        raise RunFolderError(
-            f"{root} holds no run; give OUT/RECIPE/seed=S, or a folder above some of them"
-        )
+        raise RunFolderError(f"{root} holds no run; give OUT/RECIPE/seed=S, or a folder above some")
     return found
 
 

@@ -129,9 +129,7 @@ def recipe_in(path: Path) -> str:
 
 def _folders(root: Path) -> list[Path]:
     if not root.is_dir():
-        raise RunFolderError(
-            f"there is no folder {root}; give a run folder, or one that holds some"
-        )
+        raise RunFolderError(f"there is no folder {root}; give a run folder, or one above some")
     found = []
     for folder, inner, _ in os.walk(root):
         path = Path(folder)

@@ -57,6 +57,7 @@ PAGE = """<!doctype html>{mark}
 </body></html>
 """
 
+Runs = Sequence[LoadedRun]
 Cell = tuple[str, Any]  # HTML, and what to sort by
 # "verdict"; "quick": something was left out; "problems" and "warnings": how many, None if not
 # known; "findings": severity, title, words
@@ -102,7 +103,7 @@ def write_page(
 
 
 def page_of(
-    runs: Sequence[LoadedRun],
+    runs: Runs,
     out: Path,
     *,
     title: str,
@@ -156,7 +157,7 @@ def is_complete(run: LoadedRun) -> bool:
 # What doctor says
 
 
-def advice_for(runs: Sequence[LoadedRun], seconds: float = SECONDS) -> dict[int, Advice]:
+def advice_for(runs: Runs, seconds: float = SECONDS) -> dict[int, Advice]:
     """By `id` of the run. Small runs come first, and none is begun after so many seconds."""
     found, until = {}, time.monotonic() + seconds
     for run in sorted(runs, key=lambda run: 0 if run.draws is None else run.draws.values.numel()):
@@ -174,14 +175,14 @@ def advice_of(run: LoadedRun, *, quick: bool = False) -> Advice:
         diagnosis = doctor.diagnose(run, quick=quick)
     except Exception as error:  # whatever it is, the page goes on
         return unknown(f"doctor failed on this run ({type(error).__name__}: {error})")
-    findings = [
-        [each.severity, each.title, each.words]
-        for each in diagnosis.findings
-        if not each.words.startswith(tuple(run.problems))
-    ]
-    problems, warnings = len(diagnosis.of("problem")), len(diagnosis.of("warning"))
-    about = {"verdict": diagnosis.verdict, "quick": diagnosis.quick, "findings": findings}
-    return {**about, "problems": problems, "warnings": warnings}
+    new = [each for each in diagnosis.findings if not each.words.startswith(run.problems)]
+    return {
+        "verdict": diagnosis.verdict,
+        "quick": diagnosis.quick,
+        "findings": [[each.severity, each.title, each.words] for each in new],
+        "problems": len(diagnosis.of("problem")),
+        "warnings": len(diagnosis.of("warning")),
+    }
 
 
 def unknown(why: str) -> Advice:
@@ -191,7 +192,7 @@ def unknown(why: str) -> Advice:
 # The top
 
 
-def _summary(runs: Sequence[LoadedRun], details: Details, empty: Sequence[Path], out: Path) -> str:
+def _summary(runs: Runs, details: Details, empty: Sequence[Path], out: Path) -> str:
     n, finished = len(runs), sum(run.status == "finished" for run in runs)
     n_recipes = len({run.recipe for run in runs})
     facts: dict[str, Any] = {
@@ -227,7 +228,7 @@ def _summary(runs: Sequence[LoadedRun], details: Details, empty: Sequence[Path],
     )
 
 
-def _doctor(runs: Sequence[LoadedRun], details: Details) -> str:
+def _doctor(runs: Runs, details: Details) -> str:
     """One line; the findings are with each run."""
     asked = [x for run in runs if (x := details[id(run)]["doctor"])["problems"] is not None]
     line = f"Doctor looked at {several(len(asked), 'run')}: " if asked else ""
@@ -302,9 +303,7 @@ def _family(family: Family, k: int, has_charts: bool) -> str:
     )
 
 
-def _runs_table(
-    runs: Sequence[LoadedRun], details: Details, empty: Sequence[Path], out: Path
-) -> str:
+def _runs_table(runs: Runs, details: Details, empty: Sequence[Path], out: Path) -> str:
     """All runs and empty folders, from which a reader chooses what is shown below."""
     first: dict[str, int] = {}  # at the start runs of different recipes that have swaps
     for k, run in enumerate(runs):
@@ -312,16 +311,16 @@ def _runs_table(
             first.setdefault(run.recipe, k)
     chosen = list(dict.fromkeys([*first.values(), *range(len(runs))]))[:FIRST_SHOWN]
     clocks = Counter(map(clock, runs))
-    rows = [
-        _row(k, run, details[id(run)], k in chosen, clocks[clock(run)] > 1)
-        for k, run in enumerate(runs)
-    ]
+    rows = []
+    for k, run in enumerate(runs):
+        rows.append(_row(k, run, details[id(run)], k in chosen, clocks[clock(run)] > 1))
     blank: Cell = ("", None)
     for path in empty:
-        seed, recipe = seed_in(path), recipe_in(path)
-        known: list[Cell] = [(escape(recipe), recipe), (str(seed), seed)]
-        start = [blank, *(known if seed is not None else [blank, blank])]
-        rows.append([*start, (badge("empty"), "empty"), *[blank] * 5, _link(link_to(path, out))])
+        name: list[Cell] = [blank, blank]
+        if (seed := seed_in(path)) is not None:
+            name = [(escape(recipe_in(path)), recipe_in(path)), (str(seed), seed)]
+        status: Cell = (badge("empty"), "empty")
+        rows.append([blank, *name, status, *[blank] * 5, _link(link_to(path, out))])
     return (
         '<section id="runs"><h2>Runs one by one</h2><p class="tools">'
         '<label>Filter <input type="search" id="filter"></label> '
@@ -379,7 +378,7 @@ def clock(run: LoadedRun) -> tuple[float | None, str]:
     return seconds, str(run.path) if alone or seconds is None else str(result.get("device"))
 
 
-def total_seconds(runs: Sequence[LoadedRun]) -> float:
+def total_seconds(runs: Runs) -> float:
     return sum(seconds or 0.0 for seconds, _ in set(map(clock, runs)))
 
 

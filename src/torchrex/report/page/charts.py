@@ -79,8 +79,7 @@ def _of_history(run: LoadedRun, history: History, shared: dict[str, Any]) -> lis
     some = swaps if len(swaps) <= MOST_MARKS else [swaps[k] for k in evenly]
     marks = {"x": some, "name": f"{listed} swaps"} if swaps else None
     notes = []
-    if run.settings is not None and run.settings.warm_start:
-        n = run.settings.warm_start
+    if run.settings is not None and (n := run.settings.warm_start):
         notes.append(f"The first {n:,} steps descend by Adam, without noise and swaps.")
     if averaged:
         notes.append(f"Means from one {unit} shown to the next: swaps may come from steps between.")
@@ -278,10 +277,8 @@ def _mean(lines: list[Chart]) -> tuple[list[Any], bool]:
     """The mean of lines over the same x, and whether all of them are in it."""
     first = lines[0]
     alike = [x["y"] for x in lines if x["x"] == first["x"] and len(x["y"]) == len(first["y"])]
-    mean = [
-        None if None in values else number(statistics.fmean(values))
-        for values in zip(*alike, strict=True)
-    ]
+    points = zip(*alike, strict=True)
+    mean = [None if None in values else number(statistics.fmean(values)) for values in points]
     return mean, len(alike) == len(lines)
 
 

@@ -118,18 +118,11 @@ def _pairs(run: LoadedRun) -> dict[str, Any]:
         made, tested = int(history.accepted[pair].sum()), int(history.proposed[pair].sum())
         error = level.error[pair] if known else torch.tensor(torch.nan)
         rates = [_percent(each, pair) if each is not None else "" for each in (observed, expected)]
-        rows.append(
-            [
-                f"{pair}–{pair + 1}",
-                f"{made:,}",
-                f"{tested:,}",
-                rates[0] if tested else "",
-                rates[1],
-                _with_error(level.value[pair], error),
-                f"{float(noise[pair]):.3g}",
-                f"{100 * float(allowed_acceptance(noise)[pair]):.3g}",
-            ]
-        )
+        rates[0] = rates[0] if tested else ""
+        sigma2, s = _with_error(level.value[pair], error), f"{float(noise[pair]):.3g}"
+        allowed = f"{100 * float(allowed_acceptance(noise)[pair]):.3g}"
+        rungs = f"{pair}–{pair + 1}"
+        rows.append([rungs, f"{made:,}", f"{tested:,}", *rates, sigma2, s, allowed])
     travel = round_trips(history)
     total, chains = int(travel.round_trips.sum()), history.n_chains
     trips = f"{total:,} round trips, all {history.n_rungs} replicas"
