@@ -7,7 +7,6 @@ not in their numbers: nobody knows whether it was made as they were.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import Any
 
 from torchrex.experiments import recipes
 from torchrex.experiments.config import COLUMNS, Column, ExperimentConfig, to_json
-from torchrex.report.compare import ABSENT, NAMES, differing, with_known_settings
+from torchrex.report.compare import ABSENT, differing, with_known_settings
 from torchrex.report.reader import LoadedRun
 from torchrex.report.series import error_of_mean
 from torchrex.report.tables import value_and_error
@@ -102,20 +101,19 @@ class Family:
 
 def families(runs: Sequence[LoadedRun], empty: Sequence[Path] = ()) -> list[Family]:
     """Rows of runs with the same settings, in families, each with the empty folders next to it."""
-    rows: dict[tuple[str, str], Row] = {}
+    rows: list[Row] = []
     for run in sorted(runs, key=lambda run: not run.settings_known):  # those that join others last
-        row = None if run.settings_known else _row_of_folder(rows.values(), run)
+        row = _row_of(run, rows)
         if row is None:
-            matter = {name: _as_float(x) for name, x in run.config.items() if name not in NAMES}
-            key = json.dumps(matter, sort_keys=True, default=str) if run.settings_known else ""
-            made = Row(run.recipe, run.config if run.settings_known else {})
-            row = rows.setdefault((run.recipe, key), made)
+            row = Row(run.recipe, run.config if run.settings_known else {})
+            rows.append(row)
         row.runs.append(run)
     place = {id(run): k for k, run in enumerate(runs)}
     found: dict[str, Family] = {}
-    for row in sorted(rows.values(), key=lambda row: min(place[id(run)] for run in row.runs)):
+    for row in rows:
         row.runs.sort(key=lambda run: place[id(run)])
         row.empty = [path for path in empty if path.parent == row.runs[0].path.parent]
+    for row in sorted(rows, key=lambda row: place[id(row.runs[0])]):
         name = row.recipe.split("/", 1)[0]
         found.setdefault(name, Family(name)).rows.append(row)
     for family in found.values():
@@ -123,15 +121,15 @@ def families(runs: Sequence[LoadedRun], empty: Sequence[Path] = ()) -> list[Fami
     return list(found.values())
 
 
-def _as_float(value: Any) -> Any:
-    """150000 and 150000.0 are one setting."""
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-def _row_of_folder(rows: Iterable[Row], run: LoadedRun) -> Row | None:
-    """The row with runs in the same folder, or one of the same recipe."""
+def _row_of(run: LoadedRun, rows: Sequence[Row]) -> Row | None:
+    """The row with the settings of a run; if they are not known, one with runs in the same folder,
+    or of the same recipe.
+    """
+    same = [row for row in rows if row.recipe == run.recipe]
+    if run.settings_known:
+        return next((row for row in same if not differing(row.config, run.config)), None)
     near = [row for row in rows if any(x.path.parent == run.path.parent for x in row.runs)]
-    return next(iter([*near, *(row for row in rows if row.recipe == run.recipe)]), None)
+    return next(iter([*near, *same]), None)
 
 
 def _name_differences(family: Family) -> None:
