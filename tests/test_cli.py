@@ -31,6 +31,7 @@ from torchrex.experiments.digits import DigitsConfig
 from torchrex.experiments.mixtures import MixtureConfig
 from torchrex.report import figure1
 from torchrex.report.page import build
+from written_runs import write_run
 
 SMALL = ("n_steps=400", "n_runs=4")
 QUICK = ("epochs=2", "burn_in_epochs=1", "hidden=8")
@@ -408,6 +409,13 @@ def test_the_numbers_that_matter_and_their_mean_over_seeds(ok, tmp_path):
     assert "all numbers: result.json" in out
     assert "mean" not in ok("run digits/resghmc --seed 3", *QUICK, out=tmp_path)
     assert ok("run digits/independent --seeds 2", *QUICK, out=tmp_path).count("none tested") == 3
+
+
+def test_the_time_of_runs_that_trained_together_is_that_of_all(tmp_path, capsys):
+    config = get_recipe("digits/resghmc")
+    folder = RunFolder(write_run(tmp_path, config, replicas_side_by_side=6))
+    running.show([folder], config, {})
+    assert "finished in 1.5 s beside 4 other replicas" in capsys.readouterr().out
 
 
 def test_the_error_of_a_mean_of_densities_is_that_of_their_chains(ok, tmp_path):

@@ -17,7 +17,6 @@ from functools import partial
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 from torch import nn
 
 import torchrex as tr
@@ -35,6 +34,7 @@ from torchrex.experiments.recipes import get_recipe, recipes
 from torchrex.experiments.runner import run_recipe, run_together
 from torchrex.vision.bayesian_gan import BayesianGAN
 from torchrex.vision.data import ImageSet, save_images
+from written_runs import outcome
 
 # Six steps of Adam, then six of SGHMC with swaps at nearly every one.
 SHORT = [
@@ -55,19 +55,6 @@ def cli(monkeypatch, capsys):
 
 def short(recipe="gan/digits-100", *more):
     return override(get_recipe(recipe), [*SHORT, *SMALL, *more])
-
-
-def outcome(path):
-    """All of a run folder that does not depend on the clock, the picture byte for byte."""
-    result = json.loads((path / "result.json").read_text())
-    assert result["status"] == "finished"
-    del result["metrics"]["seconds_per_step"]
-    picture = path / "samples.png"
-    return {
-        **{name: result[name] for name in ("metrics", "swaps", "curves")},
-        "trace": load_file(path / "trace.safetensors"),
-        "samples.png": picture.read_bytes() if picture.exists() else None,
-    }
 
 
 # Complete runs

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from command import run_command
 from modules import same
@@ -27,6 +26,7 @@ from torchrex.experiments import (
 from torchrex.experiments.runner import group_runs, run_in
 from torchrex.network import ModuleExchange
 from torchrex.vision.data import ImageSet, save_images
+from written_runs import outcome
 
 # Four epochs of one step each.
 TINY = [
@@ -79,14 +79,6 @@ def write_unfinished(out, config, seed, *steps, status=None):
     if status is not None:
         folder.write_text("result.json", dumps({"status": status, "metrics": {}}))
     return folder
-
-
-def outcome(folder):
-    """All numbers of a finished run that do not depend on the clock."""
-    result = folder.result
-    assert result["status"] == "finished", result
-    metrics = {k: value for k, value in result["metrics"].items() if k != "seconds_per_epoch"}
-    return metrics, result["swaps"], result["curves"], load_file(folder.path / "trace.safetensors")
 
 
 # Grouping
@@ -170,7 +162,7 @@ def alone(tmp_path_factory):
     def get(config, seed):
         if (config, seed) not in cache:
             folder = run_recipe(config, seed, out / str(len(cache)), device="cpu")
-            cache[config, seed] = outcome(folder)
+            cache[config, seed] = outcome(folder.path)
         return cache[config, seed]
 
     return get
@@ -186,7 +178,7 @@ def test_each_run_of_a_group_has_a_folder_as_if_alone(tmp_path, alone):
     folders = run_together(pairs, tmp_path, device="cpu")
     for (config, seed), folder in zip(pairs, folders, strict=True):
         assert folder.path == tmp_path / config.recipe / f"seed={seed}"
-        assert same(alone(config, seed), outcome(folder))
+        assert same(alone(config, seed), outcome(folder.path))
         assert folder.config == to_json(config)
         assert (folder.result["recipe"], folder.result["seed"]) == (config.recipe, seed)
 
@@ -207,7 +199,7 @@ def test_a_group_with_a_finished_run_continues_with_the_others(tmp_path, alone):
     for each in groups:
         run_group(each.runs, RunOptions(device="cpu", resume=True))
     for seed in range(4):
-        assert same(alone(config, seed), outcome(RunFolder.of(tmp_path, NAME, seed)))
+        assert same(alone(config, seed), outcome(RunFolder.of(tmp_path, NAME, seed).path))
     assert (first.path / "result.json").stat().st_mtime_ns == stamp
 
 
@@ -224,7 +216,7 @@ def test_one_that_diverges_does_not_stop_the_others(tmp_path, caplog, alone, bad
     assert str(folders[bad].checkpoints) in failed["error"]
     assert not (folders[bad].path / "trace.safetensors").exists()
     for seed in {0, 1, 2} - {bad}:
-        assert same(alone(config, seed), outcome(folders[seed]))
+        assert same(alone(config, seed), outcome(folders[seed].path))
 
 
 def test_when_all_diverge_it_is_an_error_and_each_folder_has_its_own_reason(tmp_path):
@@ -259,7 +251,7 @@ def test_the_command_continues_where_one_run_has_failed(tmp_path, monkeypatch, c
 def test_overwriting_on_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     pairs = [(tiny(), seed) for seed in (0, 1)]
     folders = run_together(pairs, tmp_path)
-    before = [outcome(folder) for folder in folders]
+    before = [outcome(folder.path) for folder in folders]
     write = RunFolder.write_text
 
     def full(folder, name, text):
@@ -270,6 +262,6 @@ def test_overwriting_on_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(RunFolder, "write_text", full)
     with pytest.raises(RunFolderError, match="No space left"):
         run_together(pairs, tmp_path, overwrite=True)
-    assert same([outcome(folder) for folder in folders], before)
+    assert same([outcome(folder.path) for folder in folders], before)
     parent = folders[0].path.parent
     assert sorted(path.name for path in parent.iterdir()) == ["seed=0", "seed=1"]

@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from command import refused, run_command
 from modules import same
@@ -21,6 +20,7 @@ from torchrex.experiments.recipes import get_recipe, recipes
 from torchrex.posterior import PosteriorAverage
 from torchrex.vision.augment import CIFAR_MEAN, CIFAR_STD
 from torchrex.vision.data import ImageSet, load_images, save_images
+from written_runs import outcome
 
 # Two steps an epoch. The first epoch of four gives no draw, and the correction is turned off so
 # that some swaps are made.
@@ -56,15 +56,6 @@ def cli(monkeypatch, capsys, folder):
     """Runs the command in this process: (exit code, stdout, stderr)."""
     monkeypatch.setenv("TORCHREX_DATA", str(folder))
     return partial(run_command, monkeypatch, capsys)
-
-
-def outcome(path):
-    """All numbers of a run folder that do not depend on the clock."""
-    result = json.loads((path / "result.json").read_text())
-    assert result["status"] == "finished"
-    del result["metrics"]["seconds_per_epoch"]
-    kept = {name: result[name] for name in ("metrics", "swaps", "curves")}
-    return {**kept, "trace": load_file(path / "trace.safetensors")}
 
 
 def short(recipe, *more):
@@ -125,20 +116,6 @@ def test_stopped_and_resumed_equals_never_stopped(cli, tmp_path, caplog, recipe,
         assert one["swaps"][0]["accepted"] > 0, "nothing to be lost at a stop"
         changes = one["trace"]["noise_variance"].diff(dim=0) != 0
         assert int(changes.sum()) == 3  # before steps 2, 4 and 6
-
-
-@pytest.mark.slow
-def test_seeds_that_train_together_are_the_seeds_alone(cli, tmp_path):
-    recipe = "icml2020/cifar10-resnet20"
-    words, settings = ["run", recipe, "--device", "cpu"], [*SHORT, "epochs=2"]
-    code, out, err = cli(*words, "--seeds", 2, "--out", tmp_path / "both", settings=settings)
-    assert code == 0, err
-    assert out.count("beside 2 other replicas") == 2
-    both = [outcome(tmp_path / "both" / recipe / f"seed={seed}") for seed in (0, 1)]
-    for seed in (0, 1):
-        assert cli(*words, "--seed", seed, "--out", tmp_path / "alone", settings=settings)[0] == 0
-        assert same(outcome(tmp_path / "alone" / recipe / f"seed={seed}"), both[seed])
-    assert not torch.equal(both[0]["trace"]["energy"], both[1]["trace"]["energy"])
 
 
 def test_another_data_set_and_held_out_images(cli, tmp_path):
@@ -269,7 +246,7 @@ def test_msgd_is_the_same_in_both_families(trained):
     assert float(prior[0]) == pytest.approx(0.5 * 5e-4 * 512 * squares, rel=1e-5)
 
 
-@pytest.mark.parametrize("family", ["clean", "icml2020"])
+@pytest.mark.parametrize("family", ["clean", pytest.param("icml2020", marks=pytest.mark.slow)])
 def test_sghmc_is_rung_0_of_the_independent_pair(trained, family):
     configs = [short(f"{family}/cifar10-resnet20-{end}") for end in ("sghmc", "independent")]
     single, pair = (trained(config) for config in configs)
@@ -282,17 +259,6 @@ def test_sghmc_is_rung_0_of_the_independent_pair(trained, family):
     assert not any(name.startswith("pooled") for name in {**single.metrics, **single.curves})
     assert int(pair.trace.tensors()["proposed"].sum()) == 0
     assert not torch.equal(*of_pair.unbind(1))
-
-
-def test_noise_that_keeps_the_initial_lr_is_more_noise(trained):
-    """The families differ where the lr has fallen: in the energies from step 5 on."""
-    settings = ("clean/cifar10-resnet20-sghmc", "temperature=1e5")
-    follows, keeps = (
-        trained(short(*settings, f"noise_follows_lr={follows}")).trace.tensors()["energy"]
-        for follows in ("true", "false")
-    )
-    assert torch.equal(follows[:5], keeps[:5])
-    assert not torch.equal(follows, keeps)
 
 
 def as_bytes(images):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+
+from safetensors.torch import load_file
 
 from torchrex.experiments.config import dumps
 
@@ -51,3 +54,16 @@ def write_run_on_gpu(root: Path, config, seed=0, *, swaps=0, **more) -> Path:
     ] * (config.n_rungs - 1)
     about = {"date": f"2026-01-0{seed + 1}T00:00:00+00:00", "wall_seconds": 90.0, "device": "a GPU"}
     return write_run(root, config, seed, swaps=pairs, **about, **more)
+
+
+def outcome(path: Path):
+    """All of a finished run that does not depend on the clock, a picture byte for byte."""
+    result, picture = json.loads((path / "result.json").read_text()), path / "samples.png"
+    assert result["status"] == "finished", result
+    metrics = {k: v for k, v in result["metrics"].items() if not k.startswith("seconds_per_")}
+    return {
+        "metrics": metrics,
+        **{name: result[name] for name in ("swaps", "curves")},
+        "trace": load_file(path / "trace.safetensors"),
+        "samples.png": picture.read_bytes() if picture.exists() else None,
+    }
