@@ -236,21 +236,11 @@ class Kind:
 
 def checkpoint_state() -> dict[str, Any]:
     torch.manual_seed(0)
-    replicas = [
-        {
-            "model": {"w": torch.randn(4, 3), "n": torch.tensor(k)},
-            "rng": torch.arange(64, dtype=torch.uint8),
-        }
-        for k in range(2)
-    ]
-    rest = {
-        "rung_of": torch.tensor([1, 0]),
-        "F": 2.5,
-        "big": 2**70,
-        "bad": math.nan,
-        "words": ["a", None, True, -3],
-        "deep": {"x": {}},
-    }
+    rng = torch.arange(64, dtype=torch.uint8)
+    models = [{"w": torch.randn(4, 3), "n": torch.tensor(k)} for k in range(2)]
+    rest = {"rung_of": torch.tensor([1, 0]), "F": 2.5, "big": 2**70, "bad": math.nan}
+    rest |= {"words": ["a", None, True, -3], "deep": {"x": {}}}
+    replicas = [{"model": model, "rng": rng} for model in models]
     return {"replicas": replicas, "run": rest, "averages": [], "seconds": 1.5}
 
 
@@ -282,15 +272,9 @@ def look_at_run(folder: Path) -> Any:
     for problem in run.problems:
         assert problem.isprintable(), problem
     RunFolder(folder).result, RunFolder(folder).config, RunFolder(folder).finished
-    seen = {
-        "config": run.config,
-        "result": run.result,
-        "problems": run.problems,
-        "name": run.name,
-        "status": run.status,
-    }
-    draws = None if run.draws is None else vars(run.draws)
-    return plain({**seen, "draws": draws, "trace": run.trace})
+    names = ("config", "result", "problems", "name", "status", "trace")
+    seen = {name: getattr(run, name) for name in names}
+    return plain({**seen, "draws": None if run.draws is None else vars(run.draws)})
 
 
 def look_at_views(folder: Path) -> Any:
@@ -307,14 +291,6 @@ def look_at_views(folder: Path) -> Any:
     for words in said:
         assert words.isprintable(), repr(words)
     return [words.replace(str(folder), "FOLDER") for words in said]
-
-
-def look_at_trace(folder: Path) -> Any:
-    return plain(RunFolder(folder).trace())
-
-
-def look_at_draws(folder: Path) -> Any:
-    return plain(vars(Draws.load(folder / "draws.safetensors")))
 
 
 # Stores of draws
@@ -360,10 +336,6 @@ def seal_cache(folder: Path, name: str) -> None:
     table["__metadata__"]["torchrex"] = json.dumps(about)
     head = json.dumps(table).encode()
     path.write_bytes(len(head).to_bytes(8, "little") + head + bytes(body))
-
-
-def look_at_log(folder: Path) -> Any:
-    return read_log(folder / "log.jsonl")
 
 
 def plain(value: Any) -> Any:
@@ -422,15 +394,15 @@ def make_kinds(root: Path, stack: ExitStack) -> list[Kind]:
         Kind("trace of a network", network, trace, look_at_run, optional=True),
         Kind("views of a density", density, (*views, *tables), look_at_views, may_differ=True),
         Kind("views of a network", network, views, look_at_views, may_differ=True),
-        Kind("draws", density, tables, look_at_draws),
-        Kind("trace", network, trace, look_at_trace),
+        Kind("draws", density, tables, lambda f: plain(vars(Draws.load(f / tables[0])))),
+        Kind("trace", network, trace, lambda f: plain(RunFolder(f).trace())),
         Kind(
             "store", stored, ("index.json",) * 2 + names, look_at_store, may_differ=True, weight=2
         ),
         Kind("sealed store", stored, names, look_at_store, seal_store, True),
         Kind("cache", cache, cached, look_at_cache),
         Kind("sealed cache", cache, cached, look_at_cache, seal_cache, True),
-        Kind("log", root / "log", ("log.jsonl",), look_at_log, may_differ=True),
+        Kind("log", root / "log", ("log.jsonl",), lambda f: read_log(f / "log.jsonl"), None, True),
     ]
 
 

@@ -12,10 +12,8 @@ import torch
 import torchrex as tr
 from assertions import assert_mean_is, assert_mean_is_not
 from torchrex.diagnostics import (
-    Estimate,
     History,
     Swaps,
-    Travel,
     batch_means,
     even_odd_rate,
     mean_of,
@@ -167,11 +165,6 @@ def test_trips_of_written_paths():
     assert [(int(r), int(t)) for r, t in zip(restarts[0], trips[0], strict=True)] == list(
         paths.values()
     )
-
-
-def test_no_trips_on_one_rung():
-    restarts, trips = count_trips(torch.zeros(5, 1, 2, dtype=torch.long))
-    assert restarts.tolist() == trips.tolist() == [[0, 0]]
 
 
 def even_odd_path(rejection, attempts, chains, seed=0):
@@ -338,18 +331,11 @@ def test_the_trace_of_a_run_replays_to_where_its_replicas_stood(pairing):
 
 
 def test_occupancy():
+    never = torch.zeros(4, 2, 1).bool()
     replica_at = torch.tensor([[0, 1, 2], [1, 0, 2], [1, 0, 2], [0, 1, 2]])[:, :, None]
-    share, deviation = rung_occupancy(
-        history_of(replica_at, torch.zeros(4, 2, 1).bool(), torch.zeros(4, 2, 1).bool())
-    )
+    share, deviation = rung_occupancy(history_of(replica_at, never, never))
     assert share.value.tolist() == [[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]
     assert deviation[:, 0].tolist() == pytest.approx([1 / 3, 1 / 3, 2 / 3])
-    # Replica 0 is mostly on rung 2.
-    uneven = torch.tensor([[0, 1, 2], [1, 2, 0], [1, 2, 0], [1, 2, 0]])[:, :, None]
-    share, _ = rung_occupancy(
-        history_of(uneven, torch.zeros(4, 2, 1).bool(), torch.zeros(4, 2, 1).bool())
-    )
-    assert share.value[0].tolist() == [0.25, 0.0, 0.75]
 
 
 def test_occupancy_becomes_even():
@@ -361,20 +347,3 @@ def test_occupancy_becomes_even():
     )
     assert torch.allclose(occupancy.share.value.sum(1), torch.ones(4, dtype=torch.float64))
     assert 0 < float(occupancy.deviation.mean()) < 0.1
-
-
-def test_travel_prints_what_a_chain_did():
-    """Two replicas of three chains: 4, 2 and 0 round trips, all together, make 2 a chain."""
-    trips = torch.tensor([[2, 1, 0], [2, 1, 0]])
-    rate = Estimate(torch.tensor(0.0125), torch.tensor(0.001))
-    text = repr(Travel(trips, trips + 1, rate, rate, False))
-    assert "at least 2 round trips and 4 restarts a chain" in text
-    assert "0.0125 round trips a step" in text
-    assert "at least" not in repr(Travel(trips, trips, rate, rate, True))
-
-
-def test_draws_after_the_end_are_refused():
-    draws = tr.sample(MIXTURE, temperatures=(1.0,), lr=0.1, n_steps=20)
-    assert draws.after(19).n_draws == 1
-    with pytest.raises(InvalidArgumentError, match="21"):
-        draws.after(21)
