@@ -154,13 +154,6 @@ def test_several_inputs(form):
     assert_same_energy_and_gradient(model, energy, batch, total)
 
 
-def test_a_dict_without_target_is_refused_before_the_module_is_called():
-    x, y = batch_of(8)
-    energy = tr.PosteriorEnergy(F.cross_entropy, n_data=N)
-    with pytest.raises(TargetError, match=r"'input', 'label'.*target_key="):
-        energy.per_example(double(), {"input": x, "label": y})
-
-
 # Priors
 
 
@@ -204,15 +197,11 @@ def test_a_prior_is_added_once_whatever_the_batch(prior, expected):
     )
 
 
-def test_the_first_group_that_fits_counts():
+def test_the_first_group_that_fits_counts_and_one_that_fits_nothing_is_refused():
+    """Parts of a Sequential have numbers for names."""
     prior = tr.GaussianPrior(25.0, groups={"bn": 1.0, "bias": 0.0})
     found = [prior.precision_of(name) for name in ("conv.weight", "bn.bias", "fc.bias")]
     assert found == [25.0, 1.0, 0.0]
-    assert repr(prior) == "GaussianPrior(25, bn: 1, bias: 0)"
-
-
-def test_a_group_that_fits_nothing_is_refused():
-    """Parts of a Sequential have numbers for names."""
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3), nn.Linear(3, 3))
 
     def run_with(groups):
@@ -302,84 +291,6 @@ def test_bad_arguments(make, words):
         make()
 
 
-def test_a_loss_that_reduces_is_refused_before_anything_moves():
-    run = make_run(linear, tr.PosteriorEnergy(lambda o, t: F.cross_entropy(o, t), n_data=N))
-    before = run.state_dict()
-    with pytest.raises(TargetError, match=r'one value per example.*reduction="none"'):
-        run.step(classes(8))
-    assert torch.equal(before["replicas"][0]["parameters"]["weight"], run.module_at().weight)
-    assert run.n_steps == 0
-
-
-class TwoHeads(nn.Module):
-    """Logits and features, as a tuple or under names."""
-
-    def __init__(self, form=tuple):
-        super().__init__()
-        self.linear, self.form = linear(), form
-
-    def forward(self, x):
-        return (self.linear(x), x) if self.form is tuple else {"logits": self.linear(x)}
-
-
-@pytest.mark.parametrize("form", [tuple, dict])
-def test_an_output_that_is_no_tensor_is_named(form):
-    run = make_run(lambda: TwoHeads(form), tr.PosteriorEnergy(F.cross_entropy, n_data=N))
-    with pytest.raises(TargetError, match=rf"returned a {form.__name__} .*PosteriorEnergy\.of"):
-        run.step(classes(8))
-
-
-def test_a_loss_may_be_made_for_such_outputs_and_other_errors_are_its_own():
-    def first(output, target):
-        return F.cross_entropy(output[0], target, reduction="none")
-
-    model, batch = TwoHeads(), classes(8)
-    energy = tr.PosteriorEnergy(first, n_data=N)
-    expected = F.cross_entropy(model.linear(batch[0]), batch[1], reduction="none")
-    whole = torch.compile(energy.losses, backend="eager", fullgraph=True)  # as a captured step does
-    assert torch.equal(whole(model, batch)[0], expected)
-    with pytest.raises(IndexError):
-        tr.PosteriorEnergy(lambda o, t: o[2], n_data=N).per_example(model, batch)
-
-
-def sums_pairs(output, target):
-    return F.cross_entropy(output, target, reduction="none").view(-1, 2).sum(1)
-
-
-def test_a_loss_of_the_wrong_number_of_values_is_refused_every_time():
-    energy = tr.PosteriorEnergy.of(lambda m, b: sums_pairs(m(b[0]), b[1]), n_data=N)
-    run = make_run(linear, energy)
-    for _ in range(2):
-        with pytest.raises(TargetError, match=r"gave 4 values for a batch of 8 .*shape \(8,\)"):
-            run.step(classes(8))
-    assert run.n_steps == 0
-
-
-def test_a_function_prior_must_give_one_number():
-    prior = lambda p: p["weight"].square().sum().reshape(1)  # noqa: E731
-    run = make_run(linear, tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=prior))
-    with pytest.raises(TargetError, match="prior"):
-        run.step(classes(8))
-
-
-@pytest.mark.filterwarnings("ignore:Using a target size")
-def test_targets_that_spread_over_outputs_are_refused():
-    """(n, 1) against (n,) is (n, n) for torch, and every number would be wrong."""
-    energy = tr.PosteriorEnergy(torch.nn.functional.mse_loss, n_data=N_DATA)
-    with pytest.raises(TargetError, match=r"\(6, 6\) for outputs .*\(6, 1\) and targets .*\(6,\)"):
-        energy.per_example(nn.Linear(2, 1), (torch.randn(6, 2), torch.randn(6)))
-
-
-def test_a_minibatch_larger_than_all_data_and_an_empty_one_are_refused():
-    run = make_run(energy=cross_entropy(n_data=5))
-    with pytest.raises(TargetError, match="a minibatch of 8 examples is larger than n_data=5"):
-        run.step(classes(8))
-    run = make_run()
-    run.step(classes(8))
-    with pytest.raises(TargetError, match="no examples"):
-        run.step(classes(0))
-
-
 # Modules trained against each other: what is descended is not the energy
 
 
@@ -426,28 +337,74 @@ def test_each_module_follows_its_own_loss():
 
 
 X, Y = classes(8)
-CE = F.cross_entropy
+
+
+class TwoHeads(nn.Module):
+    """Logits and features, as a tuple or under names."""
+
+    def __init__(self, form=tuple):
+        super().__init__()
+        self.linear, self.form = linear(), form
+
+    def forward(self, x):
+        return (self.linear(x), x) if self.form is tuple else {"logits": self.linear(x)}
+
+
+def test_a_loss_may_be_made_for_such_outputs_and_other_errors_are_its_own():
+    def first(output, target):
+        return F.cross_entropy(output[0], target, reduction="none")
+
+    model, energy = TwoHeads(), tr.PosteriorEnergy(first, n_data=N)
+    expected = F.cross_entropy(model.linear(X), Y, reduction="none")
+    whole = torch.compile(energy.losses, backend="eager", fullgraph=True)  # as a captured step does
+    assert torch.equal(whole(model, (X, Y))[0], expected)
+    with pytest.raises(IndexError):
+        tr.PosteriorEnergy(lambda o, t: o[2], n_data=N).per_example(model, (X, Y))
+
+
+def by(loss=F.cross_entropy, *, n_data=N, **options):
+    return tr.PosteriorEnergy(loss, n_data=n_data, **options)
+
+
+def in_pairs(module, batch):
+    return module(batch[0]).sum(1).view(-1, 2).sum(1)
+
+
+CE, REDUCED, COLUMN = by(), by(lambda o, t: F.cross_entropy(o, t)), torch.randn(8)
+NO_NUMBER = by(prior=lambda p: p["weight"].square().sum().reshape(1))
 UNFIT = {
-    "float labels": (CE, (X, Y.float()), r"float32, shape \(8,\), 0 to 2.*labels.long\(\)"),
-    "a column of labels": (CE, (X, Y[:, None]), r"shape \(8, 1\).*labels.squeeze\(1\)"),
-    "too few labels": (CE, (X, Y[:5]), r"shape \(8, 3\).*shape \(5,\)"),
-    "labels from 1": (CE, (X, Y + 1), r"from 0 to 2, .* has 3 outputs.*1 to 3"),
-    "negative labels": (nn.CrossEntropyLoss(), (X, Y - 1), r"from 0 to 2.*-1 to 1"),
-    "binary": (nn.BCELoss(), (X, F.one_hot(Y)), r"labels.to\(torch.float32\)"),
-    "float64": (CE, (X.double(), Y), r"float32, but .* of float64.*x.to\(torch.float32\)"),
-    "a dict of float64": (CE, {"target": Y, "input": X.double()}, "inputs are of float64"),
-    "too many features": (CE, (torch.zeros(8, 99), Y), r"takes \d+ features, .*\(8, 99\)"),
-    "no labels": (CE, X, "one tensor and no labels"),
+    "float labels": (linear, CE, (X, Y.float()), r"float32, shape \(8,\), 0 to 2.*labels.long"),
+    "a column of labels": (linear, CE, (X, Y[:, None]), r"shape \(8, 1\).*labels.squeeze\(1\)"),
+    "too few labels": (linear, CE, (X, Y[:5]), r"shape \(8, 3\).*shape \(5,\)"),
+    "labels from 1": (linear, CE, (X, Y + 1), r"from 0 to 2, .* has 3 outputs.*1 to 3"),
+    "negative labels": (linear, by(nn.CrossEntropyLoss()), (X, Y - 1), r"from 0 to 2.*-1 to 1"),
+    "binary": (linear, by(nn.BCELoss()), (X, F.one_hot(Y)), r"labels.to\(torch.float32\)"),
+    "float64": (linear, CE, (X.double(), Y), r"float32, but .* of float64.*x.to\(torch.float32\)"),
+    "a dict of float64": (linear, CE, {"target": Y, "input": X.double()}, "inputs are of float64"),
+    "a dict without target": (linear, CE, {"a": X, "label": Y}, r"'a', 'label'.*target_key="),
+    "too many features": (linear, CE, (torch.zeros(8, 99), Y), r"takes \d+ features, .*\(8, 99\)"),
+    "no labels": (linear, CE, X, "one tensor and no labels"),
+    # (n, 1) against (n,) is (n, n) for torch, and every number would be wrong.
+    "spread": (lambda: nn.Linear(4, 1), by(F.mse_loss), (X, COLUMN), r"\(8, 8\) for outputs"),
+    "a reduced loss": (linear, REDUCED, (X, Y), r'one value per example.*reduction="none"'),
+    "pairs": (linear, tr.PosteriorEnergy.of(in_pairs, n_data=N), (X, Y), "gave 4 values for .* 8 "),
+    "a prior of no number": (linear, NO_NUMBER, (X, Y), "prior"),
+    "too little data": (linear, by(n_data=5), (X, Y), "8 examples is larger than n_data=5"),
+    "no examples": (linear, CE, (X[:0], Y[:0]), "no examples"),
+    "a tuple": (TwoHeads, CE, (X, Y), r"returned a tuple .*PosteriorEnergy\.of"),
+    "a dict": (lambda: TwoHeads(dict), CE, (X, Y), r"returned a dict .*PosteriorEnergy\.of"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")
 @pytest.mark.parametrize("case", UNFIT)
-def test_what_does_not_fit_is_explained_by_the_batch(case):
-    loss, batch, words = UNFIT[case]
-    run = make_run(linear, tr.PosteriorEnergy(loss, n_data=N_DATA))
+def test_what_does_not_fit_is_explained_before_anything_moves(case):
+    model, energy, batch, words = UNFIT[case]
+    run = make_run(model, energy)
     before = run.state_dict()
-    with pytest.raises(TargetError, match=words):
-        list(run.advance(3, [batch]))
+    for _ in range(2):
+        with pytest.raises(TargetError, match=words):
+            list(run.advance(3, [batch]))
     assert same(run.state_dict(), before)
 
 
