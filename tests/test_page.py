@@ -131,6 +131,11 @@ class Elements(HTMLParser):
         return json.loads(self.scripts[name])
 
 
+def page_in(folder, **options) -> Elements:
+    write_page([folder], folder / "page.html", **options)
+    return Elements(folder / "page.html")
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     """A folder with complete runs, and a page of it."""
@@ -306,8 +311,8 @@ def test_a_config_of_another_version_has_a_note(tmp_path):
     config = {**to_json(get_recipe("digits/msgd")), "new_setting": 1}
     command = command_to_repeat(load_run(write_json(tmp_path / "seed=0", config, None)))
     assert "new_setting" in command.note
-    unknown = load_run(write_json(tmp_path / "other/seed=0", {"recipe": "no/such"}, None))
-    assert command_to_repeat(unknown).line == ""
+    unknown = write_json(tmp_path / "other/seed=0", {"recipe": "no/such"}, None)
+    assert command_to_repeat(load_run(unknown)).line == ""
 
 
 # Damage
@@ -332,14 +337,8 @@ def test_unfinished_damaged_and_empty_are_shown_as_such(tmp_path):
     (tmp_path / "nothing").mkdir()
     assert write_page([tmp_path, tmp_path / "nothing"], tmp_path / "page.html") == (7, 5, 2)
     page, html = Elements(tmp_path / "page.html"), (tmp_path / "page.html").read_text()
-    for words in (
-        "draws.safetensors is damaged and not used",
-        "there is no result.json",
-        "NaN!",
-        "line 1 column 2",
-        "7 of 9 folders",
-    ):
-        assert words in page.text
+    said = ("draws.safetensors is damaged and not used", "there is no result.json", "NaN!")
+    assert all(words in page.text for words in (*said, "line 1 column 2", "7 of 9 folders"))
     by_name = {run["name"]: run for run in (page.data(f"run-{k}") for k in range(7))}
     statuses = [by_name[f"digits/resghmc, seed {seed}"]["status"] for seed in range(5)]
     assert statuses == ["unfinished", "damaged", "finished", "failed", "damaged"]
@@ -381,8 +380,7 @@ def test_time_that_runs_shared_counts_once(tmp_path):
     timed(0, 600.123456789, 1, recipe="digits/sghmc")  # never trains with others
     runs = [load_run(path) for path in find_runs(tmp_path)]
     assert total_seconds(runs) == pytest.approx(5 * 600.2, abs=1)
-    write_page([tmp_path], tmp_path / "page.html")
-    page = Elements(tmp_path / "page.html")
+    page = page_in(tmp_path)
     assert "50.0 min of computing" in page.text
     assert page.text.count("600.1*") == 4
     assert (in_words(12.34), in_words(1043.3), in_words(7000.0)) == ("12.3 s", "17.4 min", "1.9 h")
@@ -418,8 +416,7 @@ def test_a_page_does_not_fail_because_doctor_does(tmp_path, monkeypatch):
         return real(run, quick=quick)
 
     monkeypatch.setattr(doctor, "diagnose", fails)
-    write_page([tmp_path], tmp_path / "page.html")
-    page = Elements(tmp_path / "page.html")
+    page = page_in(tmp_path)
     said = [page.data(f"run-{k}")["doctor"] for k in range(2)]
     assert said[0]["verdict"] == "doctor failed on this run (ZeroDivisionError: by <b>zero</b>)"
     assert said[1]["findings"]
@@ -458,8 +455,7 @@ def hostile_run(out: Path) -> None:
 
 def test_names_from_files_are_text_and_not_markup(tmp_path):
     hostile_run(tmp_path)
-    write_page([tmp_path], tmp_path / "page.html", title=HOSTILE)
-    page = Elements(tmp_path / "page.html")
+    page = page_in(tmp_path, title=HOSTILE)
     kinds = [attrs.get("type") for tag, attrs in page.tags if tag == "script"]
     assert kinds.count(None) == 1, "one script of ours and no other"
     assert all("id" in attrs for tag, attrs in page.tags if tag == "script" and attrs.get("type"))
@@ -508,17 +504,17 @@ def test_the_command(tmp_path):
     assert "<title>A &amp; B</title>" in page.read_text()
     again = CliRunner().invoke(app, [str(tmp_path), "--out", str(page), "--doctor", "none"])
     assert again.exit_code == 0, "a page is replaced by a newer one"
-    with pytest.raises(RunFolderError, match="there is no folder"):
-        write_page([tmp_path / "none"], page)
-    with pytest.raises(RunFolderError, match="is a folder"):
-        write_page([tmp_path], tmp_path)
     before = (folder / "result.json").read_bytes()
-    with pytest.raises(RunFolderError, match="not a report of torchrex"):
-        write_page([tmp_path], folder / "result.json")
-    assert (folder / "result.json").read_bytes() == before
     (tmp_path / "empty/resghmc/seed=0").mkdir(parents=True)
-    with pytest.raises(RunFolderError, match="run folders without a run: 1"):
-        write_page([tmp_path / "empty"], page)
+    for root, out, words in (
+        (tmp_path / "none", page, "there is no folder"),
+        (tmp_path, tmp_path, "is a folder"),
+        (tmp_path, folder / "result.json", "not a report of torchrex"),
+        (tmp_path / "empty", page, "run folders without a run: 1"),
+    ):
+        with pytest.raises(RunFolderError, match=words):
+            write_page([root], out)
+    assert (folder / "result.json").read_bytes() == before
 
 
 # In a real browser
