@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scipy import stats
+from scipy import special
 from torch import Tensor
 
 from torchrex.checkpoint import DamagedError, one_line, read
@@ -82,7 +82,7 @@ def check_truth(run: LoadedRun) -> Iterable[Finding]:
             continue
         value, truth = metrics[name], metrics[f"{name}_true"]
         error = metrics.get(f"{name}_se", math.nan) if n > 1 else math.nan
-        chance = float(stats.t.isf(CHANCE / 2, n - 1)) * error
+        chance = -float(special.stdtrit(n - 1, CHANCE / 2)) * error
         off, tolerated = abs(value - truth), TOLERATED * abs(truth)
         numbers = {"metric": name, "value": value, "truth": truth, "standard_error": error}
         numbers["tolerated"] = tolerated

@@ -10,6 +10,7 @@ import dataclasses
 import os
 import re
 import shlex
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,10 @@ from torch import Tensor
 from torchrex.checkpoint import Checkpoints, one_line, parse_json, printable, read_file
 from torchrex.density import shard_folders
 from torchrex.diagnostics import History
-from torchrex.errors import ConfigError, RecipeError, RunFolderError, TorchrexError
+from torchrex.errors import RecipeError, RunFolderError, TorchrexError
 from torchrex.exchange import Ladder
 from torchrex.experiments import ExperimentConfig, get_recipe
-from torchrex.experiments.config import override, to_json
+from torchrex.experiments.config import override, parse, to_json
 from torchrex.experiments.folder import UNREADABLE, added_later, read_tensors
 from torchrex.posterior import Draws
 
@@ -330,11 +331,9 @@ def config_from_json(
         problems.append(f"config.json has settings that this version does not know: {unknown}")
     if missing := sorted(set(usual) - set(values) - set(added_later(base))):
         problems.append(f"config.json lacks {', '.join(missing)}: those of the recipe are taken")
-    for field in dataclasses.fields(base):
-        fixed, value = usual[field.name], values.get(field.name, usual[field.name])
-        if not field.metadata.get("settable", True) and isinstance(fixed, str) and value != fixed:
-            shown = one_line(repr(value), 80)
-            raise ConfigError(f"{field.name} is {shown}, but its recipe has {fixed!r}")
+    kinds = typing.get_type_hints(type(base))
+    for name in {"data", "method"} & set(usual) & set(values):  # a recipe may fix them for --set
+        base = dataclasses.replace(base, **{name: parse(str(values[name]), kinds[name], name)})
     return override(base, list(_assignments(base, usual, values)))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from scipy import stats
+from scipy import special
 from torch import Tensor
 
 from torchrex.diagnostics import History
@@ -113,7 +113,7 @@ def p_of_pairs(mean: float, error: float, n: int) -> float | None:
     spread (None).
     """
     if error > 1e-9 * abs(mean):  # less is rounding
-        return float(2 * stats.t.sf(abs(mean) / error, n - 1))
+        return float(2 * special.stdtr(n - 1, -abs(mean) / error))
     return 1.0 if mean == 0 else None
 
 
