@@ -284,8 +284,13 @@ def test_folders_without_the_set(tiny, tmp_path):
     refused("svhn", half, "test_32x32.mat is missing")
 
 
-def test_a_missing_set_names_both_commands(tmp_path, monkeypatch):
+def test_which_folder_and_how_to_fill_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHREX_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    assert data_folder() == tmp_path / "x" / "torchrex" / "data"
     monkeypatch.setenv("TORCHREX_DATA", str(tmp_path))
+    assert data_folder() == tmp_path
+    assert data_folder("here") == Path("here")
     with pytest.raises(DataError) as error:
         load_images("cifar10")
     words = one_line(error)
@@ -294,18 +299,6 @@ def test_a_missing_set_names_both_commands(tmp_path, monkeypatch):
     assert "`torchrex data import cifar10 --from FOLDER`" in words
     with pytest.raises(DataError, match=f"fetch svhn --to {tmp_path / 'b'}`"):
         load_images("svhn", tmp_path / "b")
-
-
-def test_which_folder(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("TORCHREX_DATA", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert data_folder() == tmp_path / ".cache" / "torchrex" / "data"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    assert data_folder() == tmp_path / "x" / "torchrex" / "data"
-    monkeypatch.setenv("TORCHREX_DATA", "~/d")
-    assert data_folder() == tmp_path / "d"
-    assert data_folder("here") == Path("here")
 
 
 @pytest.fixture

@@ -19,13 +19,11 @@ def test_streams_are_reproducible_and_independent():
     y = torch.randn(1000, generator=a["swap"])
     assert abs(torch.corrcoef(torch.stack([x, y]))[0, 1]) < 0.17  # 5 standard errors
     assert not torch.equal(x, torch.randn(1000, generator=Streams(4)["move"]))
-
-
-def test_neighbouring_seeds_and_names_do_not_collide():
-    assert (
-        len({derive_seed(seed, name) for seed in range(200) for name in ("move", "swap", "target")})
-        == 600
-    )
+    names = ("move", "swap", "target")
+    assert len({derive_seed(seed, name) for seed in range(200) for name in names}) == 600
+    for bad in (-1, 1.5, True, "0"):
+        with pytest.raises(errors.InvalidArgumentError, match="seed"):
+            Streams(bad)
 
 
 def test_streams_save_and_restore():
@@ -40,12 +38,6 @@ def test_streams_save_and_restore():
     assert torch.equal(
         torch.rand(5, generator=other["new"]), expected[1]
     )  # a stream not in use then starts afresh
-
-
-@pytest.mark.parametrize("seed", [-1, 1.5, True, "0"])
-def test_bad_seed(seed):
-    with pytest.raises(errors.InvalidArgumentError, match="seed"):
-        Streams(seed)
 
 
 def test_schedules():
@@ -64,13 +56,9 @@ def test_schedules():
 
 
 def test_every_error_is_ours_and_a_builtin():
-    tree = [
-        e
-        for _, e in inspect.getmembers(errors, inspect.isclass)
-        if issubclass(e, errors.TorchrexError)
-    ]
+    members = [error for _, error in inspect.getmembers(errors, inspect.isclass)]
+    tree = {error for error in members if issubclass(error, errors.TorchrexError)}
     assert len(tree) >= 9
-    for error in tree:
-        if error is not errors.TorchrexError:
-            builtins = [base for base in error.__mro__ if base.__module__ == "builtins"]
-            assert builtins[0] is not Exception, f"{error.__name__} is no builtin besides"
+    for error in tree - {errors.TorchrexError}:
+        builtins = [base for base in error.__mro__ if base.__module__ == "builtins"]
+        assert builtins[0] is not Exception, f"{error.__name__} is no builtin besides"

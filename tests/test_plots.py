@@ -112,9 +112,8 @@ def test_correction_against_the_difference_of_its_pair(axis):
 
 
 def test_density_against_truth(axis):
-    edges = torch.linspace(0, 1, 11)
     density = torch.stack([torch.full((10,), 0.5), torch.full((10,), 1.5)])
-    plots.plot_density(edges, density, axis, truth=torch.ones_like)
+    plots.plot_density(torch.linspace(0, 1, 11), density, axis, truth=torch.ones_like)
     assert labels(axis) == ["truth", "single chains", "draws of 2 chains"]
     assert axis.patches[-1].get_data().values.tolist() == pytest.approx([1.0] * 10)
 
