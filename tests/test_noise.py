@@ -26,9 +26,6 @@ RUNS = 20_000
 
 
 def two_positions(shared):
-    """A logistic posterior, two replicas at different places, and one minibatch for each of many
-    runs.
-    """
     features, labels, _ = simulate_logistic(400, 3, seed=2)
     target = logistic_regression(features, labels, batch_size=32, shared=shared)
     x = torch.tensor([[0.3, -0.2, 0.1], [0.5, 0.4, -0.6]], dtype=torch.float64)[:, None].expand(
@@ -41,52 +38,35 @@ def two_positions(shared):
 STANDING = torch.tensor([[0], [1]], dtype=torch.int32).expand(2, RUNS)
 
 
-def test_paired_estimator_is_unbiased_for_half_the_variance_of_the_difference():
-    target, x, energy = two_positions(shared=True)
+@pytest.mark.parametrize("paired", [True, False])
+def test_estimators_are_unbiased_for_half_the_variance_of_the_difference(paired):
+    """The mutant is unpaired on a minibatch that the replicas share."""
+    target, x, energy = two_positions(shared=paired)
     terms = -target.log_likelihood(x[:, 0, None], *target.data)  # (2, 400): all examples
-    exact = 400**2 / 32 * (terms[0] - terms[1]).var(correction=0) / 2
-    scale = tr.PerExample().scale(32, 400)
-    estimate = scale * tr.PerExample(paired=True).sample(energy.per_example, STANDING)
-    assert_mean_is(estimate[0], float(exact))
-    difference = energy.total[0] - energy.total[1]
-    assert_mean_is(
-        (difference - difference.mean()).square() / 2, float(exact)
-    )  # it is what the energies really do
-    unpaired = scale * tr.PerExample(paired=False).sample(energy.per_example, STANDING)
-    assert_mean_is_not(
-        unpaired[0], float(exact)
-    )  # the mutant: ignores that the replicas share their minibatch
-
-
-def test_unpaired_estimator_is_unbiased_for_independent_minibatches():
-    target, x, energy = two_positions(shared=False)
-    terms = -target.log_likelihood(x[:, 0, None], *target.data)
-    exact = 400**2 / 32 * terms.var(dim=1, correction=0).mean()
-    feed = tr.PerExample(paired=False)
-    assert_mean_is(feed.scale(32, 400) * feed.sample(energy.per_example, STANDING)[0], float(exact))
-    difference = energy.total[0] - energy.total[1]
-    assert_mean_is((difference - difference.mean()).square() / 2, float(exact))
+    variance = (
+        (terms[0] - terms[1]).var(correction=0) / 2
+        if paired
+        else terms.var(dim=1, correction=0).mean()
+    )
+    exact = 400**2 / 32 * float(variance)
+    feed, scale = tr.PerExample(paired=paired), tr.PerExample().scale(32, 400)
+    assert_mean_is(scale * feed.sample(energy.per_example, STANDING)[0], exact)
+    difference = energy.total[0] - energy.total[1]  # what the energies really do
+    assert_mean_is((difference - difference.mean()).square() / 2, exact)
+    if paired:
+        unpaired = tr.PerExample(paired=False).sample(energy.per_example, STANDING)
+        assert_mean_is_not(scale * unpaired[0], exact)
 
 
 @pytest.mark.parametrize("paired", [False, True])
 def test_repeated_draws_are_unbiased(paired):
-    noise = torch.randn(
-        10, 2, RUNS, generator=torch.Generator().manual_seed(1), dtype=torch.float64
-    )
-    energies = noise * torch.tensor([1.0, 2.0]).view(1, 2, 1) + torch.tensor([5.0, -3.0]).view(
-        1, 2, 1
-    )
-    assert_mean_is(
-        tr.RepeatedDraws(10, paired=paired).sample(energies, STANDING)[0], 2.5
-    )  # (1 + 4) / 2
-    shared = noise[:, :1] + 0.1 * noise
-    if paired:
-        assert_mean_is(
-            tr.RepeatedDraws(10, paired=True).sample(shared.expand(10, 2, RUNS) * 1.0, STANDING)[0],
-            0.01,
-        )
-    else:
-        assert_mean_is_not(tr.RepeatedDraws(10).sample(shared, STANDING)[0], 0.01)
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(10, 2, RUNS, generator=generator, dtype=torch.float64)
+    scale, level = (torch.tensor(each).view(1, 2, 1) for each in ([1.0, 2.0], [5.0, -3.0]))
+    feed = tr.RepeatedDraws(10, paired=paired)
+    assert_mean_is(feed.sample(noise * scale + level, STANDING)[0], 2.5)  # (1 + 4) / 2
+    shared = feed.sample(noise[:, :1] + 0.1 * noise, STANDING)[0]
+    (assert_mean_is if paired else assert_mean_is_not)(shared, 0.01)
 
 
 def test_feeds_follow_the_replicas():
@@ -100,29 +80,18 @@ def test_feeds_follow_the_replicas():
     assert torch.allclose(tr.RepeatedDraws(6).sample(energies, standing)[1], expected)
 
 
-def test_gain_one_over_m_is_the_plain_mean():
+def test_updates_of_an_estimate():
+    """The gain 1 / m is the plain mean; smoothing is exponential, from the first sample on."""
     samples = torch.rand(20, 1, 3, dtype=torch.float64)
-    rule, estimate = tr.RunningMean(initial=100.0), torch.full((1, 3), 100.0, dtype=torch.float64)
+    mean, smoothing = tr.RunningMean(initial=100.0), tr.Smoothing(0.3)
+    average = smooth = torch.full((1, 3), 100.0, dtype=torch.float64)
+    expected = samples[0]
     for m, sample in enumerate(samples, start=1):
-        estimate = rule.update(estimate, torch.tensor(float(m)), sample)
-        assert torch.allclose(estimate, samples[:m].mean(0))
-
-
-def test_smoothing_is_exponential():
-    rule, estimate = tr.Smoothing(0.3), torch.zeros(1)
-    for m, sample in enumerate((2.0, 4.0, 8.0), start=1):
-        estimate = rule.update(estimate, torch.tensor(float(m)), torch.tensor([sample]))
-    assert float(estimate) == pytest.approx(0.7 * (0.7 * 2.0 + 0.3 * 4.0) + 0.3 * 8.0)
-
-
-def test_the_paired_correction_is_smaller_and_swaps_more_often():
-    features, labels, _ = simulate_logistic(2000, 3)
-    target = logistic_regression(features, labels, batch_size=128)
-    common = {"temperatures": (1.0, 1.5), "lr": 2e-5, "n_steps": 400, "n_runs": 16, "seed": 0}
-    paired = tr.sample(target, noise=tr.PairedVariance(0.1), **common)
-    unpaired = tr.sample(target, noise=tr.Smoothing(0.1, tr.PerExample(paired=False)), **common)
-    assert paired.noise_variance[-1].mean() < 0.5 * unpaired.noise_variance[-1].mean()
-    assert paired.acceptance_rate > 2 * unpaired.acceptance_rate
+        average = mean.update(average, torch.tensor(float(m)), sample)
+        assert torch.allclose(average, samples[:m].mean(0))
+        smooth = smoothing.update(smooth, torch.tensor(float(m)), sample)
+        expected = 0.7 * expected + 0.3 * sample
+        assert torch.allclose(smooth, expected)
 
 
 def test_defaults_fit_the_target():
@@ -136,6 +105,9 @@ def test_defaults_fit_the_target():
     assert default_estimator(alone) == tr.BatchVariance(tr.PerExample(paired=False))
     for target in (mixture, alone):
         assert default_estimator(tr.Noisy(target, tr.Gaussian(1.0))) == repeated
+    for target, words in ((mixture, "per-example"), (alone, "same minibatch")):
+        with pytest.raises(NoiseError, match=words):
+            tr.sample(target, temperatures=(1.0, 2.0), lr=0.1, n_steps=5, noise=tr.PairedVariance())
 
 
 @pytest.mark.parametrize(
@@ -172,16 +144,6 @@ def test_one_example_has_no_variance(noise):
     two = tr.sample(logistic_regression(features, labels, batch_size=2), noise=noise, **common)
     for draws in (repeated, two):
         assert bool((draws.noise_variance[-1] > 0).all())
-
-
-def test_a_feed_the_target_cannot_serve_is_refused():
-    mixture = tr.GaussianMixture([1.0], [0.0], [1.0])
-    with pytest.raises(NoiseError, match="per-example"):
-        tr.sample(mixture, temperatures=(1.0, 2.0), lr=0.1, n_steps=5, noise=tr.PairedVariance())
-    features, labels, _ = simulate_logistic(50, 2)
-    alone = logistic_regression(features, labels, batch_size=8, shared=False)
-    with pytest.raises(NoiseError, match="same minibatch"):
-        tr.sample(alone, temperatures=(1.0, 2.0), lr=0.1, n_steps=5, noise=tr.PairedVariance())
 
 
 # The law of rung 0
@@ -251,22 +213,22 @@ def test_sigma2_is_a_third_of_this_minibatch_and_two_thirds_of_the_one_before():
     assert len({tuple(each[:, 0].tolist()) for each in stood}) > 2  # neighbours have changed
 
 
-def test_pairs_of_small_models_are_tested_one_at_a_time():
-    """Pairs that are tested on one minibatch share its noise, which biases rung 0 of models with
-    one or two parameters.
-    """
-    assert pairing_of(dim=2, n_rungs=4, shared=True) == tr.RandomPair()
-    assert pairing_of(dim=2, n_rungs=3, shared=True) == tr.EvenOdd()  # one pair at a time as it is
-    assert pairing_of(dim=2, n_rungs=4, shared=False) == tr.EvenOdd()
-    assert pairing_of(dim=3, n_rungs=4, shared=True) == tr.EvenOdd()
-
-
-def pairing_of(*, dim, n_rungs, shared):
+@pytest.mark.parametrize(
+    ("dim", "n_rungs", "shared", "pairing"),
+    [
+        (2, 4, True, tr.RandomPair()),
+        (2, 3, True, tr.EvenOdd()),  # one pair at a time as it is
+        (2, 4, False, tr.EvenOdd()),
+        (3, 4, True, tr.EvenOdd()),
+    ],
+)
+def test_pairs_of_small_models_are_tested_one_at_a_time(dim, n_rungs, shared, pairing):
+    """Pairs tested on one minibatch share its noise, which biases rung 0 of small models."""
     features, labels, _ = simulate_logistic(50, dim)
     target = logistic_regression(features, labels, batch_size=8, shared=shared)
     ladder = tr.Ladder.geometric(1.0, 2.0, n_rungs, lrs=1e-4)
     ensemble = tr.TensorEnsemble.start(target, n_rungs=n_rungs)
-    return tr.DensityExchange(ensemble, ladder).rules.pairing
+    assert tr.DensityExchange(ensemble, ladder).rules.pairing == pairing
 
 
 @pytest.mark.parametrize("variance", [1.0, 2.0, 4.0])

@@ -21,8 +21,8 @@ from torchrex.errors import (
     RunInterrupted,
     TargetError,
 )
-from torchrex.exchange import PairReport, percent
-from torchrex.posterior import SHAPES, mean_error
+from torchrex.exchange import PairReport
+from torchrex.posterior import mean_error
 
 
 def gaussian(x):
@@ -32,34 +32,27 @@ def gaussian(x):
 PAIR = tr.Ladder((1.0, 2.0), 0.1)
 
 
-def test_shapes_thinning_and_burn_in():
-    sizes = {"dim": 3, "n_steps": 100, "n_runs": 5, "thin": 7, "burn_in": 20}
-    draws = tr.sample(gaussian, ladder=tr.Ladder((1.0, 2.0, 4.0), 0.1), **sizes)
-    assert draws.values.shape == (5, 11, 3)
-    assert draws.steps.tolist() == list(range(27, 98, 7))
-    assert draws.noise_variance.shape == (11, 2, 5)
-    assert draws.replica_at.shape == (11, 3, 5)
-    assert draws.energy.shape == (11, 3, 5)
-    assert draws.accepted.shape == draws.proposed.shape == (2, 5)
-    assert draws.status == "finished"
-
-
 def test_thinned_draws_are_those_of_the_full_run():
-    common = {"dim": 1, "ladder": PAIR, "n_steps": 90, "n_runs": 2, "seed": 4}
+    ladder = tr.Ladder((1.0, 2.0, 4.0), 0.1)
+    common = {"dim": 3, "ladder": ladder, "n_steps": 90, "n_runs": 5, "seed": 4}
     full, thinned = tr.sample(gaussian, **common), tr.sample(gaussian, thin=9, burn_in=30, **common)
+    assert thinned.steps.tolist() == list(range(39, 91, 9))
     assert torch.equal(thinned.values, full.values[:, 38::9])
-    assert torch.equal(thinned.replica_at, full.replica_at[38::9])
+    for name in ("replica_at", "energy", "noise_variance"):
+        assert torch.equal(getattr(thinned, name), getattr(full, name)[38::9])
     assert torch.equal(thinned.accepted, full.accepted)
     assert torch.equal(full.after(50).values, full.values[:, 50:])
+    assert full.values.shape == (5, 90, 3)
+    assert full.replica_at.shape == full.energy.shape == (90, 3, 5)
+    assert full.accepted.shape == full.proposed.shape == (2, 5)
+    assert full.status == "finished"
+    assert not torch.equal(tr.sample(gaussian, **{**common, "seed": 5}).values, full.values)
 
 
 def test_recorder_does_not_care_how_steps_are_cut_into_blocks():
     full = tr.sample(gaussian, dim=1, ladder=PAIR, n_steps=60, n_runs=2)
-    run = tr.DensityExchange(
-        tr.TensorEnsemble.start(tr.LogDensity(gaussian, 1), n_rungs=2, n_runs=2),
-        tr.Ladder((1.0, 2.0), 0.1),
-    )
-    recorder = DrawRecorder(60, thin=4, burn_in=3)
+    ensemble = tr.TensorEnsemble.start(tr.LogDensity(gaussian, 1), n_rungs=2, n_runs=2)
+    run, recorder = tr.DensityExchange(ensemble, PAIR), DrawRecorder(60, thin=4, burn_in=3)
     for n in (1, 2, 3, 5, 8, 13, 21, 7):
         for info in run.advance(n):
             recorder.record(info)
@@ -67,13 +60,6 @@ def test_recorder_does_not_care_how_steps_are_cut_into_blocks():
     assert draws.steps.tolist() == list(range(7, 61, 4))
     assert torch.equal(draws.values, full.values[:, 6::4])
     assert torch.equal(draws.accepted, full.accepted)
-
-
-def test_same_seed_same_draws_other_seed_other_draws():
-    common = {"dim": 1, "ladder": PAIR, "n_steps": 50}
-    a, b, c = (tr.sample(gaussian, seed=seed, **common).values for seed in (0, 0, 1))
-    assert torch.equal(a, b)
-    assert not torch.equal(a, c)
 
 
 def test_summary_and_repr():
@@ -98,94 +84,51 @@ def test_save_and_load(tmp_path):
         assert getattr(back, name) == getattr(draws, name)
 
 
-def refused(path):
-    """The one line that is said of it."""
-    with pytest.raises(RunFolderError) as caught:
-        tr.Draws.load(path)
-    assert "\n" not in str(caught.value)
-    assert str(path) in str(caught.value)
-    return str(caught.value)
-
-
 def test_files_that_are_not_draws(tmp_path):
-    tr.sample(gaussian, dim=2, ladder=PAIR, n_steps=50).save(tmp_path / "draws.safetensors")
-    whole, path = (tmp_path / "draws.safetensors").read_bytes(), tmp_path / "other"
-    assert refused(path) == f"there is no file {path}"
-    assert f"is a folder; load {tmp_path / 'draws.safetensors'}" in refused(tmp_path)
-    (tmp_path / "empty folder").mkdir()
-    assert "is a folder; give the file itself" in refused(tmp_path / "empty folder")
+    draws = tr.sample(gaussian, dim=2, ladder=PAIR, n_steps=50, n_runs=3)
+    path, file = tmp_path / "other", tmp_path / "draws.safetensors"
+    draws.save(file)
+    whole = file.read_bytes()
+
+    def refused(content=None, at=path):
+        """The one line that is said of a file with this content."""
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        elif isinstance(content, dict):
+            replace(draws, **content).save(path)
+        with pytest.raises(RunFolderError) as caught:
+            tr.Draws.load(at)
+        assert "\n" not in str(caught.value)
+        assert str(at) in str(caught.value)
+        return str(caught.value)
+
+    assert "there is no file" in refused()
+    assert f"is a folder; load {file}" in refused(at=tmp_path)
     for size in (50, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:size])
-        assert f"is damaged, perhaps cut off: it ends after {size:,} bytes" in refused(path)
-    path.write_bytes(b"")
-    assert "is empty" in refused(path)
+        assert f"cut off: it ends after {size:,} bytes" in refused(whole[:size])
+    assert "is empty" in refused(b"")
     for text in (
         b"\x80\x04pickle",
         b"a text that is long enough to have a header",
-        b'{"a": 1}{"a": 1}',
+        b'{"a": 1}' * 2,
     ):
-        path.write_bytes(text)
-        assert "is not a safetensors file; give what Draws.save wrote" in refused(path)
+        assert "is not a safetensors file" in refused(text)
     save_file({name: torch.ones(1) for name in "abcdef"}, path)
-    assert "is a safetensors file of another kind: it holds a, b, c, d and 2 more" in refused(path)
-    save_file({"a": torch.ones(1)}, path, {"torchrex": "{}"})
-    assert "of another kind: it holds a;" in refused(path)
-
-
-def test_files_whose_tensors_do_not_fit_each_other(tmp_path):
-    draws = tr.sample(gaussian, dim=2, ladder=PAIR, n_steps=50, n_runs=3)
-    path = tmp_path / "d"
-    replace(draws, energy=draws.energy[1:]).save(path)
-    assert "see its energy of shape (49, 2, 3)" in refused(path)
-    replace(draws, accepted=draws.accepted[0]).save(path)
-    assert "see its accepted of shape (3,)" in refused(path)
-    replace(draws, replica_at=draws.replica_at[:, :1], energy=draws.energy[:, :1]).save(path)
-    assert "does not hold draws" in refused(path)
-    replace(draws, n_steps="50", settings=[]).save(path)
-    assert "see its n_steps, settings" in refused(path)
-    save_file(
-        {name: getattr(draws, name).contiguous() for name in SHAPES}, path, {"torchrex": "[1]"}
-    )
-    assert "see its n_steps, status, settings" in refused(path)
-
-
-def test_places_where_draws_cannot_be_saved(tmp_path):
-    draws = tr.sample(gaussian, dim=1, temperatures=(1.0,), lr=0.1, n_steps=5)
-    for path, why in ((tmp_path, "Is a directory"), (tmp_path / "no" / "d", "No such file")):
-        with pytest.raises(RunFolderError, match=f"cannot write .* \\({why}") as caught:
-            draws.save(path)
-        assert "\n" not in str(caught.value)
+    assert "of another kind: it holds a, b, c, d and 2 more" in refused()
+    assert "energy of shape (49, 2, 3)" in refused({"energy": draws.energy[1:]})
+    assert "n_steps, settings" in refused({"n_steps": "50", "settings": []})
+    for place in (tmp_path, tmp_path / "no" / "d"):
+        with pytest.raises(RunFolderError, match="cannot write"):
+            draws.save(place)
 
 
 def test_settings_say_what_ran_and_not_where_it_stood():
-    draws = tr.sample(gaussian, dim=1, ladder=PAIR, n_steps=20, seed=3)
-    assert draws.settings["seed"] == 3
-    assert "Ladder((1, 2), lrs=0.1)" in draws.settings["run"]
-    for text in (str(draws.settings), draws._repr_html_(), draws.summary(), repr(draws)):
-        assert "step 0" not in text
-    assert "steps_before" not in draws.settings
     ensemble = tr.TensorEnsemble.start(tr.LogDensity(gaussian, 1), n_rungs=2)
-    run = tr.DensityExchange(ensemble, PAIR)
+    run = tr.DensityExchange(ensemble, PAIR, seed=3)
     first, second = tr.collect(run, 20), tr.collect(run, 20)
+    assert "Ladder((1, 2), lrs=0.1)" in first.settings["run"]
+    assert "step 0" not in str(first.settings) + first._repr_html_() + first.summary()
     assert second.settings == {**first.settings, "steps_before": 20}
-
-
-def test_every_text_rounds_the_rate_alike():
-    """634 of 800 is 79.25 %, which single precision and double round to different sides."""
-    draws = tr.sample(gaussian, dim=1, ladder=PAIR, n_steps=20)
-    for made in (0, 634, 218, 800):
-        draws = replace(draws, accepted=torch.tensor([[made]]), proposed=torch.tensor([[800]]))
-        shown = f"{100 * (made / 800):.3g} %"
-        assert all(shown in text for text in (draws._repr_html_(), repr(draws), draws.summary()))
-
-
-def draws_until_ctrl_c(on_interrupt, **arguments):
-    if on_interrupt == "return":
-        return tr.sample(gaussian, on_interrupt="return", **arguments)
-    with pytest.raises(KeyboardInterrupt) as caught:
-        tr.sample(gaussian, **arguments)
-    assert isinstance(caught.value, RunInterrupted)
-    return caught.value.draws
 
 
 @pytest.mark.parametrize("on_interrupt", ["raise", "return"])
@@ -199,7 +142,14 @@ def test_ctrl_c_keeps_what_is_done(on_interrupt):
             raise KeyboardInterrupt
 
     sizes = {"dim": 1, "n_steps": 100_000, "n_runs": 2_000, "thin": 8, "compiled": False}
-    draws = draws_until_ctrl_c(on_interrupt, ladder=PAIR, progress=interrupt, **sizes)
+    options = {**sizes, "ladder": PAIR, "progress": interrupt, "on_interrupt": on_interrupt}
+    if on_interrupt == "return":
+        draws = tr.sample(gaussian, **options)
+    else:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            tr.sample(gaussian, **options)
+        assert isinstance(caught.value, RunInterrupted)
+        draws = caught.value.draws
     assert draws.status == "interrupted"
     assert draws.n_steps == calls[1][0] < 100_000
     assert draws.n_draws == draws.n_steps // 8
@@ -225,13 +175,6 @@ def test_nan_energy_names_replica_rung_and_step_and_keeps_the_draws(compiled):
     assert torch.equal(fine.values, error.draws.values)
 
 
-def test_nan_at_the_very_first_step():
-    infinite = tr.LogDensity(lambda x: x.sum(-1) * float("inf"), 1)
-    with pytest.raises(NonFiniteEnergyError, match="step 0") as caught:
-        tr.sample(infinite, temperatures=(1.0,), lr=0.1, n_steps=5, initial=1.0)
-    assert caught.value.draws is None
-
-
 def test_a_broken_replica_is_never_swapped_in():
     """NaN compares false, so a replica with a NaN energy keeps its rung."""
     target = tr.LogDensity(lambda x: torch.where(x[:, 0] > 5.0, float("nan"), gaussian(x)), 1)
@@ -253,12 +196,8 @@ def test_a_broken_replica_is_never_swapped_in():
         ({"temperatures": None}, InvalidArgumentError, "temperatures=... and lr"),
         ({"ladder": tr.Ladder((1.0,), 0.1)}, InvalidArgumentError, "not both"),
         ({"n_steps": 0}, InvalidArgumentError, "n_steps must be a whole number >= 1, got 0"),
-        ({"n_steps": 10.5}, InvalidArgumentError, "n_steps"),
-        ({"n_runs": 0}, InvalidArgumentError, "n_runs"),
         ({"thin": 0}, InvalidArgumentError, "thin"),
         ({"burn_in": -1}, InvalidArgumentError, "burn_in"),
-        ({"lr": -0.1}, LadderError, "lrs must be finite and >= 0"),
-        ({"temperatures": (2.0, 1.0)}, LadderError, "rise"),
         ({"correction_factor": 0.0}, InvalidArgumentError, "F must be positive"),
         ({"swap_interval": 0}, InvalidArgumentError, "swap_interval"),
         ({"swap_intensity": 100.0}, InvalidArgumentError, "r \\* lr <= 1"),
@@ -269,7 +208,6 @@ def test_a_broken_replica_is_never_swapped_in():
         ({"burn_in": 10}, InvalidArgumentError, "keeps no draw"),
         ({"temperatures": 1.0}, LadderError, r"one rung is \(1.0,\)"),
         ({"sampler": "sghmc"}, InvalidArgumentError, "SGHMC"),
-        ({"sampler": tr.SGHMC}, InvalidArgumentError, "SGHMC"),
         ({"pairing": tr.RandomPair}, InvalidArgumentError, "EvenOdd"),
         ({"noise": 4.0}, InvalidArgumentError, "RunningMean"),
         ({"target": tr.GaussianMixture([1.0], [0.0], [1.0])}, InvalidArgumentError, "has dim=1"),
@@ -299,14 +237,11 @@ def test_cuda_runs_eagerly():
 
 
 def test_ladder_and_ensemble_must_fit():
-    ensemble = tr.TensorEnsemble.start(tr.LogDensity(gaussian, 1), n_rungs=3)
+    ladder, target = tr.Ladder((1.0, 2.0, 3.0), 0.1), tr.LogDensity(gaussian, 1)
+    ensembles = [tr.TensorEnsemble.start(target, n_rungs=3, n_runs=n) for n in (1, 2)]
     with pytest.raises(LadderError, match="2 rungs but the ensemble 3"):
-        tr.DensityExchange(ensemble, PAIR)
-    run = tr.DensityExchange(ensemble, tr.Ladder((1.0, 2.0, 3.0), 0.1))
-    other = tr.DensityExchange(
-        tr.TensorEnsemble.start(tr.LogDensity(gaussian, 1), n_rungs=3, n_runs=2),
-        tr.Ladder((1.0, 2.0, 3.0), 0.1),
-    )
+        tr.DensityExchange(ensembles[0], PAIR)
+    run, other = (tr.DensityExchange(ensemble, ladder) for ensemble in ensembles)
     with pytest.raises(InvalidArgumentError, match="rungs, runs, dim"):
         run.load_state_dict(other.state_dict())
 
@@ -331,7 +266,7 @@ def autoregressive(n_chains, n_draws, correlation, n, seed=0):
     return x
 
 
-@pytest.mark.parametrize("n_chains", [1, 2, 4, 8, 32])
+@pytest.mark.parametrize("n_chains", [1, 2, 8, 32])
 @pytest.mark.parametrize("correlation", [0.0, 0.8])
 def test_two_standard_errors_cover_95_percent(n_chains, correlation):
     """2,000 sets of chains: between 92 and 98 %, five standard errors of this test to either side
@@ -349,12 +284,6 @@ def test_two_standard_errors_cover_95_percent(n_chains, correlation):
         assert float((x.mean((0, 1)).abs() < 1.96 * between).double().mean()) < 0.8
 
 
-def test_chains_that_disagree_have_a_large_standard_error():
-    """Four chains, each in a mode of its own: not four thousand draws, but about four."""
-    x = 0.1 * autoregressive(4, 1000, 0.5, 1) + torch.tensor([-1.0, -1.0, 1.0, 1.0]).view(4, 1, 1)
-    assert 0.3 < float(mean_error(x)) < 2.0
-
-
 def test_mean_sd_and_standard_error(monkeypatch):
     draws = tr.sample(gaussian, dim=3, ladder=PAIR, n_steps=40, n_runs=6)
     chains = draws.values.double()
@@ -369,12 +298,8 @@ def test_mean_sd_and_standard_error(monkeypatch):
     few = replace(draws, values=draws.values[:, :3])
     assert torch.allclose(few.standard_error(), chains[:, :3].mean(1).std(0) / 6**0.5)
     assert mean_error(draws.values[:1, :3]).isnan().all()
-
-
-def test_the_standard_error_is_that_of_arviz():
-    pytest.importorskip("arviz")
-    x = autoregressive(4, 500, 0.8, 5)
-    assert torch.allclose(mean_error(x), diagnostics.convergence(x).mcse_mean, rtol=0.02)
+    apart = torch.tensor([-1.0, -1.0, 1.0, 1.0]).view(4, 1, 1)  # chains in modes of their own
+    assert 0.3 < float(mean_error(0.1 * autoregressive(4, 1000, 0.5, 1) + apart)) < 2.0
 
 
 # How the pairs of rungs did
@@ -479,13 +404,6 @@ def test_the_noise_of_a_pair_is_that_of_all_draws():
     assert f"{float(draws.noise_variance.double().mean()):.4g}" in draws.summary()
 
 
-@pytest.mark.parametrize(
-    ("share", "words"), [(1.0, "100 %"), (0.5833, "58.3 %"), (2e-4, "0.02 %"), (0.0, "< 0.001 %")]
-)
-def test_percent(share, words):
-    assert percent(share) == words
-
-
 def test_a_learnt_factor_is_told():
     draws = noisy_ladder(20.0, correction_factor=tr.TargetAcceptance(0.2), n_steps=2000)
     wanted = float(diagnostics.factor_for_noise(20.0, 0.2))
@@ -493,15 +411,6 @@ def test_a_learnt_factor_is_told():
     assert f"{draws.pairs()[0].factor:.3g}" in draws.summary()
     parts = noisy_ladder(20.0, correction_factor=tr.TargetAcceptance(0.2), n_steps=200, shards=2)
     assert parts.pairs()[0].factor > 2.0
-
-
-@pytest.mark.parametrize(
-    "settings", [{}, {"temperatures": "hot"}, {"temperatures": [1.0], "correction_factor": [[1.0]]}]
-)
-def test_draws_that_do_not_tell_their_ladder(settings):
-    draws = replace(noisy_ladder(1.5, n_steps=50), settings=settings)
-    assert all(math.isnan(pair.noise_std) for pair in draws.pairs())
-    assert "0 - 1" in draws.summary()
 
 
 # Where runs start
@@ -514,9 +423,10 @@ def first_points(target, **options):
     return tr.sample(target, **{**sizes, **still, **options})
 
 
-def test_runs_start_at_draws_of_the_prior():
+def test_runs_start_at_draws_of_the_prior_or_of_a_distribution():
     x, y, _ = tr.targets.simulate_logistic(50, 3)
     target = tr.logistic_regression(x, y, prior_precision=4.0, batch_size=10)
+    before = torch.get_rng_state()
     draws = first_points(target)
     assert_mean_is(draws.values.flatten(), 0.0)
     assert_mean_is(draws.values.square().flatten(), 0.25)
@@ -528,10 +438,6 @@ def test_runs_start_at_draws_of_the_prior():
     at_one = first_points(target, initial=0.5)
     assert torch.allclose(at_one.values, torch.tensor(0.5, dtype=torch.float64))
     assert at_one.settings["started_at_one_point"] is True
-
-
-def test_runs_start_at_draws_of_a_distribution():
-    before = torch.get_rng_state()
     normal = first_points(gaussian, dim=2, initial=torch.distributions.Normal(3.0, 2.0))
     assert_mean_is(normal.values.flatten(), 3.0)
     assert_mean_is((normal.values - 3.0).square().flatten(), 4.0)
@@ -540,17 +446,6 @@ def test_runs_start_at_draws_of_a_distribution():
     with pytest.raises(InvalidArgumentError, match="broadcast to"):
         first_points(gaussian, dim=3, initial=wide)
     assert torch.equal(torch.get_rng_state(), before)
-    again = first_points(gaussian, dim=2, initial=torch.distributions.Normal(3.0, 2.0))
-    assert torch.equal(again.values, normal.values)
-
-
-def test_a_run_from_the_prior_goes_on_exactly(tmp_path):
-    x, y, _ = tr.targets.simulate_logistic(50, 3)
-    target = tr.logistic_regression(x, y, batch_size=10)
-    common = {"temperatures": (1.0, 1.1), "lr": 1e-3, "n_steps": 60, "n_runs": 5, "shards": 2}
-    whole = tr.sample(target, **common)
-    tr.sample(target, **{**common, "n_steps": 20}, checkpoints=tmp_path, checkpoint_every=20)
-    assert torch.equal(tr.sample(target, **common, checkpoints=tmp_path).values, whole.values)
 
 
 def test_r_hat_knows_of_one_starting_point():
