@@ -12,8 +12,7 @@ FALSE_ALARM_SIGMAS = 5.0  # two-sided 5.7e-7 per assertion
 
 def z_score(independent: Tensor, expected: float) -> float:
     """`independent` holds one value per independent run, so std / sqrt(n) is the real standard
-    error.
-    """
+    error."""
     x = independent.double().flatten()
     return float((x.mean() - expected) / (x.std() / math.sqrt(x.numel())))
 
@@ -35,8 +34,7 @@ def assert_mean_is_not(independent: Tensor, expected: float) -> None:
 
 def intercept(lrs: list[float], per_run: list[Tensor]) -> tuple[float, float]:
     """Value at lr = 0 of the weighted straight line through the means at several lrs, and its
-    standard error.
-    """
+    standard error."""
     x = torch.tensor(lrs, dtype=torch.float64)
     y = torch.stack([values.double().mean() for values in per_run])
     variance = torch.stack([values.double().var() / values.numel() for values in per_run])

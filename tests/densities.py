@@ -40,6 +40,15 @@ SETUPS = {
         "correction_factor": tr.TargetAcceptance(0.4),
         "swap_intensity": 20.0,
     },
+    "the authors' rules": {
+        "target": lambda: tr.Noisy(MIXTURE, tr.Gaussian(2.0)),
+        "sampler": tr.SGHMC(0.2),
+        "ladder": tr.Ladder((1.0, 3.0, 9.0), 0.03, noise=lambda step: 1.0 + 0.01 * step),
+        "noise": tr.Smoothing(0.3, tr.RepeatedDraws(10, every=50)),
+        "correction_factor": tr.ProportionalToGap(4.0, per_swap=0.99),
+        "swap_start": 20,
+        "swap_rest": 3,
+    },
     "tall data, paired, annealed": {
         "target": tall,
         "sampler": tr.SGHMC(0.1),

@@ -60,8 +60,7 @@ def cross_entropy(n_data=N_DATA, prior=None):
 
 def no_energy(module, batch):
     """Losses of 0 that depend on the parameters: every swap test accepts, and no force moves
-    anything.
-    """
+    anything."""
     return 0.0 * module(batch[0]).sum(1)
 
 

@@ -116,14 +116,6 @@ def test_captured_and_eager_agree(monkeypatch):
 
 
 @on_gpu
-def test_the_parts_were_compiled(caplog):
-    with caplog.at_level(logging.INFO, logger="torchrex"):
-        run = make()
-        list(run.advance(2, data()))
-    assert "captur" not in caplog.text
-
-
-@on_gpu
 def test_batches_given_one_by_one_equal_the_loader_inside_the_graph():
     inside, outside = make(deterministic=True), make(deterministic=True)
     list(inside.advance(20, data()))
@@ -138,8 +130,7 @@ def test_batches_given_one_by_one_equal_the_loader_inside_the_graph():
 @pytest.mark.parametrize("stop", [1, 100, 256, 300])
 def test_resume_is_exact(dropout, stop):
     """Bit for bit, with cuDNN held to deterministic algorithms; its fastest ones add gradients in
-    any order.
-    """
+    any order."""
 
     def make_net():
         return make(model=lambda: Net(dropout), deterministic=True)
@@ -258,8 +249,7 @@ def test_data_on_the_cpu_are_copied_into_the_graph():
 @on_gpu
 def test_a_graph_made_late_in_a_block_leaves_the_records_alone():
     """A batch of another size comes first at step 254; its warm-up must not write over what was
-    recorded before.
-    """
+    recorded before."""
     run, loader = make(), data()
     first = infos(run, 254, loader)["energy"]
     x, y = torch.randn(7, 3, 8, 8, device="cuda"), torch.randint(5, (7,), device="cuda")

@@ -52,60 +52,30 @@ def test_mean_acceptance_has_its_closed_form(difference, noise_std):
     assert_mean_is_not(acceptance_probability(naive), exact)
 
 
-@pytest.mark.parametrize(("s", "percent"), [(1.0, 61.7), (2.0, 31.7), (4.0, 4.55), (8.0, 0.00633)])
-def test_acceptance_at_zero_gap(s, percent):
-    assert 100 * float(expected_acceptance(torch.tensor(0.0), torch.tensor(s))) == pytest.approx(
-        percent, rel=2e-3
-    )
-
-
-def test_expected_acceptance_does_not_overflow():
-    d = torch.tensor([-2000.0, 2000.0])
-    assert torch.equal(
-        expected_acceptance(d, torch.tensor(1.0)).round(decimals=6),
-        torch.tensor([0.0, 1.0], dtype=torch.float64),
-    )
-
-
-def test_expected_acceptance_without_noise():
-    """min(1, exp(D)), at equal energies 1: D/s is 0/0 there."""
-    d = torch.tensor([-2.0, 0.0, 3.0], dtype=torch.float64)
-    assert torch.allclose(expected_acceptance(d, 0.0), d.clamp(max=0.0).exp())
-    assert float(expected_acceptance(0, 0)) == 1.0
-
-
 def test_detailed_balance_of_the_closed_form():
-    """a(D) = exp(D) a(-D): the mean acceptance satisfies detailed balance exactly."""
+    """a(D) = exp(D) a(-D), exactly."""
     d, s = torch.linspace(-5, 5, 41, dtype=torch.float64), torch.tensor(1.3)
     assert torch.allclose(
         expected_acceptance(d, s), d.exp() * expected_acceptance(-d, s), rtol=1e-9
     )
+    assert expected_acceptance(torch.tensor([-2e3, 2e3]), 1.0).tolist() == pytest.approx([0.0, 1.0])
+    # Without noise min(1, exp(D)), at equal energies 1: D/s is 0/0 there.
+    assert torch.allclose(expected_acceptance(d, 0.0), d.clamp(max=0.0).exp())
+    assert float(expected_acceptance(0, 0)) == 1.0
 
 
 def test_swap_direction():
-    """A cold replica with the higher energy swaps for sure; with the lower one, with probability
-    exp(gap * difference).
-    """
-    cold_is_worse = log_swap_ratio(
-        torch.tensor(5.0), torch.tensor(0.0), inverse_gap=GAP, noise_variance=0.0
+    """A cold replica of higher energy swaps for sure; of lower, with exp(gap * difference)."""
+    worse, better = (
+        log_swap_ratio(torch.tensor(e), torch.tensor(5.0), inverse_gap=GAP, noise_variance=0.0)
+        for e in (10.0, 0.0)
     )
-    cold_is_better = log_swap_ratio(
-        torch.tensor(0.0), torch.tensor(5.0), inverse_gap=GAP, noise_variance=0.0
-    )
-    assert acceptance_probability(cold_is_worse) == 1.0
-    assert float(acceptance_probability(cold_is_better)) == pytest.approx(math.exp(-5 * GAP))
-
-
-def test_factor_and_intensity():
-    ratio = log_swap_ratio(
-        torch.tensor(1.0),
-        torch.tensor(0.0),
-        inverse_gap=2.0,
-        noise_variance=3.0,
-        correction_factor=4.0,
-    )
-    assert float(ratio) == pytest.approx(2.0 * (1.0 - 2.0 * 3.0 / 4.0))
+    assert acceptance_probability(worse) == 1.0
+    assert float(acceptance_probability(better)) == pytest.approx(math.exp(-5 * GAP))
     assert float(acceptance_probability(torch.tensor(0.7), swap_rate=0.3)) == pytest.approx(0.3)
+    rules = {"inverse_gap": 2.0, "noise_variance": 3.0, "correction_factor": 4.0}
+    ratio = log_swap_ratio(torch.tensor(1.0), torch.tensor(0.0), **rules)
+    assert float(ratio) == pytest.approx(2.0 * (1.0 - 2.0 * 3.0 / 4.0))
 
 
 def test_factor_rules():
@@ -136,17 +106,14 @@ def test_factor_rules():
     assert (rule.adapt(learnt, torch.ones(1, 2), yes, yes)[0] == 1.0).all()  # never below unbiased
 
 
-@pytest.mark.parametrize("noise_std", [2.0, 5.0, 10.0, 50.0])
-@pytest.mark.parametrize(
-    ("rate", "share"), [(0.05, 0.9), (0.1, 0.9), (0.2, 0.95), (0.3, 0.9), (0.4, 0.68)]
-)
+@pytest.mark.parametrize("noise_std", [2.0, 10.0, 50.0])
+@pytest.mark.parametrize(("rate", "share"), [(0.05, 0.9), (0.2, 0.95), (0.4, 0.68)])
 def test_target_acceptance_is_fast_and_settles(noise_std, rate, share):
     """From F = 1, equal energies under Gaussian noise: after 200 tests this share of 4,000 runs is
     within a factor of 1.5 of the F for that rate; the shares found are 0.03 to 0.05 larger, 4
     standard errors and more. After 2,000 tests all but few are.
 
-    The mutant, a constant gain of 0.01, is at F < 1.5 after 200 tests.
-    """
+    The mutant, a constant gain of 0.01, is at F < 1.5 after 200 tests."""
     wanted, learnt = (
         float(factor_for_noise(noise_std, rate)),
         TargetAcceptance(rate).start(torch.ones(1, 4000)),
@@ -166,12 +133,9 @@ def test_target_acceptance_is_fast_and_settles(noise_std, rate, share):
             )
 
 
-@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan")])
-def test_bad_factor(factor):
-    with pytest.raises(ValueError, match=r"F must be positive.*1 is unbiased"):
-        as_rule(factor)
-
-
-def test_bad_target_rate():
+def test_bad_factors():
+    for factor in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match=r"F must be positive.*1 is unbiased"):
+            as_rule(factor)
     with pytest.raises(ValueError, match="between 0 and 1"):
         TargetAcceptance(1.2)

@@ -319,10 +319,3 @@ def test_collect_goes_on_after_steps_of_before(tmp_path):
         tr.collect(fresh, 200, **kept, checkpoints=tmp_path)
     with pytest.raises(InvalidArgumentError, match="n_steps must be a whole number"):
         tr.collect(fresh, 0)
-
-
-def test_seconds_are_those_of_all_calls(tmp_path):
-    draw(tmp_path, n_steps=100)
-    first = tr.Checkpoints(tmp_path).load_newest().state["seconds"]
-    draw(tmp_path, n_steps=200)
-    assert tr.Checkpoints(tmp_path).load_newest().state["seconds"] > first > 0

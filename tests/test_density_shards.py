@@ -60,8 +60,7 @@ def test_a_shard_is_a_run_of_its_own_seed_and_its_own_part_of_the_start(
     compiled, sampler, monkeypatch
 ):
     """7 runs in 3 shards of 3, 2 and 2: the last two share a compiled loop, and take turns in its
-    buffers: blocks are short.
-    """
+    buffers: blocks are short."""
     monkeypatch.setattr(block, "LONGEST", 64)
     whole = draw(shards=3, compiled=compiled, sampler=sampler)
     parts = []

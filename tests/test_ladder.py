@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import torchrex as tr
 from assertions import assert_mean_is
 from modules import batches, cross_entropy, make_run, mlp, same
-from torchrex.diagnostics import History
 from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyError
 from torchrex.exchange.assignment import Indexing, Selects
 from torchrex.exchange.momentum import after_swap
@@ -31,12 +30,8 @@ CPU = torch.device("cpu")
             lambda: tr.Ladder((2.0, 1.0), 0.1),
             r"rise from cold to hot, but rung 1 \(1\).*from_inverse",
         ),
-        (lambda: tr.Ladder((1.0, 1.0), 0.1), "rise"),
         (lambda: tr.Ladder((0.0, 1.0), 0.1), "rung 0 has 0.*descent"),
-        (lambda: tr.Ladder((-1.0,), 0.1), "positive"),
         (lambda: tr.Ladder((1.0, float("nan")), 0.1), "positive and finite"),
-        (lambda: tr.Ladder((1.0, float("inf")), 0.1), "positive and finite"),
-        (lambda: tr.Ladder((1.0, 2.0), math.inf), "lrs must be finite and >= 0"),
         (lambda: tr.Ladder((1.0, 2.0), (0.1, -0.1)), "rung 1 has -0.1"),
         (lambda: tr.Ladder((1.0, 2.0), (0.1, 0.1, 0.1)), "3 lrs for 2"),
         (lambda: tr.Ladder.geometric(1.0, 0.5, 3, lrs=0.1), "0 < cold < hot"),
@@ -69,23 +64,16 @@ def propose(rule, attempts, n_pairs, n_runs=4):
     return rule.propose(torch.Generator().manual_seed(0), torch.arange(attempts), n_pairs, n_runs)
 
 
-def test_even_odd_alternates():
+def test_pairs_of_each_rule():
     proposed = propose(tr.EvenOdd(), 2, 5)[:, 0, :, 0]
     assert proposed.int().tolist() == [[1, 0, 1, 0, 1], [0, 1, 0, 1, 0]]
     assert propose(tr.EvenOdd(), 3, 1).all()  # two rungs: the one pair is tested at every attempt
-
-
-def test_random_pair_is_uniform():
+    assert torch.equal(propose(tr.AllInTurn(), 1, 3)[0, :, :, 0], torch.eye(3, dtype=torch.bool))
+    assert tr.AllInTurn().n_rounds(3) == 3
     proposed = propose(tr.RandomPair(), 1, 3, n_runs=90_000)[0, 0]
     assert (proposed.sum(0) == 1).all()
     for pair in range(3):
         assert_mean_is(proposed[pair], 1 / 3)
-
-
-def test_all_in_turn_takes_one_pair_a_round():
-    proposed = propose(tr.AllInTurn(), 1, 3)[0, :, :, 0]
-    assert torch.equal(proposed, torch.eye(3, dtype=torch.bool))
-    assert tr.AllInTurn().n_rounds(3) == 3
 
 
 @pytest.mark.parametrize("assignment", [Selects, Indexing])
@@ -114,17 +102,6 @@ def test_take_is_indexing(n):
     assert torch.equal(Selects.take(values[:, :1, 0], index), values[:, 0, 0][index.long()])
     one = index[:, :1].long()
     assert torch.equal(Indexing.take(values[:, :1], one), values[one, 0])
-
-
-def test_replicas_travel_the_whole_ladder():
-    ladder, target = (
-        tr.Ladder.geometric(1.0, 4.0, 20, lrs=0.1),
-        tr.GaussianMixture([1.0], [0.0], [1.0]),
-    )
-    draws = tr.sample(target, ladder=ladder, n_steps=1500, n_runs=2)
-    visited = [{int(r) for r in draws.replica_at[:, 0, run]} for run in range(2)]
-    assert all(len(v) > 10 for v in visited)
-    assert torch.equal(draws.replica_at.long().sort(dim=1).values[-1, :, 0], torch.arange(20))
 
 
 def test_swap_interval_and_proposals_are_counted():
@@ -270,8 +247,7 @@ def test_swaps_with_rungs_that_do_not_move_make_no_nan(make, policy):
 
 def test_the_velocity_of_a_swap_with_a_rung_that_does_not_move():
     """It stops where nothing moves; from there, and while nothing moves anywhere, it stays as it
-    is.
-    """
+    is."""
     state = Momentum(torch.full((4, 1), 3.0))
     swapped = torch.tensor([True, True, True, False])[:, None]
     scales = {"scale_before": torch.tensor([2.0, 0.0, 0.0, 0.0])[:, None]}
@@ -290,14 +266,6 @@ def test_ladders_are_told_apart_by_their_schedules():
     assert words(lambda step: 1 / (step - 100)) != words(lambda step: 1 / (step - 10))
 
 
-def test_a_history_asks_for_the_steps_it_has():
-    ladder = tr.Ladder((1.0, 2.0), 0.01, anneal=ends)
-    target = tr.GaussianMixture([1.0], [0.0], [1.0])
-    draws = tr.sample(target, ladder=ladder, n_steps=T, n_runs=2)
-    history = History.from_draws(draws, ladder)
-    assert history.temperature[:, 0].tolist() == pytest.approx([ends(step) for step in range(T)])
-
-
 # Looking every so many steps
 
 
@@ -305,8 +273,7 @@ def test_a_history_asks_for_the_steps_it_has():
 @pytest.mark.parametrize(("every", "first"), [(40, 0), (7, 5), (300, 0), (1, 0), (1000, 3)])
 def test_advance_stops_at_every_kth_step(make, every, first):
     """Whatever the blocks of the run are, with the same numbers; the mutant stops at the ends of
-    blocks.
-    """
+    blocks."""
     ladder = tr.Ladder((0.5, 0.51), 1e-3)
     runs = [make(ladder) for _ in range(2)]
     data = [batches(7)] if make is network_run else [None]

@@ -64,8 +64,7 @@ def assert_resumes(name, compiled, first, n=200):
 @pytest.mark.parametrize("name", SETUPS)
 def test_stopped_and_continued_equals_never_stopped(name, monkeypatch):
     """A run restored from state_dict goes on bit for bit: every sampler, pairing, estimator and
-    rule.
-    """
+    rule."""
     monkeypatch.setattr(block, "LONGEST", 64)
     assert_resumes(name, False, 100)
 

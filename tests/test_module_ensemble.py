@@ -287,8 +287,7 @@ class Numbers(nn.Module):
 def test_the_law_of_the_discrete_chain(friction):
     """A Gaussian prior alone: 20,000 independent numbers on three rungs that never swap.
 
-    SGLD is SGHMC with friction 1. The law of (x, v) solves the discrete Lyapunov equation.
-    """
+    SGLD is SGHMC with friction 1. The law of (x, v) solves the discrete Lyapunov equation."""
     lrs, temperatures = (0.05, 0.1, 0.15), (0.5, 1.0, 2.0)
     energy = tr.PosteriorEnergy(lambda output: output[:, 0], n_data=5, prior=tr.GaussianPrior(4.0))
     run = make_run(
@@ -361,8 +360,7 @@ def test_the_lr_is_that_of_the_rung():
 @pytest.mark.parametrize("replacement", [True, False])
 def test_the_free_variance_is_that_of_the_losses(paired, replacement):
     """N^2 / n times half the variance of the difference, or the mean of the variances; times
-    1 - n / N where the examples of an epoch are drawn without replacement.
-    """
+    1 - n / N where the examples of an epoch are drawn without replacement."""
     run = make_run(
         mlp,
         ladder=THREE,
@@ -617,8 +615,7 @@ def test_a_torch_data_loader_goes_on_where_it_was_and_begins_anew_when_it_ends()
 
 class FailsOnce(list):
     """Batches, one of which cannot be read at the first try: a full disk, a worker that died,
-    Ctrl-C.
-    """
+    Ctrl-C."""
 
     tried = False
 
@@ -725,8 +722,7 @@ def look(run, rung=0):
 @pytest.mark.parametrize("through", ["step", "advance"])
 def test_looking_at_a_module_changes_nothing(model, through):
     """The mutant hands out the live module: evaluation mode then stays, and num_batches_tracked is
-    20/40/60 in place of 60.
-    """
+    20/40/60 in place of 60."""
     looked_at, alone = (
         make_run(model, ladder=THREE, sampler=tr.SGHMC(0.1), seed=2) for _ in range(2)
     )
@@ -949,8 +945,7 @@ LRS, TINY = (0.1, 0.2, 0.8), (1e-24, 2e-24, 3e-24)
 @pytest.mark.parametrize("policy", ["rescale", "keep"])
 def test_momenta_after_a_forced_swap(policy):
     """Without force and kick v' = (1 - friction) v, times sqrt(lr tau of the new rung / lr tau of
-    the old one) if rescaled.
-    """
+    the old one) if rescaled."""
     ladder = tr.Ladder(TINY, LRS)
     run = make_run(linear, flat_energy(), ladder, sampler=tr.SGHMC(0.5), momentum=policy)
     position, (velocity,) = run.ensemble.position, run.ensemble.sampler_state
@@ -969,8 +964,7 @@ def test_momenta_after_a_forced_swap(policy):
 
 def test_refreshed_momenta_have_the_law_of_the_new_rung():
     """v = std sqrt(lr tau) times fresh numbers for those who swapped; then the move, whose numbers
-    are known as well.
-    """
+    are known as well."""
     ladder, friction, seed = tr.Ladder((0.5, 1.0, 2.0), (0.01, 0.02, 0.04)), 0.3, 8
     run = make_run(
         mlp, flat_energy(), ladder, sampler=tr.SGHMC(friction), momentum="refresh", seed=seed

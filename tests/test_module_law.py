@@ -88,8 +88,7 @@ def begin(temperatures, lrs, sampler, seed, **options):
 
 def trace(run, n_steps, batches):
     """Whitened weights of every rung, coldest first, (steps, rungs, 2), momenta of rung 0, (steps,
-    2), and swaps per step.
-    """
+    2), and swaps per step."""
     weights, momenta, swaps = [], [], 0
     for _ in range(n_steps):
         swaps += int(run.step(next(batches)).accepted.sum())
@@ -129,8 +128,7 @@ def observe(lr, n_runs, *, n_steps=80, **options):
 
     Given the two positions, the one of energy U stands on rung 0 with odds exp(-gap * U) to that of
     the other, so z_0^2 - E[z_0^2 | positions] has the mean 0. It looks at the swaps alone and
-    varies little: it is the sharpest on wrong ones.
-    """
+    varies little: it is the sharpest on wrong ones."""
     lrs = (lr / STIFFNESS, HOT_LR * lr / STIFFNESS)
     gap = 1.0 / TEMPERATURES[0] - 1.0 / TEMPERATURES[1]
     options = {"noise": tr.PairedVariance(0.3), "correction_factor": 1.0, **options}
@@ -154,8 +152,7 @@ def observe(lr, n_runs, *, n_steps=80, **options):
 
 def at_zero_lr(n_runs, **options):
     """Distance of each average from its exact value at lr = 0 in standard errors, the errors, and
-    swaps per step.
-    """
+    swaps per step."""
     results = [
         observe(lr, n_runs * share, **options) for lr, share in zip(LRS, (3, 2, 1), strict=True)
     ]
@@ -166,8 +163,7 @@ def at_zero_lr(n_runs, **options):
 
 def test_rung_0_tends_to_the_posterior():
     """Mean and covariance of the weights, the momentum, and the odds of standing on rung 0 are
-    exact as lr -> 0.
-    """
+    exact as lr -> 0."""
     z, errors, swaps = at_zero_lr(40)
     assert all(abs(score) < FALSE_ALARM_SIGMAS for score in z.values()), z
     assert max(errors.values()) < 0.1, errors  # so that the test has power
@@ -193,8 +189,7 @@ def test_rung_0_tends_to_the_posterior():
 )
 def test_mutants_miss_it(mutant, seen_in, n_runs):
     """The naive test, an unpaired variance on shared batches, and kept momenta are ten standard
-    errors off, and more.
-    """
+    errors off, and more."""
     z, _, swaps = at_zero_lr(n_runs, **mutant)
     assert abs(z[seen_in]) > 2 * FALSE_ALARM_SIGMAS, f"{mutant} passes: {z}"
     assert swaps > 0.1  # it is not seen because nothing moves
@@ -207,8 +202,7 @@ def covariance_of_sgld(lr, batch_size):
     """Of the recursion w' = w - lr G_b(w) + sqrt(2 lr) xi. G_b(w) = g_b + H_b (w - MEAN) is linear,
     so second moments close:
 
-    S = E[(1 - lr H_b) S (1 - lr H_b)] + lr^2 Cov(g_b) + 2 lr
-    """
+    S = E[(1 - lr H_b) S (1 - lr H_b)] + lr^2 Cov(g_b) + 2 lr"""
     rows, eye = FEATURES.numpy(), np.eye(2)
     slopes = N * np.einsum(
         "ni,nj->nij", rows, rows
@@ -225,8 +219,7 @@ def covariance_of_sgld(lr, batch_size):
 
 def test_one_rung_has_the_law_of_its_recursion():
     """At a large lr and a small batch the covariance is that of the discretised chain, noise of the
-    gradient included.
-    """
+    gradient included."""
     lr, batch_size = 0.4 / STIFFNESS, 10
     batches = iter(WithReplacement(1, batch_size))
     runs = [trace(begin((1.0,), (lr,), tr.SGLD(), seed), 100, batches)[0] for seed in range(100)]

@@ -132,8 +132,7 @@ def test_bad_estimators(make, word):
 )
 def test_one_example_has_no_variance(noise):
     """Its sigma2 would be 0 for ever, and the test the naive one. Repeated draws compare
-    minibatches, and one rung needs none.
-    """
+    minibatches, and one rung needs none."""
     features, labels, _ = simulate_logistic(50, 2)
     target = logistic_regression(features, labels, batch_size=1)
     common = {"ladder": tr.Ladder((1.0, 2.0), 1e-4), "n_steps": 40}
@@ -153,8 +152,7 @@ def test_one_example_has_no_variance(noise):
 @pytest.mark.parametrize("noise_std", [1.0, 1.5, 2.0])
 def test_the_variance_of_the_compared_replicas_keeps_the_law_of_rung_0(noise_std, n_rungs):
     """Exact replicas that do not move, tested again and again on minibatches of 40 of 1,000: rung 0
-    keeps its variance.
-    """
+    keeps its variance."""
     n_runs = {2: 4_000, 4: 6_000, 8: 5_000}[n_rungs]
     ratio, error, rate = variance_of_rung0(
         ESTIMATORS["present replicas"], noise_std, n_rungs, n_runs=n_runs, tests=24
@@ -171,8 +169,7 @@ def test_the_variance_of_the_compared_replicas_keeps_the_law_of_rung_0(noise_std
 )
 def test_the_variance_of_other_replicas_does_not(mutant, n_rungs):
     """A memory per pair of rungs holds the variance of replicas that have left; without correction
-    the hot ones come down.
-    """
+    the hot ones come down."""
     ratio, error, _ = variance_of_rung0(
         ESTIMATORS[mutant], 2.0, n_rungs, n_runs=4_000, tests=80, pairing=tr.EvenOdd()
     )
@@ -185,8 +182,7 @@ class FromTheSameExamples(tr.BatchVariance):
 
 def test_a_variance_from_the_same_examples_alone_is_biased_by_skewed_ones():
     """Exponential data: the mean of rung 0 stays. The mutant takes all of sigma2 from the minibatch
-    of the comparison.
-    """
+    of the comparison."""
     bias, error = bias_on_exponential_data(tr.PairedVariance(), 1.5, 2, n_runs=6_000, tests=30)
     assert abs(bias) < 4 * error, f"{bias:+.3f} +- {error:.3f}"
     assert error < 0.013
@@ -238,8 +234,7 @@ def test_an_estimated_variance_needs_the_finite_sample_term(variance, difference
 
     log S = D + Gaussian noise - what the test subtracts, with s^2 estimated from 40 examples. With
     the term the logarithm is right to 0.005; the mutant without it is at least five times further
-    away.
-    """
+    away."""
     nu = 39
     estimates = variance * torch.tensor(stats.chi2.ppf((np.arange(20_000) + 0.5) / 20_000, nu) / nu)
     s = math.sqrt(variance)
@@ -286,8 +281,7 @@ def two_networks(dropout=0.0, noise=None, **options):
 
 def reported_and_true(run, data, n_steps=600):
     """sigma2 of every step, and half the square of the energy difference less its mean, whose mean
-    is the truth.
-    """
+    is the truth."""
     infos = list(run.advance(n_steps, data))
     difference = torch.cat([info.energy[:, 0, 0] - info.energy[:, 1, 0] for info in infos])
     truth = 0.5 * (difference - difference.mean()).square() * n_steps / (n_steps - 1)
@@ -304,8 +298,7 @@ def jitter(batch, generator):
 def test_sigma2_of_losses_that_are_random_by_themselves(kind, share):
     """Only the choice of examples loses its noise as n tends to N; dropout and augmentation do not.
 
-    The mutants: the factor 1 - n / N for all of it, and for none of it.
-    """
+    The mutants: the factor 1 - n / N for all of it, and for none of it."""
     n = int(share * N_SMALL)
     augment = jitter if kind in ("augmentation", "both") else None
     dropout = 0.5 if kind in ("dropout", "both") else 0.0
@@ -328,8 +321,7 @@ def test_sigma2_of_losses_that_are_random_by_themselves(kind, share):
 
 def test_random_losses_leave_the_run_as_it_is():
     """The second forward pass and the second augmentation take no random numbers of the first ones,
-    nor count in BatchNorm.
-    """
+    nor count in BatchNorm."""
 
     def make():
         return nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
@@ -350,8 +342,7 @@ def test_sigma2_belongs_to_the_size_of_the_batch(noise):
     """Batches of 60, 60, 60 and 20: sigma2 is that of the batch's own size, not that of the one
     before.
 
-    The mutant: smoothing sigma2 itself.
-    """
+    The mutant: smoothing sigma2 itself."""
     loader = tr.DeviceLoader(regression_data(), 60, seed=1, last="keep")
     run = two_networks(noise=noise)
     infos = list(run.advance(1_600, loader))
@@ -386,8 +377,7 @@ def test_heavy_tails_are_seen_and_gaussian_noise_is_not():
 
 def test_the_shape_is_that_of_the_mean_of_the_examples():
     """Exponential terms have skewness 2 and excess kurtosis 6; a mean of n has 2 / sqrt(n) and 6 /
-    n.
-    """
+    n."""
     n, generator = 100, torch.Generator().manual_seed(1)
     terms = -torch.rand(2, 4_000, n, generator=generator, dtype=torch.float64).log()
     terms[1] = 0.0

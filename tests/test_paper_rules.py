@@ -34,30 +34,34 @@ def rules_of(config):
 # The threshold of the swap rule
 
 
-def threshold_in_the_log(rules):
-    """Two swaps at the first steps of epoch 10, then the correction with the variances of the log:
-    6.41e6 and 5.86e6.
-    """
-    state = ExchangeState.start(rules, 1, device=CPU, dtype=torch.float64)
-    table = draw_exchange_inputs(
-        Streams(0), rules, 10 * EPOCH, 3, runs=1, device=CPU, dtype=torch.float64
-    )
-    variance = torch.full_like(state.noise_variance, (6.41e6 + 5.86e6) / 2)
-    for k in range(3):
-        inputs = StepInputs(*(values[k] for values in table), torch.tensor(k), ({},), move_noise={})
-        higher_on_rung_0 = torch.where(state.replica_at.argsort(0) == 0, 1e9, 0.0)  # by replica
-        state = state._replace(noise_variance=variance)
-        state, _, info = exchange_rungs(
-            state, Energy(higher_on_rung_0), [], inputs, rules, 50_000, False
-        )
-        assert bool(info.accepted)
-    return float(info.correction)
-
-
 LOGGED = 6678.8
 # The variances are given to three digits: 6.41e6 and 5.86e6 are right to 5e3 each, which is 5.4 of
 # the threshold.
 ROUNDING = LOGGED * (0.005 + 0.005) / (6.41 + 5.86) + LOGGED * 0.005 / 97.52
+
+
+def corrections_of(rules, epoch, variance, n_swaps=1):
+    """The correction in each of the first tests of an epoch, all of which swap."""
+    state = ExchangeState.start(rules, 1, device=CPU, dtype=torch.float64)
+    state = state._replace(noise_variance=torch.full_like(state.noise_variance, variance))
+    table = draw_exchange_inputs(
+        Streams(0), rules, epoch * EPOCH, n_swaps, runs=1, device=CPU, dtype=torch.float64
+    )
+    found = []
+    for k in range(n_swaps):
+        inputs = StepInputs(*(values[k] for values in table), torch.tensor(k), ({},), move_noise={})
+        higher_on_rung_0 = torch.where(state.replica_at.argsort(0) == 0, 1e9, 0.0)  # by replica
+        energy = Energy(higher_on_rung_0.double())
+        new, _, info = exchange_rungs(state, energy, [], inputs, rules, 50_000, False)
+        state = new._replace(noise_variance=state.noise_variance)
+        assert bool(info.accepted)
+        found.append(float(info.correction))
+    return found
+
+
+def threshold_in_the_log(rules):
+    """Two swaps at the first steps of epoch 10, then the correction with the logged variances."""
+    return corrections_of(rules, 10, (6.41e6 + 5.86e6) / 2, n_swaps=3)[-1]
 
 
 def test_the_threshold_is_the_one_the_authors_logged():
@@ -65,6 +69,15 @@ def test_the_threshold_is_the_one_the_authors_logged():
     assert threshold_in_the_log(rules_of(config)) == pytest.approx(LOGGED, abs=ROUNDING)
     exact = 80 * 1.02**10 * (6.41e6 + 5.86e6) / (3e5 * 1.02**10 * 0.7**2)
     assert threshold_in_the_log(rules_of(config)) == pytest.approx(exact, rel=1e-9)
+
+
+def test_the_threshold_does_not_change_when_the_ladder_cools():
+    """F follows the annealing. Without that the correction would grow 1.02 times an epoch."""
+    rules = rules_of(get_recipe("icml2020/cifar10-resnet20"))
+    constant_factor = replace(rules, factor=tr.ConstantFactor(1.5e5))
+    for each, growth in ((rules, 1.0), (constant_factor, 1.02**400)):
+        (early,), (late,) = (corrections_of(each, epoch, 1e6) for epoch in (50, 450))
+        assert late / early == pytest.approx(growth, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -78,31 +91,6 @@ def test_the_threshold_is_the_one_the_authors_logged():
 def test_other_rules_do_not_give_it(mutant):
     config = replace(get_recipe("icml2020/cifar10-resnet20"), **mutant)
     assert abs(threshold_in_the_log(rules_of(config)) - LOGGED) > 100 * ROUNDING
-
-
-def test_the_threshold_does_not_change_when_the_ladder_cools():
-    """F follows the annealing. Without that the correction would grow with the gap, 1.02 times an
-    epoch.
-    """
-    config = get_recipe("icml2020/cifar10-resnet20")
-    rules = rules_of(config)
-    constant_factor = replace(rules, factor=tr.ConstantFactor(1.5e5))
-    for each, growth in ((rules, 1.0), (constant_factor, 1.02**400)):
-        corrections = []
-        for epoch in (50, 450):
-            state = ExchangeState.start(each, 1, device=CPU, dtype=torch.float64)
-            state = state._replace(noise_variance=torch.full_like(state.noise_variance, 1e6))
-            table = draw_exchange_inputs(
-                Streams(0), each, epoch * EPOCH, 1, runs=1, device=CPU, dtype=torch.float64
-            )
-            inputs = StepInputs(
-                *(values[0] for values in table), torch.tensor(0), ({},), move_noise={}
-            )
-            energy = Energy(torch.tensor([[0.0], [1e9]], dtype=torch.float64))
-            corrections.append(
-                float(exchange_rungs(state, energy, [], inputs, each, 50_000, False)[2].correction)
-            )
-        assert corrections[1] / corrections[0] == pytest.approx(growth, rel=1e-9)
 
 
 # F per swap, a late first swap, a rest after a swap: on a density of energy 0, where every test
@@ -135,24 +123,18 @@ def test_every_swap_lowers_the_factor_of_its_own_pair():
     assert swaps.unique().numel() > 3, "all pairs alike: nothing was told apart"
     kept = flat_run(correction_factor=ProportionalToGap(8.0))
     assert advance(kept, 10).accepted.any()
-    assert torch.equal(kept.state.correction_factor, torch.full((3, 1), 8.0, dtype=torch.float64))
-
-
-def test_a_test_that_is_refused_does_not_lower_the_factor():
-    """The correction is far above the energy difference of 0 here, so none is accepted."""
-    run = flat_run(
+    assert (kept.state.correction_factor == 8.0).all()
+    # A correction far above the energy difference of 0: no test is accepted, and F stays.
+    refused = flat_run(
         noise=tr.KnownVariance(1e9), correction_factor=ProportionalToGap(8.0, per_swap=0.5)
     )
-    info = advance(run, 10)
+    info = advance(refused, 10)
     assert info.proposed.any()
     assert not info.accepted.any()
-    assert (run.state.correction_factor == 8.0).all()
-
-
-@pytest.mark.parametrize("per_swap", [0.0, -0.5, 1.1, math.nan])
-def test_per_swap_must_lower_it(per_swap):
-    with pytest.raises(tr.TorchrexError, match=r"\(0, 1\]"):
-        ProportionalToGap(1.0, per_swap=per_swap)
+    assert (refused.state.correction_factor == 8.0).all()
+    for per_swap in (0.0, -0.5, 1.1, math.nan):
+        with pytest.raises(tr.TorchrexError, match=r"\(0, 1\]"):
+            ProportionalToGap(1.0, per_swap=per_swap)
 
 
 @pytest.mark.parametrize(
@@ -171,20 +153,21 @@ def times(mask):
 
 def test_a_pair_that_has_swapped_rests():
     """Exactly so many steps, in which it is not counted as tested; pairs that have not swapped go
-    on.
-    """
+    on."""
     info = advance(flat_run(n_rungs=2, swap_rest=4), 21)
     assert times(info.proposed) == times(info.accepted) == [[0, 5, 10, 15, 20]]
     assert times(advance(flat_run(n_rungs=2, swap_rest=1), 6).proposed) == [[0, 2, 4]]
     # Pairs 0 and 2 are due at even steps and pair 1 at odd ones, each on its own clock.
     info = advance(flat_run(n_rungs=4, swap_rest=2), 13)
     assert times(info.proposed) == times(info.accepted) == [[0, 4, 8, 12], [1, 5, 9], [0, 4, 8, 12]]
+    # A rest counts steps, however many rounds a step has.
+    info = advance(flat_run(n_rungs=4, swap_rest=4, pairing=tr.AllInTurn()), 11)
+    assert times(info.proposed) == times(info.accepted) == [[0, 5, 10]] * 3
 
 
 def test_only_a_swap_is_followed_by_a_rest():
     """Pair 0 is refused for ever: its hot replica's energy is higher. The other pairs swap and
-    rest.
-    """
+    rest."""
     target = tr.LogDensity(lambda x: -1e6 * x[:, 0], 1, gradient=torch.zeros_like)
     start = torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64).view(4, 1, 1)
     ensemble = tr.TensorEnsemble.start(target, n_rungs=4, initial=start, dtype=torch.float64)
@@ -195,11 +178,6 @@ def test_only_a_swap_is_followed_by_a_rest():
     assert times(info.proposed)[0] == [0, 2, 4, 6, 8]
     assert times(info.accepted)[0] == []
     assert times(info.proposed)[1:] == times(info.accepted)[1:] == [[1, 5], [0, 4, 8]]
-
-
-def test_a_rest_counts_steps_however_many_rounds_a_step_has():
-    info = advance(flat_run(n_rungs=4, swap_rest=4, pairing=tr.AllInTurn()), 11)
-    assert times(info.proposed) == times(info.accepted) == [[0, 5, 10]] * 3
 
 
 def test_a_rest_outlives_a_stop():
@@ -224,8 +202,7 @@ def quadratic():
 
 def variance_with(noise, lr=0.5, temperature=2.0, n_runs=50_000):
     """x^2 of independent runs of SGLD at stiffness 1, begun with exact draws, so that a few steps
-    suffice to see a mutant.
-    """
+    suffice to see a mutant."""
     ladder = tr.Ladder((temperature,), lr, noise=noise)
     ensemble = tr.TensorEnsemble.start(quadratic(), n_rungs=1, n_runs=n_runs, dtype=torch.float64)
     run = tr.DensityExchange(ensemble, ladder, seed=3)
@@ -253,8 +230,7 @@ def first_acceptance(**ladder):
 
 def test_swaps_know_nothing_of_it():
     """The gap is 1 - 1/2 with or without it; a test at the temperature of the moves would have a
-    quarter of that.
-    """
+    quarter of that."""
     swaps = first_acceptance(noise=constant(4.0))
     assert_mean_is(swaps, math.exp(-0.5))
     assert_mean_is_not(swaps, math.exp(-0.5 / 4))
@@ -269,48 +245,6 @@ def test_swaps_and_kept_noise_together_move_with_both():
     assert run.step().accepted.all()
     for replica, (lr, temperature) in enumerate(((0.2, 3.0), (0.1, 1.0))):
         assert_mean_is(run.ensemble.position[replica].square(), 2 * lr * temperature * 5.0)
-
-
-def test_the_compiled_loop_gives_the_same_numbers():
-    """With a rest, a late start, F per swap and noise of its own; in double precision the decisions
-    are the same as well.
-    """
-    infos, states = [], []
-    for compiled in (False, True):
-        target = tr.Noisy(tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5]), tr.Gaussian(2.0))
-        run = tr.DensityExchange(
-            tr.TensorEnsemble.start(
-                target, tr.SGHMC(0.2), n_rungs=3, n_runs=4, dtype=torch.float64
-            ),
-            tr.Ladder(
-                (1.0, 3.0, 9.0),
-                0.03,
-                noise=lambda step: 1.0 + 0.01 * step,
-                anneal=tr.schedules.geometric(0.999),
-            ),
-            noise=tr.Smoothing(0.3, RepeatedDraws(10, every=50)),
-            correction_factor=ProportionalToGap(4.0, per_swap=0.99),
-            swap_start=20,
-            swap_rest=3,
-            compiled=compiled,
-        )
-        infos.append(advance(run, 600))
-        states.append(run.state)
-        assert type(run._loop).__name__ == ("CompiledLoop" if compiled else "EagerLoop")
-    eager, compiled = infos
-    for name in ("accepted", "proposed", "replica_at"):
-        assert torch.equal(getattr(eager, name), getattr(compiled, name))
-    for name in ("position", "energy", "noise_variance", "correction"):
-        torch.testing.assert_close(
-            getattr(eager, name), getattr(compiled, name), rtol=1e-9, atol=1e-9
-        )
-    for one, other in zip(*states, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
-    assert eager.accepted.sum() > 100
-    assert not eager.proposed[:20].any()
-    tested = eager.proposed.any(2)[:, :, None] & torch.ones_like(eager.accepted)
-    resting = tested & ~eager.proposed
-    assert resting.any(), "nobody rested while others were tested"
 
 
 # The prior outside the swaps
@@ -346,6 +280,7 @@ def test_the_prior_pulls_but_does_not_enter_the_swaps(prior):
     before = outside.ensemble.position.clone()
     assert torch.equal(before, inside.ensemble.position)
     squares = before.square().sum(1, keepdim=True)
+    assert not outside.energies(BATCH).total.any()
     info = inside.step(BATCH)
     torch.testing.assert_close(info.energy, 4.0 * squares)
     torch.testing.assert_close(inside.ensemble.position, 0.92 * before)
@@ -353,30 +288,6 @@ def test_the_prior_pulls_but_does_not_enter_the_swaps(prior):
     assert torch.equal(info.energy, torch.zeros(2, 1, dtype=torch.float64))
     assert bool(info.accepted), "equal energies are always exchanged"
     torch.testing.assert_close(outside.ensemble.position, 0.92 * before)  # 1 - lr * precision
-
-
-def test_descent_shrinks_whether_or_not_the_prior_is_in_the_swaps():
-    positions = []
-    for prior_in_swaps in (True, False):
-        energy = tr.PosteriorEnergy(
-            nothing, n_data=100, prior=tr.GaussianPrior(8.0), prior_in_swaps=prior_in_swaps
-        )
-        run = tr.ModuleExchange(
-            tr.ModuleEnsemble(lambda: nn.Linear(3, 2, dtype=torch.float64), energy),
-            tr.Ladder.descent(0.01),
-            seed=1,
-        )
-        start = run.ensemble.position.clone()
-        for _ in range(50):
-            run.step(BATCH)
-        torch.testing.assert_close(run.ensemble.position, 0.92**50 * start)
-        positions.append(run.ensemble.position)
-    assert torch.equal(*positions)
-
-
-def test_repeated_energies_leave_the_prior_out_too():
-    run = pulled(tr.GaussianPrior(8.0), prior_in_swaps=False)
-    assert torch.equal(run.energies(BATCH).total, torch.zeros(2, 1, dtype=torch.float64))
 
 
 def test_the_recipes_say_where_the_prior_is():
@@ -393,8 +304,7 @@ def test_the_recipes_say_where_the_prior_is():
 
 def at_epoch(config, *epochs):
     """Temperatures, learning rates and temperatures of the moves at the first steps of some epochs:
-    each (epochs, rungs).
-    """
+    each (epochs, rungs)."""
     rows = [
         config.ladder().table(epoch * config.steps_per_epoch, 1, device=CPU, dtype=torch.float64)
         for epoch in epochs
@@ -494,8 +404,7 @@ N, SIZE = 2000, 800
 @pytest.fixture(scope="module")
 def estimates():
     """Samples of sigma2 by every feed, each from minibatches of its own, at two replicas of a
-    network that was trained.
-    """
+    network that was trained."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(N, 10, generator=generator)
     y = (x[:, :4] + 0.5 * x[:, 4:8].square() + 0.5 * torch.randn(N, 4, generator=generator)).argmax(
@@ -513,8 +422,7 @@ def estimates():
 
     def batches(n):
         """Energies (n, replicas, 1) and terms (n, replicas, 1, SIZE) of independent minibatches
-        without replacement.
-        """
+        without replacement."""
         index = [torch.randperm(N, generator=generator)[:SIZE] for _ in range(n)]
         seen = [run.energies((x[i], y[i])) for i in index]
         return torch.stack([each.total for each in seen]), torch.stack(

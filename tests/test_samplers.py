@@ -273,8 +273,7 @@ def double():
 @pytest.mark.parametrize("decay", [1.0, 0.9])
 def test_it_is_torchs_adam_on_the_mean_loss(precision, more, decay):
     """Batches of 8 out of 40, float64; a prior is weight decay precision / n_data in the gradient,
-    and the ladder's decay is that of Adam's lr.
-    """
+    and the ladder's decay is that of Adam's lr."""
     lr = 0.02  # of the mean loss, as torch.optim.Adam takes it
     run = make_run(
         double,

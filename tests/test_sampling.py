@@ -273,8 +273,7 @@ def test_two_standard_errors_cover_95_percent(n_chains, correlation):
     of 94.5 %.
 
     The mutant, the spread between chains without degrees of freedom, covers 70 % with two chains,
-    and is NaN for one.
-    """
+    and is NaN for one."""
     x = autoregressive(n_chains, 1000 if n_chains < 32 else 400, correlation, 2000)
     error = mean_error(x)
     covers = float((x.mean((0, 1)).abs() < 1.96 * error).double().mean())

@@ -58,8 +58,7 @@ def traffic(replicas, n, noise):
 )
 def test_a_step_sends_losses_in_one_gather_and_weights_never(tmp_path, replicas, ranks, noise):
     """The model's bytes are those that torch.distributed is given; gradients travel only where
-    ranks share minibatches.
-    """
+    ranks share minibatches."""
     expected = [["all_gather", bytes_each(replicas, ranks, 7, losses=noise == "paired")]]
     for said in run_ranks(ranks, traffic, tmp_path, replicas, 7, noise):
         shared = [["all_reduce", size] for size in said["of_replica"]] if ranks > replicas else []
@@ -133,8 +132,7 @@ def test_the_fit_finds_the_constants(constants):
 @pytest.mark.parametrize("scheme", ["even-odd", "random parity", "random pair"])
 def test_simulated_round_trips_have_the_rate_of_the_formula(scheme):
     """Independent runs, so the false-alarm rate is that of `assert_mean_is`: 5.7e-7. It begins in
-    equilibrium.
-    """
+    equilibrium."""
     rungs, barrier = 12, 2.5
     accept = ladder_growth.acceptance(rungs, barrier, 0.0)
     attempts = {"even-odd": 600, "random parity": 3_000, "random pair": 6_000}[scheme]
@@ -153,8 +151,7 @@ def test_simulated_round_trips_have_the_rate_of_the_formula(scheme):
 
 def test_arrivals_are_counted_as_the_diagnostics_count_them(monkeypatch):
     """The same swaps, kept and counted by `count_trips`, which begins without knowing where a
-    replica comes from.
-    """
+    replica comes from."""
     kept, swapped = [], ladder_growth.swapped
 
     def keeping(replica_at, accepted):
@@ -178,8 +175,7 @@ def test_arrivals_are_counted_as_the_diagnostics_count_them(monkeypatch):
 def test_noise_adds_to_the_barrier_by_squares():
     """The exponent of an exact test is N(-d^2/2, d^2) in equilibrium; the corrected test under
     noise s accepts as if both were one: 2 Phi(-sqrt(d^2 + s^2) / 2). In a fine ladder Lambda and
-    s_total / sqrt(2 pi) add up by squares.
-    """
+    s_total / sqrt(2 pi) add up by squares."""
     for d, s in ((0.3, 0.5), (1.0, 2.0), (2.0, 0.1)):
         z = torch.linspace(-9.0, 9.0, 20_001, dtype=torch.float64)
         weight = torch.exp(-z.square() / 2)
@@ -208,8 +204,7 @@ def stored(name):
 
 def test_communication_of_resnet20_was_at_most_three_percent():
     """Four ranks of one replica on two cores; transport and the processor time of it, mean and
-    median.
-    """
+    median."""
     (four,) = (
         r
         for r in stored("scaling")["results"]

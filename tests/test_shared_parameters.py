@@ -82,8 +82,7 @@ def of(run, replica, part="parameters"):
 
 def assert_alike(run):
     """What is shared is the same in all replicas to the last bit, statistics included; what is not
-    differs.
-    """
+    differs."""
     first, *others = [dict(module.state_dict()) for module in run.ensemble.modules]
     for other in others:
         for name in first:
@@ -151,8 +150,7 @@ def test_one_move_by_hand():
     too low for any noise.
 
     A swap comes before the move: at many of the steps the replica on the coldest rung has just come
-    there.
-    """
+    there."""
     tiny = (1e-24, 2e-24, 3e-24)
     run = make(ladder=tr.Ladder(tiny, LRS))
     scale = [math.sqrt(lr * temperature) for lr, temperature in zip(LRS, tiny, strict=True)]
@@ -176,31 +174,6 @@ def test_one_move_by_hand():
                 for found, wanted in ((kicked, expected), (moved, x[k][name] + expected)):
                     torch.testing.assert_close(found[name], wanted, rtol=1e-8, atol=1e-10)
     assert arrived >= 2
-
-
-def test_the_others_move_as_without_sharing():
-    """In the first step, from the same weights; later they see other shared ones. No noise."""
-    tiny = tr.Ladder((1e-24, 2e-24, 3e-24), LRS)
-    together, apart = make(ladder=tiny), make(shared=(), ladder=tiny)
-    for mine, theirs in zip(apart.ensemble.modules, together.ensemble.modules, strict=True):
-        mine.load_state_dict(theirs.state_dict())
-    for batch, alike in zip(batches(2, dtype=torch.float64), (True, False), strict=True):
-        for run in (together, apart):
-            run.step(batch)
-        for k in range(3):
-            a, b = of(together, k), of(apart, k)
-            assert torch.allclose(a["own.weight"], b["own.weight"], rtol=1e-9, atol=0) == alike
-            assert not torch.allclose(a["common.0.weight"], b["common.0.weight"])
-
-
-def test_one_rung_shares_with_nobody():
-    one = tr.Ladder((1e-24,), 1e-3)
-    runs = [make(shared=shared, ladder=one) for shared in (("common.",), ())]
-    for batch in batches(5, dtype=torch.float64):
-        for run in runs:
-            run.step(batch)
-    for name, tensor in of(runs[0], 0).items():
-        torch.testing.assert_close(tensor, of(runs[1], 0)[name], rtol=1e-10, atol=1e-12)
 
 
 def test_the_prior_of_what_is_shared_does_not_weigh_in_swaps():
@@ -263,8 +236,7 @@ DIM, STIFFNESS = 20_000, 2.0
 
 class Coordinates(nn.Module):
     """So many numbers that move independently of each other, each a chain of its own, and some that
-    are shared.
-    """
+    are shared."""
 
     def __init__(self):
         super().__init__()
@@ -275,8 +247,7 @@ class Coordinates(nn.Module):
 
 def quadratic(module, batch):
     """The energy STIFFNESS / 2 |own|^2, exactly; it does not depend on what is shared, which
-    wanders about.
-    """
+    wanders about."""
     each = 0.5 * STIFFNESS * module.own.square().sum() + 0.0 * module.common.sum()
     return (each / N_DATA).expand(len(batch))
 
@@ -292,8 +263,7 @@ def covariance_of(lr, temperature):
 
 def stationary(n_steps=10):
     """x and v on each rung after some moves from exact draws, one value per coordinate, with their
-    laws and the shared v.
-    """
+    laws and the shared v."""
     lrs, temperatures = (0.15, 0.4), (0.5, 2.0)
     ladder = tr.Ladder(temperatures, lrs)
     run = make(
@@ -327,8 +297,7 @@ def test_the_law_of_the_others_is_that_of_their_rung():
     assertions at 5.7e-7 each.
 
     The shared ones feel no force, so that their velocity is a chain of its own, and shows the cold
-    rung's lr and temperature.
-    """
+    rung's lr and temperature."""
     x, v, laws, common = stationary()
     for rung, law in enumerate(laws):
         assert_mean_is(x[rung].square(), law[0, 0])
@@ -346,8 +315,7 @@ def test_the_law_of_the_others_is_that_of_their_rung():
 
 def test_mutants_miss_it(monkeypatch):
     """Noise of what is shared that leaks makes replicas follow each other; its lr and temperature
-    cool the hot rung.
-    """
+    cool the hot rung."""
     plain = network_step.update_rows
 
     def leaking(position, state, gradient, numbers, *rest):
@@ -372,38 +340,18 @@ def test_mutants_miss_it(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("given", "words"),
     [
-        (
-            {"shared": ("heads",)},
-            "shared=('heads',) names no parameter; those of the model are common.0.weight",
-        ),
-        (
-            {"shared": ("common.", "own.")},
-            "names all parameters, so that nothing is left to sample",
-        ),
-        (
-            {"shared": "common."},
-            "shared must be a sequence of (parts of) parameter names, got 'common.'",
-        ),
+        ({"shared": ("heads",)}, "names no parameter; those of the model are common.0.weight"),
+        ({"shared": ("common.", "own.")}, "nothing is left to sample"),
+        ({"shared": "common."}, "must be a sequence of .* got 'common.'"),
         ({"shared": ("",)}, "shared must be a sequence"),
         ({"shared": (3,)}, "shared must be a sequence"),
-        (
-            {"shared": ("common.",), "shared_batches": False},
-            "needs all replicas in one process and on the same minibatches",
-        ),
-        (
-            {"mesh": tr.ReplicaMesh(3, ProcessGroup(rank=0, size=2))},
-            "needs all replicas in one process",
-        ),
-        (
-            {"divergence": "respawn"},
-            "through what they share (shared=('common.',)) all of them break with the first",
-        ),
+        ({"shared_batches": False}, "on the same minibatches"),
+        ({"mesh": tr.ReplicaMesh(3, ProcessGroup(rank=0, size=2))}, "replicas in one process"),
+        ({"divergence": "respawn"}, "all of them break with the first"),
     ],
 )
-def test_bad_input(given, expected):
-    with pytest.raises(InvalidArgumentError) as caught:
+def test_bad_input(given, words):
+    with pytest.raises(InvalidArgumentError, match=words):
         make(**given)
-    assert expected in str(caught.value)
-    assert "\n" not in str(caught.value)

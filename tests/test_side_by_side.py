@@ -57,8 +57,7 @@ ENERGY = tr.PosteriorEnergy(F.cross_entropy, n_data=N, prior=tr.GaussianPrior(2.
 
 def make(method, seed, device, model=Net, lr=1e-5, **options):
     """A run of one method; `re` and `pair` measure repeated energies, `paired` has the free
-    variance.
-    """
+    variance."""
     ensemble = tr.ModuleEnsemble(model, ENERGY, tr.SGHMC(0.1), device=device)
     if method == "msgd":
         return tr.ModuleExchange(
@@ -87,8 +86,7 @@ def advance(runs, n, device, data=None):
 
 def numbers(run):
     """Everything a run is, but for its settings and the generators that only a captured step leaves
-    alone.
-    """
+    alone."""
     state = run.state_dict()
     return {key: state[key] for key in ("n_steps", "exchange", "replicas")}
 
@@ -312,16 +310,3 @@ def test_what_cannot_go_side_by_side():
     advance([run], 3, "cpu")
     with pytest.raises(InvalidArgumentError, match=r"same step, got \[0, 3\]"):
         list(SideBySide([run, make("re", 1, "cpu")]).advance(3, data, extra))
-
-
-def test_members_are_made_from_what_is_natural(tmp_path):
-    run = make("paired", 0, "cpu")
-    average = tr.PosteriorAverage([next(iter(loaders("cpu")[0]))], every=5)
-    member = TrainingRun(run, average, checkpoints=str(tmp_path / "run"))
-    data, extra = loaders("cpu")
-    train_together([member], data, 10, extra=extra, checkpoint_every=5)
-    assert (average.n_draws, member.checkpoints.steps()) == (2, [5, 10])
-    with pytest.raises(InvalidArgumentError, match="TrainingRun"):
-        train_together([run], data, 10)
-    with pytest.raises(InvalidArgumentError, match="TrainingRun"):
-        TrainingRun([run])

@@ -26,8 +26,7 @@ MIXTURE = tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5])
 
 def slope():
     """A density with gradient 1 everywhere and energy 0: every test accepts, and a move shows the
-    lr of the rung.
-    """
+    lr of the rung."""
     return tr.LogDensity(lambda x: 0.0 * x.sum(-1), 1, gradient=torch.ones_like)
 
 
@@ -59,8 +58,7 @@ def test_every_replica_moves_with_the_lr_of_its_rung(pairing):
 
 def test_what_is_recorded():
     """Energies are those of the rungs before the swaps; the position is that of rung 0 after the
-    move.
-    """
+    move."""
     target = tr.LogDensity(lambda x: -0.5 * x.square().sum(-1), 2)
     start = torch.randn(4, 5, 2, generator=torch.Generator().manual_seed(0))
     run = tr.DensityExchange(
@@ -163,8 +161,7 @@ def test_an_index_out_of_bounds_in_the_compiled_loop_is_an_error_not_a_crash():
 def test_after_ctrl_c_a_run_goes_on_as_if_nothing_had_happened(where, monkeypatch):
     """Before the first step of a block, and in a stretch, which is then taken back.
 
-    The mutant takes the generators as they are after the block was drawn.
-    """
+    The mutant takes the generators as they are after the block was drawn."""
 
     def make():
         target = tr.Noisy(MIXTURE, tr.Gaussian(2.0))
@@ -197,8 +194,7 @@ def test_after_ctrl_c_a_run_goes_on_as_if_nothing_had_happened(where, monkeypatc
 
 def test_sigma2_is_measured_at_the_start_and_every_so_many_steps():
     """Without an initial variance the first steps would be naive; with one it holds until step
-    `every`, as in the paper.
-    """
+    `every`, as in the paper."""
     ladder, draws = tr.Ladder((1.0, 2.0), 0.1), tr.RepeatedDraws(10, every=100)
     rules = Rules(ladder, noise=tr.RunningMean(draws))
     assert list(measured_steps(rules, 0, 350)) == [0, 100, 200, 300]

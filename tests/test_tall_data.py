@@ -16,8 +16,7 @@ from torchrex.experiments.recipes import get_recipe
 
 def stationary_covariance(config, mode, covariance):
     """Of SGLD's own recursion near the mode: S = (1 - lr H) S (1 - lr H) + 2 lr + lr^2 C, C the
-    covariance of the gradient.
-    """
+    covariance of the gradient."""
     features, signs = config.target().data
     pull = torch.sigmoid(-signs * (features @ mode)) * signs
     noise = config.n_data**2 / config.batch_size * torch.cov((pull[:, None] * features).T)
@@ -31,8 +30,7 @@ def test_posterior_of_tall_data():
     """Rung 0 has the mean of the full-data reference and the covariance of its recursion; and swaps
     do happen.
 
-    A run long enough for errors of 1 % of a sd is in results/tall_logistic.json.
-    """
+    A run long enough for errors of 1 % of a sd is in results/tall_logistic.json."""
     config = override(get_recipe("tall/logistic"), ["n_steps=8000", "n_runs=64"])
     draws = config.draw(seed=1)
     metrics, trace = config.measure(draws)
