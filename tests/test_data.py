@@ -18,7 +18,14 @@ import torch
 from scipy.io import savemat
 
 from torchrex.errors import DataError
-from torchrex.vision.data import ImageSet, data_folder, import_images, load_images, save_images
+from torchrex.vision.data import (
+    ImageSet,
+    cache,
+    data_folder,
+    import_images,
+    load_images,
+    save_images,
+)
 from torchrex.vision.data.sources import SOURCES, Source, sha256_of
 
 NAMES = ("cifar10", "cifar100", "svhn")
@@ -326,6 +333,18 @@ def test_damage_is_seen(cached):
     path.rename(path.with_name("svhn.safetensors"))
     with pytest.raises(DataError, match="cifar10 in schema 1"):
         load_images("svhn")
+
+
+def test_a_file_is_hashed_once_until_it_changes(cached, monkeypatch):
+    path, _ = cached
+    hashed: list[int] = []
+    monkeypatch.setattr(cache, "sha256_of", lambda x: hashed.append(1) or sha256_of(x))
+    for _ in range(3):
+        load_images("cifar10")
+    assert len(hashed) == 4  # once for each of its arrays
+    path.write_bytes(path.read_bytes())
+    load_images("cifar10")
+    assert len(hashed) == 8
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -8,13 +8,14 @@ from torchrex.checkpoint.files import (
     read_file,
     require_file,
 )
-from torchrex.checkpoint.folder import Checkpoint, Checkpoints, DamagedError, read
+from torchrex.checkpoint.folder import Checkpoint, Checkpoints, DamagedError, expect_form, read
 
 __all__ = [
     "MOST_JSON",
     "Checkpoint",
     "Checkpoints",
     "DamagedError",
+    "expect_form",
     "one_line",
     "parse_json",
     "printable",

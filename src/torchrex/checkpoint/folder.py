@@ -39,7 +39,13 @@ from torchrex.checkpoint.files import MOST_JSON, one_line, parse_json, require_f
 from torchrex.checkpoint.tree import DTYPES, TreePath, decode, encode, path_name, tensor_name
 from torchrex.distributed import ALONE, ProcessGroup
 from torchrex.durable import remove_folder, sync_folder, write_synced
-from torchrex.errors import CheckpointError, InvalidArgumentError, TorchrexError
+from torchrex.errors import (
+    CheckpointError,
+    DeviceError,
+    InvalidArgumentError,
+    RankError,
+    TorchrexError,
+)
 from torchrex.settings import fingerprint, require_same, shown
 
 log = logging.getLogger("torchrex")
@@ -118,9 +124,7 @@ class Checkpoints:
             written: dict[str, Any] = {}
             with self._saving(complete, process_group):
                 if not part.is_dir():
-                    raise CheckpointError(
-                        f"{self.folder} is not the same folder for all processes; use a shared one"
-                    )
+                    raise CheckpointError(f"{self.folder} is not shared by all processes")
                 for number, replica in enumerate(_replicas(tree)):
                     if replica is not None:
                         here = ("replicas", number)
@@ -207,15 +211,21 @@ class Checkpoints:
         """The folder of the checkpoint of that step."""
         return self._complete().get(step, self.folder / f"step={step:09d}")
 
+    def require_none_after(self, step: int) -> None:
+        """Refuse a run that begins anew at `step` where later checkpoints would hide its own."""
+        if (steps := self.steps()) and steps[-1] > step:
+            raise CheckpointError(
+                f"{self.folder} holds checkpoints up to step {steps[-1]}; resume from them, or "
+                "give another folder"
+            )
+
     def _complete(self) -> dict[int, Path]:
         try:
             both = self._found(".", ".old").items(), self._found().items()
             found = {step: path for paths in both for step, path in paths if _is_complete(path)}
         except OSError as error:
             reason = f"{self.folder} ({error.strerror})"
-            raise CheckpointError(
-                f"cannot read {reason}; permit it, or give another folder"
-            ) from None
+            raise CheckpointError(f"cannot read {reason}; give another folder") from None
         return dict(sorted(found.items()))
 
     def _found(self, prefix: str = "", suffix: str = "") -> dict[int, Path]:
@@ -302,6 +312,20 @@ def read(
     return state
 
 
+@contextlib.contextmanager
+def expect_form(path: Path) -> Iterator[None]:
+    """A state that passed its checksums may still be of another form than a run expects."""
+    try:
+        yield
+    except (DeviceError, RankError):
+        raise
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        reason = one_line(f"{type(error).__name__}: {error}", 200)
+        raise CheckpointError(
+            f"{path} is not a checkpoint of such a run ({reason}); give another folder"
+        ) from None
+
+
 def _write_rest(
     folder: Path,
     head: dict[str, Any],
@@ -368,9 +392,7 @@ def _read_tensors(path: Path, *, size: int, sha256: str) -> dict[str, Tensor]:
             return load_tensors(data)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
         reason = one_line(error)
-        raise DamagedError(
-            f"has a {path.name} that is not in safetensors format ({reason})"
-        ) from None
+        raise DamagedError(f"has a {path.name} that is no safetensors file ({reason})") from None
 
 
 def _bytes(path: Path, most: int = MOST_JSON) -> bytes:

@@ -41,10 +41,6 @@ def tensor_name(path: TreePath) -> str:
     return "".join("/" + quote(str(part), safe="", errors="surrogatepass") for part in path)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def encode(root: str, tree: Mapping[str, Any]) -> tuple[Any, dict[TreePath, Tensor]]:
     """The JSON form of a tree, and its tensors by path. `root` is the tree's name in messages."""
     tensors: dict[TreePath, Tensor] = {}
@@ -59,11 +55,10 @@ def encode(root: str, tree: Mapping[str, Any]) -> tuple[Any, dict[TreePath, Tens
         if isinstance(node, Tensor):
             if node.dtype not in DTYPES.values() or node.layout != torch.strided or node.is_meta:
                 kind = f"a {node.layout} tensor of {node.dtype} on {node.device}"
-                raise refuse(
-                    path, f"it is {kind}; convert it to a dense one of {', '.join(DTYPES)}"
-                )
+                raise refuse(path, f"it is {kind}; make it a dense one of {', '.join(DTYPES)}")
             tensors[path] = node
-            return {"tensor": {"dtype": dtype_name(node.dtype), "shape": list(node.shape)}}
+            dtype = str(node.dtype).removeprefix("torch.")
+            return {"tensor": {"dtype": dtype, "shape": list(node.shape)}}
         if isinstance(node, Mapping):
             for key in node:
                 if not isinstance(key, str):

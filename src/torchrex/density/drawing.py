@@ -7,7 +7,6 @@ only, so the number of all steps decides once between the two.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import time
@@ -19,15 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrex.checkpoint import Checkpoint, Checkpoints
+from torchrex.checkpoint import Checkpoint, Checkpoints, expect_form
 from torchrex.density.loop import few_threads
 from torchrex.density.run import DensityExchange
 from torchrex.errors import (
-    CheckpointError,
     InvalidArgumentError,
     NonFiniteEnergyError,
     OnInterrupt,
     require_on_interrupt,
+    require_whole,
 )
 from torchrex.exchange import StepInfo
 from torchrex.posterior import Draws
@@ -37,11 +36,6 @@ logger = logging.getLogger("torchrex")
 
 Progress = Callback | bool
 FIELDS = ("values", "noise_variance", "replica_at", "energy", "steps")
-
-
-def require_whole(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidArgumentError(f"{name} must be a whole number >= {least}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -62,9 +56,7 @@ class DrawOptions:
         for name, least in (("n_steps", 1), ("thin", 1), ("burn_in", 0), ("checkpoint_every", 1)):
             require_whole(name, getattr(self, name), least)
         if self.budget is not None and not self.budget > 0:
-            raise InvalidArgumentError(
-                f"budget must be a number of seconds > 0, got {self.budget!r}"
-            )
+            raise InvalidArgumentError(f"budget must be seconds > 0, got {self.budget!r}")
         require_on_interrupt(self.on_interrupt)
 
     @property
@@ -191,14 +183,9 @@ class Drawing:
 
     def _find(self, checkpoints: Checkpoints) -> Checkpoint | None:
         """Look for a checkpoint to go on from and take its draws; `prepare` loads the run."""
-        where, n_steps = checkpoints.folder, self.options.n_steps
+        n_steps = self.options.n_steps
         if not self.options.resume:
-            later = [step for step in checkpoints.steps() if step > self._first]
-            if later:
-                raise CheckpointError(
-                    f"{where} holds checkpoints up to step {later[-1]}; resume from them, or give "
-                    "another folder"
-                )
+            checkpoints.require_none_after(self._first)
             return None
         found = checkpoints.load_newest(setting=self._setting)
         if found is None:
@@ -208,7 +195,7 @@ class Drawing:
                 f"{found.path} is at step {found.step - self._first} already, beyond the total "
                 f"n_steps={n_steps}; give more steps, or another folder"
             )
-        with _its_form(found.path):
+        with expect_form(found.path):
             self.recorder.load_state_dict(found.state["recorder"])
             if self.n_done + self._first != found.step:
                 raise ValueError(f"draws up to step {self.n_done} with a run at step {found.step}")
@@ -228,7 +215,7 @@ class Drawing:
                     "%s is of a compiled run; it goes on eagerly, the same to rounding", found.path
                 )
         if found is not None:
-            with _its_form(found.path):
+            with expect_form(found.path):
                 self.run.load_state_dict(found.state["run"])
 
     def go_on(self) -> Iterator[int]:
@@ -278,20 +265,6 @@ class Drawing:
         if self.run.rules.ladder.n_pairs:
             now["correction_factor"] = self.run.correction_factor.log().mean(1).exp().tolist()
         return self.recorder.draws(status, {**settings, **now})
-
-
-@contextlib.contextmanager
-def _its_form(path: Path) -> Iterator[None]:
-    """What a checkpoint holds passed its checksums, but may be of another form than a run on a
-    density writes.
-    """
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise CheckpointError(
-            f"{path} is not a checkpoint of such a run ({words}); give another folder"
-        ) from None
 
 
 class End(NamedTuple):

@@ -107,9 +107,7 @@ class DensityExchange(ReplicaExchange):
         if n_steps < 0:
             raise InvalidArgumentError(f"n_steps must be at least 0, got {n_steps}")
         if data is not None:
-            raise InvalidArgumentError(
-                f"{self._ensemble.target!r} brings its own data; leave data out"
-            )
+            raise InvalidArgumentError(f"{self._ensemble.target!r} has its own data")
         last = self.n_steps + n_steps
         while self.n_steps < last:
             if every is None:
@@ -275,9 +273,7 @@ class DensityExchange(ReplicaExchange):
         self._require_same(state.get("setting"), self.setting)
         given, here = tuple(state["position"].shape), tuple(self._ensemble.position.shape)
         if given != here:
-            raise InvalidArgumentError(
-                f"the state is of (rungs, runs, dim) = {given}, this run has {here}"
-            )
+            raise InvalidArgumentError(f"the state has (rungs, runs, dim) {given}, this run {here}")
         for name, tensor in self._state._asdict().items():
             if (state[name].shape, state[name].dtype) != (tensor.shape, tensor.dtype):
                 raise InvalidArgumentError(

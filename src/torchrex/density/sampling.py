@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from torchrex.checkpoint import Checkpoints
-from torchrex.density.drawing import Drawing, DrawOptions, End, Progress, draw_all, require_whole
+from torchrex.density.drawing import Drawing, DrawOptions, End, Progress, draw_all
 from torchrex.density.run import DensityExchange
 from torchrex.density.shards import Shards, process_group_for
 from torchrex.density.tensor_ensemble import TensorEnsemble
@@ -28,6 +28,7 @@ from torchrex.errors import (
     OnInterrupt,
     RunInterrupted,
     TorchrexError,
+    require_whole,
 )
 from torchrex.exchange import Ladder, RuleOptions, resolve_device, warn_of_dead_pairs
 from torchrex.exchange.noise import warn_of_shape
@@ -107,17 +108,8 @@ def sample(
     torch.Size([4, 200, 2])
     """
     require_known(rules, "sample", ("n_steps", *(sample.__kwdefaults__ or ())))
-    options = DrawOptions(
-        n_steps,
-        thin,
-        burn_in,
-        progress,
-        checkpoints,
-        checkpoint_every,
-        resume,
-        budget,
-        on_interrupt,
-    )
+    saving = (checkpoints, checkpoint_every, resume)
+    options = DrawOptions(n_steps, thin, burn_in, progress, *saving, budget, on_interrupt)
     n_shards = 1 if shards is None else shards
     require_whole("n_runs", n_runs, 1)
     require_whole("shards", n_shards, 1)
@@ -127,22 +119,16 @@ def sample(
         )
     if not isinstance(target, Target):
         if dim is None:
-            raise InvalidArgumentError(
-                "a log density needs its dimension: sample(log_density, dim=...)"
-            )
+            raise InvalidArgumentError("a log density needs its dimension: sample(f, dim=...)")
         target = LogDensity(target, dim)
     elif dim not in (None, target.dim):
-        raise InvalidArgumentError(
-            f"dim={dim} was given, but {target!r} has dim={target.dim}; leave dim out"
-        )
+        raise InvalidArgumentError(f"{target!r} has dim={target.dim}, got dim={dim}")
     if ladder is None:
         if temperatures is None or lr is None:
             raise InvalidArgumentError("give temperatures=... and lr=..., or ladder=Ladder(...)")
         ladder = Ladder(temperatures, lr)
     elif temperatures is not None or lr is not None:
-        raise InvalidArgumentError(
-            "give either ladder=... or temperatures=... and lr=..., not both"
-        )
+        raise InvalidArgumentError("give ladder=... or temperatures=... and lr=..., not both")
     rungs = ladder
     process_group = process_group_for(n_shards, n_runs)
     ensemble = TensorEnsemble.start(
@@ -189,20 +175,9 @@ def collect(
     as before and call this again.
     """
     if not isinstance(run, DensityExchange):
-        raise InvalidArgumentError(
-            "collect is for runs on densities; a run on a network goes on by train"
-        )
-    options = DrawOptions(
-        n_steps,
-        thin,
-        burn_in,
-        progress,
-        checkpoints,
-        checkpoint_every,
-        resume,
-        budget,
-        on_interrupt,
-    )
+        raise InvalidArgumentError("collect is for runs on densities; use train for networks")
+    saving = (checkpoints, checkpoint_every, resume)
+    options = DrawOptions(n_steps, thin, burn_in, progress, *saving, budget, on_interrupt)
     # Not repr(run), which says at which step the run is now.
     own: dict[str, Any] = {"run": f"DensityExchange({run.ensemble!r}, {run.rules.ladder!r})"}
     own |= {"steps_before": run.n_steps} if run.n_steps else {}
@@ -274,9 +249,7 @@ def _report_interrupt(
         raise SystemExit(128 + signal.SIGTERM) if terminated else KeyboardInterrupt
     how = f"interrupted after {draws.n_steps:,} of {options.n_steps:,} steps"
     if options.on_interrupt == "raise" and not terminated:
-        raise RunInterrupted(
-            f"{how}; the draws so far are in the `draws` of this exception", draws=draws
-        )
+        raise RunInterrupted(f"{how}; the draws so far are in `draws` of this error", draws=draws)
     if is_main:
         logger.warning("%s; the draws so far are kept", how)
     if options.on_interrupt == "raise":

@@ -100,9 +100,7 @@ class Shards:
             return
         n = len(shard_folders(given.folder))
         if self.n_shards == 1 and n:
-            raise CheckpointError(
-                f"{given.folder} holds a run in {n} shards; give shards={n}, or another folder"
-            )
+            raise CheckpointError(f"{given.folder} holds a run in {n} shards; give shards={n}")
         if self.n_shards > 1 and given.steps():
             raise CheckpointError(
                 f"{given.folder} holds a run in one piece; leave out shards={self.n_shards}, or "

@@ -186,9 +186,7 @@ def rungs_for_noise(
     s = 1 allows 62 % of the swaps. Rejections by real energy differences are not counted.
     """
     if not 0 < cold < hot:
-        raise InvalidArgumentError(
-            f"temperatures must satisfy 0 < cold < hot, got cold={cold:g}, hot={hot:g}"
-        )
+        raise InvalidArgumentError(f"temperatures must be 0 < cold < hot, got {cold:g} and {hot:g}")
     if not (noise_variance >= 0 and math.isfinite(noise_variance) and noise_std > 0):
         raise InvalidArgumentError(
             "need a finite noise_variance >= 0 and noise_std > 0, "

@@ -77,9 +77,7 @@ def convergence(draws: Draws | Tensor, names: Sequence[str] | None = None) -> Co
     """
     values = draws.values if isinstance(draws, Draws) else draws
     if values.ndim != 3:
-        raise InvalidArgumentError(
-            f"draws must have the axes (chains, draws, dim), got shape {tuple(values.shape)}"
-        )
+        raise InvalidArgumentError(f"draws must be (chains, draws, dim), got {tuple(values.shape)}")
     n_chains, n_draws, dim = values.shape
     labels = coordinate_labels(names, dim)
     if n_chains < 1 or n_draws < FEWEST_DRAWS:

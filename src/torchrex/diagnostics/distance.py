@@ -119,7 +119,7 @@ def assigned_w2(x: Tensor, y: Tensor) -> float:
     _require_clouds(x, y)
     if len(x) != len(y):
         raise InvalidArgumentError(
-            f"a pairing needs clouds of equal size, got {len(x)} and {len(y)}; use transported"
+            f"give clouds of equal size, got {len(x)} and {len(y)}; or use transported"
         )
     cost = _squared_distances(x, y).numpy()
     return float(math.sqrt(cost[linear_sum_assignment(cost)].mean()))
@@ -162,9 +162,7 @@ def same_law_distance(
     """
     half = len(cloud) // 2
     if half < 1 or repeats < 2:
-        raise InvalidArgumentError(
-            f"need 2 points and 2 repeats or more, got {len(cloud)} and {repeats}"
-        )
+        raise InvalidArgumentError(f"need 2 points and 2 repeats, got {len(cloud)} and {repeats}")
     generator = torch.Generator().manual_seed(seed)
     orders = (torch.randperm(len(cloud), generator=generator) for _ in range(repeats))
     distances = [distance(cloud[order[:half]], cloud[order[half : 2 * half]]) for order in orders]

@@ -121,9 +121,7 @@ class History:
         correction = None
         if correction_factor is not None:
             if not correction_factor > 0:
-                raise InvalidArgumentError(
-                    f"the correction factor F must be positive, got {correction_factor}"
-                )
+                raise InvalidArgumentError(f"F must be positive, got {correction_factor}")
             sigma2 = draws.noise_variance.double()
             correction = _gaps(temperature)[:, :, None] * sigma2 / correction_factor
         names = ("energy", "replica_at", "noise_variance", "accepted", "proposed", "n_steps")
@@ -139,9 +137,7 @@ class History:
         `n_steps` defaults to the last step recorded or swapped at; give it for a thinned trace.
         """
         if not traces or any("steps" not in trace for trace in traces):
-            raise InvalidArgumentError(
-                "there is nothing to read: give Trace.tensors() of a run that has made steps"
-            )
+            raise InvalidArgumentError("nothing to read: give Trace.tensors() after some steps")
         steps = traces[0]["steps"]
         for chain, trace in enumerate(traces):
             if not torch.equal(trace["steps"], steps):

@@ -86,6 +86,4 @@ def _require_axes(*tensors: Tensor) -> None:
     shapes = [tuple(tensor.shape) for tensor in tensors]
     if any(len(shape) < 3 for shape in shapes) or len(set(shapes)) > 1:
         got = " and ".join(map(str, shapes))
-        raise InvalidArgumentError(
-            f"give tensors of equal shape (..., chains, draws, dim), got {got}"
-        )
+        raise InvalidArgumentError(f"give equal shapes (..., chains, draws, dim), got {got}")

@@ -101,9 +101,7 @@ def optimal_rate(rejection: Tensor) -> float:
 def _rejections(rejection: Tensor) -> Tensor:
     r = rejection.double().flatten()
     if len(r) == 0 or not bool(((r >= 0) & (r <= 1)).all()):
-        raise InvalidArgumentError(
-            f"give the rejection rate of every pair, each in [0, 1], got {r.tolist()}"
-        )
+        raise InvalidArgumentError(f"rejection rates must be in [0, 1], got {r.tolist()}")
     return r
 
 

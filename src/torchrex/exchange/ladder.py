@@ -86,14 +86,10 @@ class Ladder:
         n = len(temperatures)
         rates = (float(lrs),) * n if isinstance(lrs, int | float) else tuple(map(float, lrs))
         if len(rates) != n:
-            raise LadderError(
-                f"give one lr, or one per rung: got {len(rates)} lrs for {n} temperatures"
-            )
+            raise LadderError(f"give one lr or one per rung: got {len(rates)} lrs for {n} rungs")
         for rung, lr in enumerate(rates):
             if not (math.isfinite(lr) and lr >= 0):
-                raise LadderError(
-                    f"lrs must be finite and >= 0, but rung {rung} has {lr:g}; got {rates}"
-                )
+                raise LadderError(f"lrs must be finite and >= 0, but rung {rung} has {lr:g}")
         values = (temperatures, rates, anneal, decay, noise)
         for field, value in zip(fields(self), values, strict=True):
             object.__setattr__(self, field.name, value)
@@ -130,9 +126,7 @@ class Ladder:
     ) -> Ladder:
         """From inverse temperatures, which fall from cold to hot."""
         if any(beta <= 0 for beta in inverse_temperatures):
-            raise LadderError(
-                f"inverse temperatures must be positive, got {tuple(inverse_temperatures)}"
-            )
+            raise LadderError(f"inverse temperatures must be positive: {inverse_temperatures}")
         return cls([1.0 / beta for beta in inverse_temperatures], lrs, anneal=anneal, decay=decay)
 
     @classmethod

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchrex import notebook
-from torchrex.errors import InvalidArgumentError
+from torchrex.errors import InvalidArgumentError, require_whole
 from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo
 from torchrex.exchange.correction import FactorRule, as_rule
 from torchrex.exchange.ladder import Ladder
@@ -66,10 +66,7 @@ def make_rules(ladder: Ladder, target: Any, options: RuleOptions) -> Rules:
         given["pairing"] = default_pairing(target, ladder.n_pairs)
     rules = Rules(ladder, factor=as_rule(given.pop("correction_factor", 1.0)), **given)
     for name, least in (("swap_interval", 1), ("swap_start", 0), ("swap_rest", 0)):
-        if getattr(rules, name) < least:
-            raise InvalidArgumentError(
-                f"{name} must be a number of steps >= {least}, got {getattr(rules, name)}"
-            )
+        require_whole(name, getattr(rules, name), least)
     if rules.momentum not in POLICIES:
         raise InvalidArgumentError(
             f"momentum must be one of {', '.join(POLICIES)}, got {rules.momentum!r}"
@@ -211,8 +208,8 @@ class ReplicaExchange:
 
 
 def require_every(every: int | None) -> None:
-    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-        raise InvalidArgumentError(f"every must be a whole number >= 1, or None, got {every!r}")
+    if every is not None:
+        require_whole("every", every, 1)
 
 
 def joined(infos: Sequence[StepInfo]) -> StepInfo:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrex.checkpoint import Checkpoint, Checkpoints
+from torchrex.checkpoint import Checkpoint, Checkpoints, expect_form
 from torchrex.errors import (
     CheckpointError,
     DeviceError,
@@ -29,7 +29,6 @@ from torchrex.errors import (
     NonFiniteEnergyError,
     OnInterrupt,
     RunInterrupted,
-    TorchrexError,
     require_on_interrupt,
     require_whole,
 )
@@ -138,9 +137,7 @@ def train(
     energies get their batches, if not from `data`.
     """
     if not isinstance(run, ModuleExchange):
-        raise InvalidArgumentError(
-            "train is for runs on modules; a run on a density goes on by run.advance or collect"
-        )
+        raise InvalidArgumentError("train is for runs on modules; use collect for densities")
     own: Any = {"averages": average, "checkpoints": checkpoints, "observers": observers}
     one = TrainingRun(run, trace=trace, setting=dict(setting or {}), **own)
     return train_together(
@@ -185,16 +182,13 @@ def train_together(
     loop = _Loop(runs, data, extra)
     with loop.process_group.reporting_errors():
         if loop.saves:
-            loop.resume() if resume else _require_nothing_later(runs)
+            loop.resume() if resume else loop.require_nothing_later()
         outcome = loop.train(n_steps, checkpoint_every, budget, progress)
     if outcome.signal is not None and on_interrupt == "raise":
         how = f"interrupted after {outcome.total_steps:,} of {n_steps:,} steps"
         if outcome.status != "finished":
-            go_on, lost = (
-                "the same call goes on from there",
-                "nothing was saved without checkpoints",
-            )
-            how += f"; {go_on if loop.saves else lost}"
+            saved = "the same call goes on from there"
+            how += f"; {saved if loop.saves else 'nothing was saved without checkpoints'}"
         if outcome.signal == signal.SIGTERM:
             if loop.process_group.is_main:
                 logger.warning("%s", how)
@@ -343,16 +337,13 @@ class _Loop:
         is_main = self.process_group.is_main
         with contextlib.ExitStack() as ends:
             for each in self._watching:
-                ends.callback(self._end, each)  # with the status then
+                ends.callback(lambda each: each.end(self._status), each)  # the status then
                 each.start(n_steps, (*each.one.observers, *more) if is_main else ())
             try:
                 yield
             except KeyboardInterrupt:
                 self._status = "interrupted"
                 raise
-
-    def _end(self, each: _Watching) -> None:
-        each.end(self._status)
 
     def _advance(self, n_steps: int) -> None:
         try:
@@ -433,6 +424,11 @@ class _Loop:
                 if average.store is not None and self.process_group.is_main:
                     average.store.commit(oldest=one.checkpoints.steps()[0])
 
+    def require_nothing_later(self) -> None:
+        for one in self.runs:
+            assert one.checkpoints is not None
+            one.checkpoints.require_none_after(one.run.n_steps)
+
     def resume(self) -> None:
         """Go on from the newest step of which every run has a good checkpoint, if there is one."""
         found = _newest_common(self.runs)
@@ -446,15 +442,8 @@ class _Loop:
                             f"another folder for the draws, or the folder of their checkpoints"
                         )
             return
-        try:
+        with expect_form(found[0].path):
             self._load(found)
-        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            if isinstance(error, TorchrexError):
-                raise
-            raise CheckpointError(
-                f"{found[0].path} holds a state of another form ({type(error).__name__}: {error}); "
-                f"remove it, or give another folder"
-            ) from None
 
     def _load(self, found: Sequence[Checkpoint]) -> None:
         extra_positions = []
@@ -520,18 +509,6 @@ def _has_checkpoints(runs: Sequence[TrainingRun]) -> bool:
     return runs[0].run.mesh.process_group.from_main(found)
 
 
-def _require_nothing_later(runs: Sequence[TrainingRun]) -> None:
-    """The checkpoints of a run that begins anew must be the newest in their folder."""
-    for one in runs:
-        assert one.checkpoints is not None
-        later = [step for step in one.checkpoints.steps() if step > one.run.n_steps]
-        if later:
-            raise CheckpointError(
-                f"{one.checkpoints.folder} holds checkpoints up to step {later[-1]}; resume from "
-                f"them, or give another folder"
-            )
-
-
 def _newest_common(runs: Sequence[TrainingRun]) -> list[Checkpoint] | None:
     """The checkpoints of the newest step that every run has, all of them undamaged."""
     folders = [one.checkpoints for one in runs if one.checkpoints is not None]
@@ -540,9 +517,7 @@ def _newest_common(runs: Sequence[TrainingRun]) -> list[Checkpoint] | None:
     common = set(process_group.from_main(sorted(shared)))
     if not common and len(folders) > 1 and _has_checkpoints(runs):
         newest = ", ".join(str(folder.steps()[-1:]) for folder in folders)
-        raise CheckpointError(
-            f"the runs have no checkpoint of the same step: {newest}; go on with each by itself"
-        )
+        raise CheckpointError(f"the runs have no checkpoint of the same step: {newest}")
     among = None if len(folders) == 1 else common  # one alone may use any
     while True:
         found = []

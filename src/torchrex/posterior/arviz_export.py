@@ -102,9 +102,7 @@ def trace_to_datatree(
     traces = [traces] if isinstance(traces, Mapping) else list(traces)
     require_whole("burn_in", burn_in)
     if not traces:
-        raise InvalidArgumentError(
-            "there is no trace to export; give the tensors of one run or more"
-        )
+        raise InvalidArgumentError("there is no trace to export; give those of one run or more")
     for chain, trace in enumerate(traces):
         if missing := [name for name in TRACE_TENSORS if name not in trace]:
             raise InvalidArgumentError(
@@ -120,9 +118,7 @@ def trace_to_datatree(
     steps = traces[0]["steps"] + 1  # a trace numbers steps from 0; draws count the steps done
     kept = steps > burn_in
     if not kept.any():
-        raise InvalidArgumentError(
-            f"burn_in={burn_in} leaves no step of {_extent(traces[0])}; lower it"
-        )
+        raise InvalidArgumentError(f"burn_in={burn_in} leaves none of {_extent(traces[0])}")
 
     def stacked(name: str) -> Tensor:
         return torch.stack([trace[name] for trace in traces])
@@ -144,9 +140,7 @@ def coordinate_labels(names: Sequence[str] | None, dim: int) -> list[str] | list
         not all(isinstance(name, str) for name in labels)
         or not len(labels) == len(set(labels)) == dim
     ):
-        raise InvalidArgumentError(
-            f"names must be {dim} different strings, one for each coordinate, got {names!r}"
-        )
+        raise InvalidArgumentError(f"names must be {dim} different strings, got {names!r}")
     return labels
 
 
@@ -169,21 +163,24 @@ def _tree(
     xarray = import_extra("xarray", "diagnostics")
     n_chains, n_draws, n_rungs = per_draw["energy"].shape
     n_pairs = n_rungs - 1
-    about = {**_library(), **about}
+    library = {"library": "torchrex", "library_version": torchrex.__version__}
+    about = {  # the schema asks for the first of these
+        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        **{f"creation_{name}": value for name, value in library.items()},
+        "creation_library_language": "Python",
+        **{f"inference_{name}": value for name, value in library.items()},
+        **about,
+    }
     axes = {"chain": list(range(n_chains)), "draw": list(range(n_draws))}
     pairs = {"pair": list(range(n_pairs))} if n_pairs else {}
     by_draw, by_pair = ("chain", "draw"), ("chain", "draw", "pair")
 
     def dataset(variables: dict[str, Any], coords: dict[str, Any]) -> Any:
-        data = {
-            name: (
-                dims,
-                _numpy(values),
-                {"description": MEANINGS[name]} if name in MEANINGS else {},
-            )
-            for name, (dims, values) in variables.items()
-            if "pair" not in dims or n_pairs  # ArviZ fails on an empty axis
-        }
+        data = {}
+        for name, (dims, values) in variables.items():
+            if "pair" not in dims or n_pairs:  # ArviZ fails on an empty axis
+                meaning = {"description": MEANINGS[name]} if name in MEANINGS else {}
+                data[name] = (dims, _numpy(values), meaning)
         return xarray.Dataset(data, {**axes, "step": ("draw", _numpy(steps)), **coords}, about)
 
     replica = per_draw["replica_at"][:, :, 0]
@@ -203,18 +200,6 @@ def _tree(
     groups["replica_exchange"] = dataset(ladder, {"rung": list(range(n_rungs)), **pairs})
     tree: DataTree = xarray.DataTree.from_dict({"/": xarray.Dataset(attrs=about), **groups})
     return tree
-
-
-def _library() -> dict[str, str]:
-    """The attributes that the schema asks for."""
-    return {
-        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "creation_library": "torchrex",
-        "creation_library_version": torchrex.__version__,
-        "creation_library_language": "Python",
-        "inference_library": "torchrex",
-        "inference_library_version": torchrex.__version__,
-    }
 
 
 def _json(settings: Mapping[str, Any]) -> str:

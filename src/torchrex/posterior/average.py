@@ -78,9 +78,7 @@ class PosteriorAverage:
                 "DataLoader with shuffle=False"
             )
         if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
-            raise InvalidArgumentError(
-                "data is a tuple of tensors, not batches; give a DataLoader or a list [(x, y)]"
-            )
+            raise InvalidArgumentError("data must be batches: give a DataLoader or a list [(x, y)]")
         self.data, self.every, self.burn_in, self.rungs = data, every, burn_in, tuple(rungs)
         self.store, self.target_key = store, target_key
         self._history: list[Tensor] | None = [] if history else None
@@ -111,7 +109,7 @@ class PosteriorAverage:
             return False
         if max(self.rungs) >= run.n_rungs:
             raise InvalidArgumentError(
-                f"the average records rungs {self.rungs}, but the run has {run.n_rungs} rungs"
+                f"the run has {run.n_rungs} rungs; recorded are {self.rungs}"
             )
         logits, probabilities, examples = predict_all(
             self.data,
@@ -126,9 +124,7 @@ class PosteriorAverage:
                 f"{tuple(self._last.shape)} to {tuple(logits.shape)}"
             )
         if self._history is not None and not examples.labelled:
-            raise InvalidArgumentError(
-                "history needs targets, but the batches hold only inputs; give batches (x, y)"
-            )
+            raise InvalidArgumentError("history needs targets: give batches (x, y)")
         if self.store is not None:
             for rung in self.rungs:
                 module = run.live_module_at(rung)  # a collective call: all processes make it
@@ -213,9 +209,7 @@ class PosteriorAverage:
         self._rows(None)
         assert self._examples is not None
         if not self._examples.labelled:
-            raise InvalidArgumentError(
-                "the batches of data hold only inputs, without targets; give batches (x, y)"
-            )
+            raise InvalidArgumentError("the data are without targets; give batches (x, y)")
         return self._examples.marks
 
     def _rows(self, rung: int | None) -> list[int]:
@@ -228,9 +222,7 @@ class PosteriorAverage:
         if rung is None:
             return list(range(len(self.rungs)))
         if rung not in self.rungs:
-            raise InvalidArgumentError(
-                f"rung {rung!r} is not recorded; ask for one of {self.rungs}, or None to pool them"
-            )
+            raise InvalidArgumentError(f"rung {rung!r} is not recorded; give one of {self.rungs}")
         return [self.rungs.index(rung)]
 
     def _sum(self, name: str, rung: int | None) -> Tensor:
@@ -278,9 +270,7 @@ class PosteriorAverage:
                 f"not the state of a PosteriorAverage ({error!r}); give what state_dict returned"
             ) from None
         if given != settings:
-            raise CheckpointError(
-                f"the state has the settings {given}, this average has {settings}; use the same"
-            )
+            raise CheckpointError(f"the state is of {given}, this average has {settings}")
         if (store is None) != (self.store is None):
             raise CheckpointError(
                 "the state has a store, but this average has none; pass store=DrawStore(...)"

@@ -79,9 +79,7 @@ class Draws:
     def after(self, step: int) -> Draws:
         """The draws after the first `step` steps (burn-in); swap counts stay those of all steps."""
         if step > self.n_steps:
-            raise InvalidArgumentError(
-                f"there is no step {step:,}: the run has {self.n_steps:,}; leave fewer of them out"
-            )
+            raise InvalidArgumentError(f"there is no step {step:,}: the run has {self.n_steps:,}")
         kept = self.steps > step
         rows = {
             name: getattr(self, name)[kept] for name, axes in SHAPES.items() if axes[0] == "draws"
@@ -214,9 +212,7 @@ class Draws:
         """
         titles = coordinate_titles(names, self.values.shape[2])[:most]
         if self.n_draws == 0 or not titles:
-            raise InvalidArgumentError(
-                f"there is nothing to plot: {self.n_draws} draws of {len(titles)} coordinates"
-            )
+            raise InvalidArgumentError(f"nothing to plot in {self.n_draws} draws x {len(titles)}")
         if axes is None:
             pyplot = import_extra("matplotlib.pyplot", "plots")
             size = (10, 1.0 + 1.7 * len(titles))
@@ -225,9 +221,7 @@ class Draws:
             )
         axes = np.asarray(axes)
         if axes.size != 2 * len(titles):
-            raise InvalidArgumentError(
-                f"axes must be {len(titles)} x 2, one row for each coordinate, got {axes.size} axes"
-            )
+            raise InvalidArgumentError(f"axes must be {len(titles)} x 2, got {axes.size} axes")
         axes = axes.reshape(len(titles), 2)
         shown, stride = min(most_chains, self.n_chains), max(1, self.n_draws // 2000)
         bins = min(60, max(10, round(2 * self.n_draws ** (1 / 3))))

@@ -148,23 +148,18 @@ def _check_draws(path: Path, tensors: Mapping[str, Tensor], meta: Any) -> None:
             wrong.append(f"{name} of {dtype}")
     if not wrong and (set(meta) != set(META) or sizes["pairs"] != sizes["rungs"] - 1):
         wrong = sorted(meta)
-    wrong = wrong or _out_of_bounds(tensors, meta["n_steps"])
+    if not wrong:
+        steps, replica_at, n_steps = tensors["steps"], tensors["replica_at"], meta["n_steps"]
+        bounds = {  # what each must lie between
+            "n_steps": (torch.tensor(n_steps), 0, n_steps),
+            "steps": (steps, 0, n_steps),
+            "steps in order": (steps.diff(), 1, n_steps),
+            "replica_at": (replica_at, 0, sizes["rungs"] - 1),
+            "accepted": (tensors["accepted"], 0, tensors["proposed"]),
+        }
+        wrong = [n for n, (x, low, high) in bounds.items() if bool(((x < low) | (x > high)).any())]
     if wrong:
-        raise RunFolderError(
-            f"{path} does not hold draws of Draws.save (see its {one_line(_some(wrong))})"
-        )
-
-
-def _out_of_bounds(tensors: Mapping[str, Tensor], n_steps: int) -> list[str]:
-    steps, replica_at = tensors["steps"], tensors["replica_at"]
-    accepted, n_rungs = tensors["accepted"], replica_at.shape[1]
-    bad = {
-        f"n_steps {n_steps}": n_steps < 0,
-        "steps": bool(((steps < 0) | (steps > n_steps)).any() or (steps[1:] <= steps[:-1]).any()),
-        "replica_at": bool(((replica_at < 0) | (replica_at >= n_rungs)).any()),
-        "accepted": bool(((accepted < 0) | (accepted > tensors["proposed"])).any()),
-    }
-    return [name for name, is_bad in bad.items() if is_bad]
+        raise RunFolderError(f"{path} does not hold draws (see its {one_line(_some(wrong))})")
 
 
 def _some(names: list[str], most: int = 4) -> str:

@@ -69,9 +69,7 @@ def classification_metrics(probabilities: Tensor, labels: Tensor) -> dict[str, f
             f"and the lowest entry is {lowest:.3g}; for logits pass logits.softmax(1)"
         )
     if first < 0 or last >= n_classes:
-        raise InvalidArgumentError(
-            f"labels must lie in 0..{n_classes - 1}, got labels from {first:g} to {last:g}"
-        )
+        raise InvalidArgumentError(f"labels are from {first:g} to {last:g}, not 0..{n_classes - 1}")
     return dict(zip(values, numbers, strict=True))
 
 
@@ -94,9 +92,7 @@ class Prediction:
     def metrics(self) -> dict[str, float]:
         """`accuracy`, `nll`, `brier` and `ece` of the mean over draws."""
         if self.labels is None:
-            raise InvalidArgumentError(
-                "metrics need targets, but the batches hold only inputs; give batches (x, y)"
-            )
+            raise InvalidArgumentError("metrics need targets: give batches (x, y)")
         return classification_metrics(self.probabilities, self.labels)
 
     def __repr__(self) -> str:
@@ -125,9 +121,7 @@ def split_batch(batch: Any, target_key: str) -> tuple[Any, Tensor | None]:
         return inputs, batch[target_key]
     if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) > 0:
         return (tuple(batch[:-1]), batch[-1]) if len(batch) > 1 else (tuple(batch), None)
-    raise InvalidArgumentError(
-        f"a batch must be a tuple (x, ..., y), a dict or a tensor, got {type(batch).__name__}"
-    )
+    raise InvalidArgumentError(f"a batch is (x, ..., y), a dict or a tensor, got {_form(batch)}")
 
 
 def _form(value: Any) -> str:
@@ -142,9 +136,7 @@ def _marks_of(batch: Any, n: int, target_key: str) -> tuple[Tensor, bool]:
         return inputs[0].detach().reshape(n, -1).double().mean(1), False
     is_label = isinstance(target, Tensor) and target.shape == (n,)
     if not is_label or target.is_floating_point() or target.is_complex():
-        raise InvalidArgumentError(
-            f"the target of a batch of {n} must be {n} class numbers, got {_form(target)}"
-        )
+        raise InvalidArgumentError(f"a target must be {n} class numbers, got {_form(target)}")
     return target.detach().long(), True
 
 
@@ -178,9 +170,7 @@ def predict_all(
         mark, labelled = _marks_of(batch, len(logits[0][-1]), target_key)
         marks.append(mark)
     if not marks:
-        raise InvalidArgumentError(
-            "data gave no batches; give a DataLoader or a list of batches that is not empty"
-        )
+        raise InvalidArgumentError("data gave no batches; give a DataLoader that is not empty")
     values = torch.stack([torch.cat(of_model) for of_model in logits])
     seen = Examples(torch.cat(marks).to(values.device), labelled)
     n, probabilities = len(seen.marks), values.double().softmax(-1)

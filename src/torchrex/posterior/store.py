@@ -177,9 +177,7 @@ class DrawStore:
                 f"not the state of a DrawStore ({error!r}); give what state_dict returned"
             ) from None
         if given != index.settings():
-            raise CheckpointError(
-                f"the state has the settings {given}, but {self.folder} has {index.settings()}"
-            )
+            raise CheckpointError(f"the state is of {given}, {self.folder} of {index.settings()}")
         moments = [m for m in (*index.marks, index.now) if (m.seen, m.step) == (seen, step)]
         found = {d.file: (d.step, d.rung, d.sha256) for d in index.draws if d.was_there(seen)}
         if not moments or found != expected:
@@ -243,9 +241,7 @@ class DrawStore:
         chosen = [draw for draw in self._index.there() if rung is None or draw.rung == rung]
         if not chosen:
             rungs = sorted({draw.rung for draw in self._index.there()})
-            raise InvalidArgumentError(
-                f"{self.folder} holds no draw of rung {rung}, it has rungs {rungs}; add draws first"
-            )
+            raise InvalidArgumentError(f"no draw of rung {rung} in {self.folder}, only of {rungs}")
         module = (copy.deepcopy(model) if isinstance(model, nn.Module) else model()).eval()
         call = forward or (lambda module, batch: _call(module, batch, target_key))
         examples: Examples | None = None

@@ -162,9 +162,7 @@ def read_index(folder: Path) -> Index:
     try:
         index = Index.from_json(read_file(path))
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(
-            f"there is no store of draws in {folder}: it has no {INDEX}"
-        ) from None
+        raise CheckpointError(f"no store of draws in {folder}: it has no {INDEX}") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path} ({error.strerror})") from None
     except (KeyError, TypeError, ValueError) as error:
@@ -185,9 +183,7 @@ def check_size(folder: Path, draw: StoredDraw) -> None:
             f"cannot read {path} ({error.strerror}), which {INDEX} names; restore the file"
         ) from None
     if size != draw.size:
-        raise CheckpointError(
-            f"{path} has {size} bytes instead of {draw.size}; it is damaged, restore the file"
-        )
+        raise CheckpointError(f"{path} is damaged: {size} bytes instead of {draw.size}")
 
 
 def read_draw(folder: Path, draw: StoredDraw) -> dict[str, Tensor]:
@@ -200,9 +196,7 @@ def read_draw(folder: Path, draw: StoredDraw) -> dict[str, Tensor]:
     except OSError as error:
         raise CheckpointError(f"cannot read {path} ({error.strerror})") from None
     if sha256 != draw.sha256:
-        raise CheckpointError(
-            f"{path} has another sha256 than {INDEX} states; it is damaged, restore the file"
-        )
+        raise CheckpointError(f"{path} has another sha256 than in {INDEX}; it is damaged")
     try:
         with safe_open(str(path), framework="pt") as opened:
             state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
@@ -212,9 +206,7 @@ def read_draw(folder: Path, draw: StoredDraw) -> dict[str, Tensor]:
             raise ValueError(f"its schema, step and rung are {found}")
         return {name: state[stored] for name, stored in about["names"].items()}
     except (SafetensorError, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} does not hold a draw in safetensors format ({one_line(error)})"
-        ) from None
+        raise CheckpointError(f"{path} is not in safetensors format ({one_line(error)})") from None
 
 
 def draw_as_bytes(module: nn.Module, *, step: int, rung: int) -> bytes:
@@ -245,9 +237,7 @@ def load_into(module: nn.Module, state: Mapping[str, Tensor], file: str) -> None
     try:
         module.load_state_dict({names.get(name, name): value for name, value in state.items()})
     except RuntimeError as error:  # it names missing and unknown tensors, and other shapes
-        raise InvalidArgumentError(
-            f"{file} is not a draw of this model: {one_line(error)}"
-        ) from None
+        raise InvalidArgumentError(f"{file} is no draw of this model: {one_line(error)}") from None
 
 
 def _plain(name: str) -> str:

@@ -17,9 +17,10 @@ import math
 import os
 import shutil
 import time
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -49,6 +50,7 @@ class _Log(Observer):
         require_whole("every", every, 1)
         self.path, self.every = Path(path), every
         self._watched: Watched | None = None  # while it is open
+        self._out: Any = None  # the open file, or TensorBoard's writer
 
     def on_start(self, watched: Watched) -> None:
         if self._watched is not None:
@@ -72,23 +74,20 @@ class _Log(Observer):
             self._write_rest(watched)
             self._write_end(watched, status)
         finally:
-            self._close()
+            self._out.close()
 
     def _write_rest(self, watched: Watched) -> None:
         for window in self._windows.rest():
             self._write_window(watched, window)
 
-    def _open(self, watched: Watched) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _open(self, watched: Watched) -> None: ...
 
-    def _write_window(self, watched: Watched, window: Window) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _write_window(self, watched: Watched, window: Window) -> None: ...
 
-    def _write_end(self, watched: Watched, status: str) -> None:
-        raise NotImplementedError
-
-    def _close(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _write_end(self, watched: Watched, status: str) -> None: ...
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r}, every={self.every})"
@@ -100,16 +99,14 @@ class JsonLines(_Log):
     A run that begins at step 0 begins its file anew.
     """
 
-    _file: BinaryIO
-
     def _open(self, watched: Watched) -> None:
         step, ladder = watched.run.n_steps, watched.ladder
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             end = _end_of(self.path, step) if step else 0
-            self._file = open(self.path, "r+b" if self.path.exists() else "w+b")  # noqa: SIM115 - closed in on_end
-            self._file.truncate(end)
-            self._file.seek(end)
+            self._out = open(self.path, "r+b" if self.path.exists() else "w+b")  # noqa: SIM115 - closed in on_end
+            self._out.truncate(end)
+            self._out.seek(end)
         except OSError as error:
             raise RunFolderError(
                 f"cannot write {self.path} ({error.strerror}); choose another file for the log"
@@ -138,7 +135,7 @@ class JsonLines(_Log):
 
     def on_save(self, watched: Watched) -> None:
         self._write_rest(watched)
-        os.fsync(self._file.fileno())
+        os.fsync(self._out.fileno())
 
     def _write_window(self, watched: Watched, window: Window) -> None:
         temperature, lr = watched.rungs_at(window.last - 1)
@@ -159,15 +156,12 @@ class JsonLines(_Log):
     def _write_end(self, watched: Watched, status: str) -> None:
         self._write(kind="end", step=watched.run.n_steps, status=status)
 
-    def _close(self) -> None:
-        self._file.close()
-
     def _write(self, **line: Any) -> None:
         """One line in one write, flushed at once."""
         line = {name: _plain(value) for name, value in line.items()}
         line["seconds"] = round(time.monotonic() - self._began, 3)  # since on_start
-        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-        self._file.flush()
+        self._out.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self._out.flush()
 
 
 def read_log(path: Path | str) -> list[dict[str, Any]]:
@@ -236,27 +230,27 @@ class TensorBoard(_Log):
         self._count, swaps = _swaps_so_far(self.path, step, watched.ladder.n_pairs)
         self._swaps = torch.tensor(swaps, dtype=torch.int64)
         # A point is at the number of steps done. At 0 everything that was there is hidden.
-        self._writer = self._make(str(self.path), purge_step=step + 1 if step else 0)
-        self._writer.add_text("run", f"{watched.name}, seed {watched.seed}, {watched.run!r}", step)
+        self._out = self._make(str(self.path), purge_step=step + 1 if step else 0)
+        self._out.add_text("run", f"{watched.name}, seed {watched.seed}, {watched.run!r}", step)
 
     def on_draw(self, watched: Watched, average: PosteriorAverage) -> None:
         number, step = watched.number_of(average), watched.run.n_steps
         head = f"average_{number}" if number else "average"
-        self._writer.add_scalar(f"{head}/n_draws", average.n_draws, step)
+        self._out.add_scalar(f"{head}/n_draws", average.n_draws, step)
         for rung in (*average.rungs, None) if len(average.rungs) > 1 else average.rungs:
             where = "all_rungs" if rung is None else f"rung_{rung}"
             for name, value in metrics_of(average, rung).items():
-                self._writer.add_scalar(f"{head}/{name}/{where}", value, step)
+                self._out.add_scalar(f"{head}/{name}/{where}", value, step)
 
     def on_save(self, watched: Watched) -> None:
         self._write_rest(watched)
-        self._writer.flush()
+        self._out.flush()
 
     def _write_window(self, watched: Watched, window: Window) -> None:
         def put(name: str, values: Sequence[float | None]) -> None:
             for k, value in enumerate(values):
                 if value is not None:
-                    self._writer.add_scalar(f"{name}_{k}", value, window.last)
+                    self._out.add_scalar(f"{name}_{k}", value, window.last)
 
         temperature, lr = watched.rungs_at(window.last - 1)
         put("energy/rung", window.energy.mean(0).tolist())
@@ -288,13 +282,10 @@ class TensorBoard(_Log):
             for k, column in enumerate(values.unbind(1)):
                 column = column[column.isfinite()]
                 if len(column):
-                    self._writer.add_histogram(f"{name}_{k}", column, held[-1].last)
+                    self._out.add_histogram(f"{name}_{k}", column, held[-1].last)
 
     def _write_end(self, watched: Watched, status: str) -> None:
         self._write_histograms()
-
-    def _close(self) -> None:
-        self._writer.close()
 
 
 def _by_replica(window: Window) -> torch.Tensor:

@@ -77,9 +77,7 @@ class Trace:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state of a trace with the same `every`."""
         if state["every"] != self.every:
-            raise InvalidArgumentError(
-                f"the state keeps every {state['every']}th step, this trace every {self.every}th"
-            )
+            raise InvalidArgumentError(f"the state is of every={state['every']}, not {self.every}")
         tensors = state["tensors"]
         names = ("accepted", "proposed") if tensors else ()
         self._counts = {name: tensors[name].clone() for name in names}

@@ -90,9 +90,7 @@ class Noisy(Target):
             )
         for name, model in (("energy", energy), ("gradient", gradient)):
             if not isinstance(model, NoiseModel) and not (name == "gradient" and model is None):
-                raise InvalidArgumentError(
-                    f"{name} noise must be a law such as Gaussian(2.0), got {model!r}"
-                )
+                raise InvalidArgumentError(f"{name} must be a law: Gaussian(2.0), got {model!r}")
         self.target, self.energy_noise, self.gradient_noise = target, energy, gradient
         self.dim, self.shares_minibatch = target.dim, target.shares_minibatch
         self.n_data = None  # per-example terms do not include the added noise

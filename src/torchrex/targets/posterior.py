@@ -47,7 +47,7 @@ class GaussianPrior:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not 0 <= value < float("inf"):
                 raise InvalidArgumentError(
-                    f"a prior precision must be finite and >= 0, but {name} has {value!r}"
+                    f"a precision must be finite and >= 0; {name} has {value!r}"
                 )
         object.__setattr__(self, "precision", float(precision))
         object.__setattr__(self, "groups", tuple((k, float(v)) for k, v in groups.items()))
@@ -103,13 +103,9 @@ class PosteriorEnergy:
     ) -> None:
         require_whole("n_data", n_data, 1)
         if not callable(loss):
-            raise InvalidArgumentError(
-                f"loss must be a loss of torch or a function of (output, target), got {loss!r}"
-            )
+            raise InvalidArgumentError(f"loss must be a function of (output, target), got {loss!r}")
         if prior is not None and not callable(prior) and not isinstance(prior, GaussianPrior):
-            raise InvalidArgumentError(
-                f"prior must be GaussianPrior(...), None or a function, got {prior!r}"
-            )
+            raise InvalidArgumentError(f"prior must be GaussianPrior or a function, got {prior!r}")
         self.n_data, self.prior, self.target_key = n_data, prior, target_key
         self.prior_in_swaps = prior_in_swaps
         self._name = getattr(loss, "__name__", type(loss).__name__)
@@ -406,9 +402,7 @@ def from_sgd(
 
 def _sgd_settings(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     if not isinstance(optimizer, torch.optim.SGD):
-        raise InvalidArgumentError(
-            f"only torch.optim.SGD can be converted, got {type(optimizer).__name__}"
-        )
+        raise InvalidArgumentError(f"only SGD can be converted, got {type(optimizer).__name__}")
     if (n := len(optimizer.param_groups)) > 1:
         raise InvalidArgumentError(
             f"the optimizer has {n} parameter groups; convert lr and momentum by hand and give the "
@@ -416,7 +410,5 @@ def _sgd_settings(optimizer: torch.optim.Optimizer) -> dict[str, float]:
         )
     (group,) = optimizer.param_groups
     if group["nesterov"] or group["dampening"] or group["maximize"]:
-        raise InvalidArgumentError(
-            "nesterov, dampening and maximize have no counterpart in SGHMC; use plain momentum"
-        )
+        raise InvalidArgumentError("SGHMC has no nesterov, dampening or maximize")
     return {key: float(group[key]) for key in ("lr", "momentum", "weight_decay")}

@@ -41,16 +41,12 @@ class TallPosterior(Target):
         shared: bool = True,
     ) -> None:
         if not isinstance(data, tuple | list) or not all(isinstance(t, Tensor) for t in data):
-            raise TargetError(
-                f"data must be a tuple of tensors, as (features, labels), got {type(data).__name__}"
-            )
+            raise TargetError(f"data must be a tuple of tensors, got {type(data).__name__}")
         if not data or any(len(t) != len(data[0]) for t in data):
             shapes = [tuple(t.shape) for t in data]
             raise TargetError(f"the data tensors must have the same first size, got {shapes}")
         if not 1 <= batch_size <= len(data[0]):
-            raise InvalidArgumentError(
-                f"batch_size must be from 1 to the {len(data[0])} examples, got {batch_size}"
-            )
+            raise InvalidArgumentError(f"batch_size must be in 1..{len(data[0])}, got {batch_size}")
         self.prior: Distribution | None = None
         if isinstance(log_prior, Distribution):
             self.prior, log_prior = log_prior, _log_density(log_prior, dim)

@@ -235,9 +235,7 @@ def _download(url: str, archive: Archive, folder: Path, progress: Progress | Non
         import pooch  # type: ignore[import-untyped]
         import requests
     except ImportError:
-        raise MissingDependencyError(
-            "downloading image sets needs pooch: pip install 'torchrex[data]'"
-        ) from None
+        raise MissingDependencyError("downloads need pooch: pip install 'torchrex[data]'") from None
     bar = False if progress is None else _Bar(progress)
     downloader = pooch.HTTPDownloader(progressbar=bar, chunk_size=BLOCK, timeout=TIMEOUT)
     try:
@@ -255,9 +253,7 @@ def _download(url: str, archive: Archive, folder: Path, progress: Progress | Non
             f"another folder"
         ) from None
     except ValueError:  # pooch compares the checksum, and removes a file that differs
-        raise DataError(
-            f"{url} has another md5 than {archive.md5} of the official file; it was removed"
-        ) from None
+        raise DataError(f"{url} has not the md5 {archive.md5}; it was removed") from None
 
 
 class _Bar:
