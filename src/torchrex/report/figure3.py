@@ -44,19 +44,19 @@ KEPT = ("method", "n_labelled", "n", "paper", "ours", "swaps", "devices")
 def numbers(out: Path, chosen: Mapping[str, GanConfig]) -> dict[str, Any]:
     """By panel: `points` (accuracy by method and number of labels) and the paper's, `paper`."""
     built = build(replace(TABLE3, recipes=figure3_recipes), out, chosen)
-    panels: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for row in built.rows:
         name = row["data"] if row["family"] == "gan" else f"{row['data']}, tuned"
         name += "" if row["steps"] == PAPER_STEPS else f", {row['steps']:,} steps"
         name += "".join(f", {setting}={value}" for setting, value in row["settings"].items())
         same = {"steps": row["steps"], "settings": row["settings"]}
-        panel = panels.setdefault(name, {**same, "points": [], "paper": _paper(row["data"])})
+        panel = by_name.setdefault(name, {**same, "points": [], "paper": _paper(row["data"])})
         kept = {key: row[key] for key in KEPT}
         more = {"recipe": row["recipes"][0], "both_rungs": row["pooled_accuracy"]}
         panel["points"].append({**kept, **more})
-    for panel in panels.values():
+    for panel in by_name.values():
         panel["points"].sort(key=lambda point: METHODS.index(point["method"]))
-    return {"data": panels, "not_run": built.not_run, "unfinished": built.unfinished}
+    return {"data": by_name, "not_run": built.not_run, "unfinished": built.unfinished}
 
 
 def _paper(data: str) -> dict[str, dict[str, Any]]:
