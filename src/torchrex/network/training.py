@@ -75,10 +75,8 @@ class TrainingRun:
     observers: Sequence[Observer] = ()  # several runs may share one
 
     def __post_init__(self) -> None:
-        run: Any = self.run
-        averages: Any = self.averages
-        observers: Any = self.observers
-        folder: Any = self.checkpoints
+        given: tuple[Any, ...] = (self.run, self.averages, self.observers, self.checkpoints)
+        run, averages, observers, folder = given
         if not isinstance(run, ModuleExchange):
             raise InvalidArgumentError(f"torchrex.TrainingRun is for runs on a module, got {run!r}")
         self.averages = [averages] if isinstance(averages, PosteriorAverage) else list(averages)
@@ -544,10 +542,8 @@ def _nonfinite_weights(run: ModuleExchange) -> NonFiniteEnergyError | None:
         return None
     replica = finite.index(False)
     rung = next(rung for rung in range(run.n_rungs) if run.replica_at(rung) == replica)
-    nan = float("nan")
-    failure = NonFiniteEnergyError(
-        replica=replica, rung=rung, run=0, step=run.n_steps, value=nan, advice=LOWER_IT
-    )
+    where = {"replica": replica, "rung": rung, "run": 0, "step": run.n_steps}
+    failure = NonFiniteEnergyError(**where, value=float("nan"), advice=LOWER_IT)
     part = run.ensemble.nonfinite_part(replica)
     return failure if part is None else failure.because(part)
 

@@ -161,10 +161,8 @@ class PosteriorAverage:
         column = len(self.rungs) if rung is None else self._rows(rung)[0]
         values = torch.stack([row.cpu() for row in self._history])[..., column].unbind(1)
         steps = self.burn_in + self.every * torch.arange(1, self._n_draws + 1)
-        return {
-            "step": steps,
-            **dict(zip(("probabilities", "logits", "last"), values, strict=True)),
-        }
+        names = ("step", "probabilities", "logits", "last")
+        return dict(zip(names, (steps, *values), strict=True))
 
     def probabilities(self, rung: int | None = 0) -> Tensor:
         """Mean over draws of softmax(logits), (n, classes); `rung=None` pools the rungs."""
@@ -291,12 +289,10 @@ class PosteriorAverage:
         if self._examples is None or not self._examples.labelled:
             return notebook.panel("PosteriorAverage", about)
         rungs = [*self.rungs, None] if len(self.rungs) > 1 else list(self.rungs)
-        metrics = {
-            "all pooled" if rung is None else str(rung): self.metrics(rung) for rung in rungs
-        }
-        rows = [
-            (name, *(f"{value:.4g}" for value in found.values())) for name, found in metrics.items()
-        ]
+        rows = []
+        for rung in rungs:
+            values = (f"{value:.4g}" for value in self.metrics(rung).values())
+            rows.append(("all pooled" if rung is None else str(rung), *values))
         head = ("rung", "accuracy", "nll", "brier", "ece")
         return notebook.panel("PosteriorAverage", about, notebook.table(head, rows))
 

@@ -132,15 +132,13 @@ class DrawStore:
         if slot is not None:
             data, file = draw_as_bytes(module, step=step, rung=rung), file_of(now.seen)
             self._replace_file(file, data)
-            draws = (
-                *(
-                    replace(d, left=now.seen)
-                    if d.left is None and index.slot(d.number) == slot
-                    else d
-                    for d in draws
-                ),
-                StoredDraw(now.seen, step, rung, file, hashlib.sha256(data).hexdigest(), len(data)),
+            sha256 = hashlib.sha256(data).hexdigest()
+            leaves = [d.left is None and index.slot(d.number) == slot for d in draws]
+            kept = (
+                replace(d, left=now.seen) if out else d
+                for d, out in zip(draws, leaves, strict=True)
             )
+            draws = (*kept, StoredDraw(now.seen, step, rung, file, sha256, len(data)))
         rungs = (*now.rungs, rung) if step == now.step else (rung,)
         marks = tuple(
             replace(mark, next_step=step) if mark.seen == now.seen else mark for mark in index.marks
@@ -315,11 +313,8 @@ class DrawStore:
                     os.unlink(self.folder / name)
 
     def __repr__(self) -> str:
-        kept = f"{len(self)} of {self.n_seen} draws"
-        return (
-            f"DrawStore({str(self.folder)!r}, {kept}, keep={self._index.keep!r}, "
-            f"capacity={self.capacity})"
-        )
+        kept = f"{len(self)} of {self.n_seen} draws, keep={self._index.keep!r}"
+        return f"DrawStore({str(self.folder)!r}, {kept}, capacity={self.capacity})"
 
 
 def _call(module: nn.Module, batch: Any, target_key: str) -> Tensor:
