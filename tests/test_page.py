@@ -30,8 +30,8 @@ from torchrex.report.page.build import in_words, total_seconds
 from torchrex.report.page.charts import number, rows_to_keep
 from torchrex.report.page.details import details_of
 from torchrex.report.page.rows import cell, columns, families, shown
+from torchrex.report.plots import error_of_mean
 from torchrex.report.reader import command_to_repeat, find_runs, load_run
-from torchrex.report.series import error_of_mean
 from written_runs import header, write_json, write_run
 
 HOSTILE = (

@@ -29,7 +29,7 @@ from torchrex.experiments.images import (
 from torchrex.experiments.recipes import matches
 from torchrex.report import figure2, figure3
 from torchrex.report.figure2 import plot_energies, plot_factors, ticks
-from torchrex.report.series import p_of_pairs
+from torchrex.report.plots import p_of_pairs
 from torchrex.report.tables import build, z_score
 from written_runs import write_run_on_gpu
 

@@ -9,7 +9,7 @@ import torch
 from torchrex.diagnostics import History, Swaps
 from torchrex.errors import InvalidArgumentError
 from torchrex.report import plots
-from torchrex.report.series import acceptance_over_time, calibration, running_mean
+from torchrex.report.plots import acceptance_over_time, calibration, running_mean
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

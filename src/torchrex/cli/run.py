@@ -76,7 +76,7 @@ def list_recipes(
 ) -> None:
     """Show all recipes, those with a word in their name, or the settings of one."""
     with loading():
-        from torchrex.cli.listing import show_recipes
+        from torchrex.cli.outputs import show_recipes
     show_recipes(recipe)
 
 

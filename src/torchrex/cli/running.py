@@ -21,7 +21,7 @@ from torchrex.errors import ConfigError, NonFiniteEnergyError, RunFolderError
 from torchrex.experiments import DensityConfig, ExperimentConfig, Run, RunFolder, RunOptions
 from torchrex.experiments.runner import Group, group_runs, require_room, run_group, run_in
 from torchrex.recording import LiveDisplay, open_logs
-from torchrex.report.series import error_of_mean
+from torchrex.report.plots import error_of_mean
 
 MOST_NAMED = 6  # runs that were not reached
 MOST_SHOWN = 8  # metrics of a run; all are in result.json

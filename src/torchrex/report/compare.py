@@ -26,8 +26,8 @@ from typing import Any, Literal
 
 from torchrex.errors import InvalidArgumentError, RunFolderError
 from torchrex.experiments.config import to_json
+from torchrex.report.plots import FEWEST_SEEDS, p_of_pairs
 from torchrex.report.reader import LoadedRun, find_runs, load_run
-from torchrex.report.series import FEWEST_SEEDS, p_of_pairs
 
 LEVEL = 0.05
 HIGHER, LOWER = {"accuracy", "ess"}, {"nll", "brier", "ece", "w1", "w2", "error", "rhat"}

@@ -1,5 +1,5 @@
-"""Plots of one run: data and a matplotlib axis in, the axis back. A line style goes with every
-colour, so that they can be read in grey.
+"""Plots of one run: data and a matplotlib axis in, the axis back; and the numbers that they and
+the page draw. A line style goes with every colour, so that they can be read in grey.
 
 Nothing here makes a figure or imports matplotlib: `figure, axis = plt.subplots();
 plot_energies(run.history, axis)`.
@@ -7,15 +7,18 @@ plot_energies(run.history, axis)`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from scipy import special
 from torch import Tensor
 
 from torchrex.diagnostics import History, over_chains
 from torchrex.errors import InvalidArgumentError
-from torchrex.report.series import acceptance_over_time, calibration, running_mean, smoothing_window
+from torchrex.exchange import acceptance_probability
 
 STYLES = ("-", "--", "-.", ":")
 # From dark to light in grey, two by two.
@@ -213,3 +216,115 @@ def _finish(axis: Any, y: str, x: str = "steps") -> Any:
     axis.set(xlabel=x, ylabel=y)
     axis.legend(fontsize=8, frameon=False)
     return axis
+
+
+FEWEST_SEEDS = 3  # for a test: two seeds can agree by chance whatever their spread
+
+
+def running_mean(values: Tensor, window: int) -> Tensor:
+    """Mean over the last `window` values along the first axis, over fewer at the beginning."""
+    sums = values.double().cumsum(0)
+    shifted = sums.clone()
+    shifted[window:] -= sums[:-window]
+    counts = torch.arange(1, len(values) + 1, dtype=torch.float64).clamp(max=window)
+    return shifted / counts.view(-1, *[1] * (values.ndim - 1))
+
+
+def smoothing_window(n_rows: int) -> int:
+    """How many recorded rows a smooth line averages: a hundredth of them."""
+    return max(1, math.ceil(n_rows / 100))
+
+
+class AcceptanceOverTime(NamedTuple):
+    """Acceptance of every pair in windows of steps; None where the run does not know it."""
+
+    step: Tensor  # (w,): the middle of each window
+    expected: Tensor | None  # (w, pairs): mean of min(1, S) over the recorded rows and chains
+    observed: Tensor | None  # (w, pairs): swaps over tests, which are taken to be spread evenly
+
+
+def acceptance_over_time(history: History, windows: int = 40) -> AcceptanceOverTime:
+    """Windows of equal length, at least ten recorded rows each on average.
+
+    Draws do not list their swaps: only what the energies promise is known of them over time.
+    """
+    n_windows = max(1, min(windows, len(history.steps) // 10))
+    edges = torch.linspace(0, history.n_steps, n_windows + 1, dtype=torch.float64)
+
+    def summed(values: Tensor, steps: Tensor) -> Tensor:
+        window = torch.bucketize(steps.double(), edges, right=True) - 1
+        zeros = torch.zeros(n_windows, *values.shape[1:], dtype=torch.float64)
+        return zeros.index_add_(0, window.clamp(0, n_windows - 1), values.double())
+
+    expected = observed = None
+    if history.correction is not None:
+        needed = history.energy_difference - history.correction.double()
+        log_ratio = history.inverse_gap[:, :, None] * needed
+        rows = acceptance_probability(log_ratio, 1.0).nan_to_num(0.0).mean(2)
+        count = summed(torch.ones(len(history.steps), 1), history.steps)
+        expected = summed(rows, history.steps) / count  # NaN for a window without rows
+    if history.swaps is not None:
+        of_pair = torch.nn.functional.one_hot(history.swaps.pair.long(), history.n_pairs)
+        tests = history.proposed.double().sum(1) / n_windows
+        observed = summed(of_pair, history.swaps.step) / tests
+    return AcceptanceOverTime(0.5 * (edges[1:] + edges[:-1]), expected, observed)
+
+
+class Calibration(NamedTuple):
+    """Bins of a reliability diagram that hold anything."""
+
+    confidence: Tensor  # mean probability of the predicted class
+    accuracy: Tensor  # how often it was right
+    error: Tensor  # binomial standard error of the accuracy
+    n: Tensor  # predictions in the bin
+
+
+def calibration(probabilities: Tensor, labels: Tensor, bins: int = 15) -> Calibration:
+    """Predictions (n, classes) in bins of equal width by the probability of the predicted class."""
+    if probabilities.ndim != 2 or labels.shape != probabilities.shape[:1]:
+        given = f"{tuple(probabilities.shape)} and {tuple(labels.shape)}"
+        raise InvalidArgumentError(f"need probabilities (n, classes) and labels (n,), got {given}")
+    confidence, predicted = probabilities.double().max(1)
+    right = (predicted == labels).double()
+    # (a, b], as the calibration error counts
+    which = (confidence * bins).ceil().long().clamp(1, bins) - 1
+    count = torch.bincount(which, minlength=bins)
+    there = count > 0
+    n = count[there].double()
+    mean = torch.zeros(bins, dtype=torch.float64).index_add_(0, which, confidence)[there] / n
+    accuracy = torch.zeros(bins, dtype=torch.float64).index_add_(0, which, right)[there] / n
+    return Calibration(mean, accuracy, (accuracy * (1 - accuracy) / n).sqrt(), count[there])
+
+
+def error_of_mean(values: Sequence[float], errors: Sequence[float | None]) -> float | None:
+    """Standard error of a mean over runs; `errors` are those that the runs know of themselves.
+
+    A run of many chains knows its own far better than two or three seeds show by their spread, so
+    where every run has one they are combined: sqrt(sum e^2) / n. Else it is the spread over runs;
+    of a single run nothing is known.
+    """
+    known = [error for error in errors if error is not None]
+    if values and len(known) == len(values):
+        return math.sqrt(sum(error * error for error in known)) / len(values)
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def p_of_pairs(mean: float, error: float, n: int) -> float | None:
+    """Two-sided p of a mean difference of n pairs: t with n - 1 degrees of freedom.
+
+    Equal differences leave no spread to test against: the sides are the same, or rounding hides the
+    spread (None).
+    """
+    if error > 1e-9 * abs(mean):  # less is rounding
+        return float(2 * special.stdtr(n - 1, -abs(mean) / error))
+    return 1.0 if mean == 0 else None
+
+
+def least_of_averages(curves: Mapping[str, Any]) -> float | None:
+    """From where the accuracies of averages are worth drawing: their least after the first
+    twentieth of the draws. Averages of few draws and single draws are far below.
+    """
+    names = [name for name in curves if name.endswith("_accuracy") and "last" not in name]
+    lists = [curves[name] for name in names if isinstance(curves[name], list)]
+    late = [value for each in lists for value in each[len(each) // 20 :]]
+    return min((value for value in late if isinstance(value, int | float)), default=None)

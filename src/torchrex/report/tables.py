@@ -27,7 +27,7 @@ from torchrex.errors import MissingDependencyError, RunFolderError
 from torchrex.experiments import RunFolder
 from torchrex.experiments.config import Column, to_json
 from torchrex.experiments.networks import Difference, Line, NetworkConfig, PaperTable
-from torchrex.report.series import FEWEST_SEEDS, p_of_pairs
+from torchrex.report.plots import FEWEST_SEEDS, p_of_pairs
 
 PAPER_SEEDS = 5
 NO_MATTER = ("recipe", "epochs", "steps", "checkpoint_every")  # the length is shown in any case

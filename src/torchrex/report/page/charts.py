@@ -19,15 +19,15 @@ from torch import Tensor
 
 from torchrex.diagnostics import History, over_chains
 from torchrex.report.page.rows import Family
-from torchrex.report.plots import rung_name
-from torchrex.report.reader import LoadedRun
-from torchrex.report.series import (
+from torchrex.report.plots import (
     acceptance_over_time,
     calibration,
     least_of_averages,
+    rung_name,
     running_mean,
     smoothing_window,
 )
+from torchrex.report.reader import LoadedRun
 from torchrex.report.swap_checks import history_from_curves
 
 MOST_VALUES = 6000  # rows times rungs

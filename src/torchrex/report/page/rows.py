@@ -16,8 +16,8 @@ from typing import Any
 from torchrex.experiments import recipes
 from torchrex.experiments.config import COLUMNS, Column, ExperimentConfig, to_json
 from torchrex.report.compare import ABSENT, differing, with_known_settings
+from torchrex.report.plots import error_of_mean
 from torchrex.report.reader import LoadedRun
-from torchrex.report.series import error_of_mean
 from torchrex.report.tables import value_and_error
 
 MANY = 10_000  # from here on a number without an error is written out
