@@ -253,7 +253,7 @@ def _download(url: str, archive: Archive, folder: Path, progress: Progress | Non
             f"another folder"
         ) from None
     except ValueError:  # pooch compares the checksum, and removes a file that differs
-        raise DataError(f"{url} has not the md5 {archive.md5}; it was removed") from None
+        raise DataError(f"{url} has another md5 than {archive.md5}; it was removed") from None
 
 
 class _Bar:
