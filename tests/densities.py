@@ -7,6 +7,8 @@ taken out.
 
 from __future__ import annotations
 
+import torch
+
 import torchrex as tr
 from torchrex.targets import logistic_regression, simulate_logistic
 
@@ -62,3 +64,11 @@ SETUPS = {
         "noise": tr.PairedVariance(0.3),
     },
 }
+
+DRAWN = ("values", "steps", "noise_variance", "replica_at", "energy", "accepted", "proposed")
+
+
+def assert_same_draws(a, b):
+    for name in DRAWN:
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+    assert (a.n_steps, a.status, a.settings) == (b.n_steps, b.status, b.settings)

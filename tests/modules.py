@@ -54,6 +54,20 @@ def with_everything():
     )
 
 
+class ConvNet(nn.Module):
+    """A small convolutional net with BatchNorm and, by choice, dropout."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(16)
+        self.dropout = nn.Dropout(dropout)
+        self.linear = nn.Linear(16, 5)
+
+    def forward(self, x):
+        return self.linear(self.dropout(F.relu(self.bn(self.conv(x))).mean((2, 3))))
+
+
 def cross_entropy(n_data=N_DATA, prior=None):
     return tr.PosteriorEnergy(F.cross_entropy, n_data=n_data, prior=prior)
 

@@ -10,9 +10,9 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import torchrex
+from modules import ConvNet as Net
 from modules import batches, cross_entropy, make_run, same, with_everything
 from torchrex.errors import NonFiniteEnergyError
 from torchrex.network.capture import (
@@ -26,20 +26,6 @@ from torchrex.network.capture import (
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 N = 200
-
-
-class Net(nn.Module):
-    """A small convolutional net with BatchNorm and, by choice, dropout."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 16, 3, padding=1, bias=False)
-        self.bn = nn.BatchNorm2d(16)
-        self.dropout = nn.Dropout(dropout)
-        self.linear = nn.Linear(16, 5)
-
-    def forward(self, x):
-        return self.linear(self.dropout(F.relu(self.bn(self.conv(x))).mean((2, 3))))
 
 
 def flip(batch, generator):

@@ -34,9 +34,8 @@ def test_corrected_ratio_is_unbiased(difference):
     exact = math.exp(GAP * difference)
     assert_mean_is(noisy_log_ratios(difference, 0.0).exp(), exact)
     assert_mean_is_not(noisy_log_ratios(difference, 0.0, correction_factor=math.inf).exp(), exact)
-    assert_mean_is_not(
-        noisy_log_ratios(difference, 0.0, slip=2.0).exp(), exact
-    )  # sigma2 taken for that of the difference
+    # Sigma2 taken for that of the difference.
+    assert_mean_is_not(noisy_log_ratios(difference, 0.0, slip=2.0).exp(), exact)
     assert_mean_is_not(noisy_log_ratios(difference, 0.0, slip=0.5).exp(), exact)
 
 
@@ -82,19 +81,16 @@ def test_factor_rules():
     first, now = torch.tensor([[2.0]]), torch.tensor([[6.0]])
     rule = ProportionalToGap(5.0)
     factor = rule.factor(torch.full((1, 3), 5.0), now, first)
-    assert torch.allclose(
-        factor, torch.full((1, 3), 15.0)
-    )  # so that the correction gap * sigma2 / F stays the same
+    # So that the correction gap * sigma2 / F stays the same.
+    assert torch.allclose(factor, torch.full((1, 3), 15.0))
     rule = TargetAcceptance(0.2, gain=0.01)
     yes, no = torch.tensor([[True, True]]), torch.tensor([[False, False]])
     learnt = rule.start(torch.ones(1, 2))
     adapted = rule.adapt(2.0 * learnt, torch.tensor([[0.0, 0.3]]), yes, no)
-    assert adapted[0, 0, 0] == pytest.approx(
-        2.0 * math.exp(0.5)
-    )  # too few swaps: a larger F, by no more than this
-    assert adapted[0, 0, 1] == pytest.approx(
-        2.0 * math.exp(-0.3)
-    )  # gain 3 before anything is known
+    # Too few swaps: a larger F, by no more than this.
+    assert adapted[0, 0, 0] == pytest.approx(2.0 * math.exp(0.5))
+    # Gain 3 before anything is known.
+    assert adapted[0, 0, 1] == pytest.approx(2.0 * math.exp(-0.3))
     assert adapted[1].tolist() == [[0.0, pytest.approx(0.3)]]
     known = torch.stack([torch.full((1, 2), 2.0), torch.full((1, 2), 999.0)])
     adapted = rule.adapt(known, torch.tensor([[0.0, 1.0]]), yes, no)

@@ -11,6 +11,7 @@ import torch
 
 import torchrex as tr
 from densities import MIXTURE, SETUPS
+from densities import assert_same_draws as assert_same
 from torchrex.density import loop as block
 from torchrex.density import run as density_run
 from torchrex.density.drawing import DrawRecorder
@@ -21,7 +22,6 @@ from torchrex.errors import (
     RunInterrupted,
 )
 
-NAMES = ("values", "steps", "noise_variance", "replica_at", "energy", "accepted", "proposed")
 # Which draws of a setup are kept; of the setups those between which a checkpoint differs.
 KEPT = {
     "the paper's": {"thin": 3},
@@ -36,12 +36,6 @@ def draw(folder=None, name="the paper's", **more):
     sizes = {"n_steps": N_STEPS, "n_runs": 5, "seed": 3, "compiled": False}
     setup = {**sizes, "on_interrupt": "return", **SETUPS[name], **KEPT[name], **more}
     return tr.sample(setup.pop("target")(), checkpoints=folder, **setup)
-
-
-def assert_same(a, b):
-    for name in NAMES:
-        assert torch.equal(getattr(a, name), getattr(b, name)), name
-    assert (a.n_steps, a.status, a.settings) == (b.n_steps, b.status, b.settings)
 
 
 def stop_after(n):

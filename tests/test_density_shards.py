@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import torchrex as tr
+from densities import DRAWN
+from densities import assert_same_draws as assert_same
 from ranks import Ranks, run_ranks
 from torchrex.density import loop as block
 from torchrex.density.shards import combine, cut
@@ -19,7 +21,6 @@ from torchrex.distributed import process_group as processes
 from torchrex.errors import CheckpointError, InvalidArgumentError, NonFiniteEnergyError
 from torchrex.rng import derive_seed
 
-NAMES = ("values", "steps", "noise_variance", "replica_at", "energy", "accepted", "proposed")
 MIXTURE = tr.Noisy(tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5]), tr.Gaussian(2.0))
 LADDER = tr.Ladder((1.0, 10.0), 0.03)
 NOISE = tr.RunningMean(tr.RepeatedDraws(4, 50), initial=10.0)
@@ -33,15 +34,9 @@ def draw(folder=None, n_steps=600, n_runs=7, seed=5, shards=4, **more):
     return tr.sample(MIXTURE, checkpoints=folder, **options)
 
 
-def assert_same(a, b):
-    for name in NAMES:
-        assert torch.equal(getattr(a, name), getattr(b, name)), name
-    assert (a.n_steps, a.status, a.settings) == (b.n_steps, b.status, b.settings)
-
-
 def plain(draws):
     """Equal means equal bit for bit."""
-    tensors = {name: getattr(draws, name) for name in NAMES}
+    tensors = {name: getattr(draws, name) for name in DRAWN}
     lists = {name: [str(tensor.dtype), tensor.tolist()] for name, tensor in tensors.items()}
     return {**lists, "n_steps": draws.n_steps, "status": draws.status, "settings": draws.settings}
 

@@ -207,8 +207,7 @@ def test_a_schedule_without_a_value_is_an_error_at_that_step(make, kind, schedul
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_steps_before_the_end_of_a_schedule_are_taken(compiled):
-    run = density_run(tr.Ladder((0.5, 1.0), 1e-3, decay=ends), compiled=compiled)
-    energies = []
+    run, energies = density_run(tr.Ladder((0.5, 1.0), 1e-3, decay=ends), compiled=compiled), []
     with pytest.raises(LadderError):
         energies.extend(block.energy.clone() for block in run.advance(100))
     assert run.is_compiled == compiled

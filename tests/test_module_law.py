@@ -37,9 +37,8 @@ FEATURES = torch.cat([X, torch.ones_like(X)], dim=1)  # of the weight and the bi
 HESSIAN = FEATURES.T @ FEATURES + PRECISION * torch.eye(2, dtype=torch.float64)
 MEAN = torch.linalg.solve(HESSIAN, FEATURES.T @ Y)[:, 0]
 WHITEN = torch.linalg.cholesky(HESSIAN)  # (w - MEAN) @ WHITEN has the covariance temperature * 1
-STIFFNESS = float(
-    torch.linalg.eigvalsh(HESSIAN)[-1]
-)  # learning rates are given in units of 1 / STIFFNESS
+# Learning rates are given in units of 1 / STIFFNESS.
+STIFFNESS = float(torch.linalg.eigvalsh(HESSIAN)[-1])
 
 
 def half_square(prediction, target):
@@ -141,9 +140,8 @@ def observe(lr, n_runs, *, n_steps=80, **options):
         swaps += rate / n_runs
         w, b = z[:, 0].unbind(-1)
         square, hot_square = z.square().mean(-1).unbind(-1)
-        is_other = torch.sigmoid(
-            gap * (square - hot_square)
-        )  # z^2 / 2 summed over the two coordinates is the energy
+        # Summed over the two coordinates, z^2 / 2 is the energy.
+        is_other = torch.sigmoid(gap * (square - hot_square))
         v2 = momentum.square().mean(-1) / (lrs[0] * TEMPERATURES[0] * 2.0 / (2.0 - FRICTION))
         seen = (w, b, w * w, b * b, w * b, v2, is_other * (square - hot_square))
         values.append(torch.stack([x.mean() for x in seen]))
@@ -204,9 +202,8 @@ def covariance_of_sgld(lr, batch_size):
 
     S = E[(1 - lr H_b) S (1 - lr H_b)] + lr^2 Cov(g_b) + 2 lr"""
     rows, eye = FEATURES.numpy(), np.eye(2)
-    slopes = N * np.einsum(
-        "ni,nj->nij", rows, rows
-    )  # of one example, for all N; a batch is the mean of n of them
+    # Of one example, for all N; a batch is the mean of n of them.
+    slopes = N * np.einsum("ni,nj->nij", rows, rows)
     pulls = N * rows * (FEATURES @ MEAN - Y[:, 0]).numpy()[:, None]
     away = slopes - slopes.mean(0)
     contraction = eye - lr * HESSIAN.numpy()

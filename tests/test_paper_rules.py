@@ -82,11 +82,8 @@ def test_the_threshold_does_not_change_when_the_ladder_cools():
 
 @pytest.mark.parametrize(
     "mutant",
-    [
-        {"factor_per_swap": 1.0},  # F is not lowered
-        {"factor_per_swap": 0.8},  # or by the other factor
-        {"correction_factor": 3e5},  # the authors' F0, with the mean of the variances for the sum
-    ],
+    [{"factor_per_swap": 1.0}, {"factor_per_swap": 0.8}, {"correction_factor": 3e5}],
+    ids=["not lowered", "by the other factor", "with the mean of the variances for the sum"],
 )
 def test_other_rules_do_not_give_it(mutant):
     config = replace(get_recipe("icml2020/cifar10-resnet20"), **mutant)

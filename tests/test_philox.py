@@ -44,9 +44,8 @@ def test_words_stay_below_two_to_the_32_and_never_repeat():
         assert int(word.min()) >= 0
         assert int(word.max()) <= MASK
         assert_mean_is(word.double() / 2**32, 0.5)
-    assert (
-        len(torch.unique(low * 2**32 + high)) == 3 * 2**18
-    )  # the product wraps, without losing a bit
+    # The product wraps, without losing a bit.
+    assert len(torch.unique(low * 2**32 + high)) == 3 * 2**18
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +130,8 @@ def test_the_move_uses_the_numbers_of_the_step():
     for step, batch in enumerate(batches(5)):
         before = run.ensemble.position.clone()
         info = run.step(batch)
-        temperature = torch.tensor(ladder.temperatures)[
-            info.replica_at[:, 0].argsort()
-        ]  # of the rung each replica stands on
+        # Of the rung each replica stands on.
+        temperature = torch.tensor(ladder.temperatures)[info.replica_at[:, 0].argsort()]
         expected = before + (2e-2 * temperature).sqrt()[:, None] * normals(
             keys, torch.tensor(step), run.ensemble.layout.size
         )

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 import torchrex as tr
 from assertions import assert_mean_is
+from densities import assert_same_draws
 from torchrex import diagnostics
 from torchrex.density.drawing import DrawRecorder
 from torchrex.errors import (
@@ -74,20 +75,11 @@ def test_summary_and_repr():
     assert "swaps" not in alone.summary()
 
 
-def test_save_and_load(tmp_path):
-    draws = tr.sample(gaussian, dim=2, ladder=PAIR, n_steps=50, n_runs=2)
-    draws.save(tmp_path / "d.safetensors")
-    back = tr.Draws.load(tmp_path / "d.safetensors")
-    assert torch.equal(back.values, draws.values)
-    assert torch.equal(back.replica_at, draws.replica_at)
-    for name in ("n_steps", "status", "settings"):
-        assert getattr(back, name) == getattr(draws, name)
-
-
-def test_files_that_are_not_draws(tmp_path):
+def test_draws_are_saved_and_loaded_and_other_files_refused(tmp_path):
     draws = tr.sample(gaussian, dim=2, ladder=PAIR, n_steps=50, n_runs=3)
     path, file = tmp_path / "other", tmp_path / "draws.safetensors"
     draws.save(file)
+    assert_same_draws(tr.Draws.load(file), draws)
     whole = file.read_bytes()
 
     def refused(content=None, at=path):
@@ -244,16 +236,6 @@ def test_ladder_and_ensemble_must_fit():
     run, other = (tr.DensityExchange(ensemble, ladder) for ensemble in ensembles)
     with pytest.raises(InvalidArgumentError, match="rungs, runs, dim"):
         run.load_state_dict(other.state_dict())
-
-
-def test_infinite_factor_is_the_naive_test():
-    target = tr.Noisy(tr.LogDensity(gaussian, 1), tr.Gaussian(5.0))
-    ladder, sizes = tr.Ladder((1.0, 3.0), 0.1), {"n_steps": 200, "n_runs": 50}
-    common = {"ladder": ladder, "noise": tr.KnownVariance(25.0), **sizes}
-    naive = tr.sample(target, correction_factor=math.inf, **common)
-    corrected = tr.sample(target, **common)
-    assert naive.acceptance_rate > 0.4
-    assert corrected.acceptance_rate < 0.05
 
 
 def autoregressive(n_chains, n_draws, correlation, n, seed=0):

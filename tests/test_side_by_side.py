@@ -7,9 +7,9 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import torchrex as tr
+from modules import ConvNet as Net
 from modules import same
 from torchrex.errors import CheckpointError, DeviceError, InvalidArgumentError, NonFiniteEnergyError
 from torchrex.exchange import NoSwaps, RepeatedDraws, Smoothing
@@ -23,20 +23,6 @@ DEVICES = [
         marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     ),
 ]
-
-
-class Net(nn.Module):
-    """A convolution with BatchNorm and, by choice, dropout."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3, padding=1, bias=False)
-        self.bn = nn.BatchNorm2d(8)
-        self.dropout = nn.Dropout(dropout)
-        self.linear = nn.Linear(8, 5)
-
-    def forward(self, x):
-        return self.linear(self.dropout(F.relu(self.bn(self.conv(x))).mean((2, 3))))
 
 
 def jitter(batch, generator):

@@ -38,12 +38,10 @@ def test_posterior_of_tall_data():
     expected = stationary_covariance(config, mode, covariance)
     away = draws.values.double() - mode
     for k in range(config.dim):
-        assert (
-            1.01 < expected[k, k] / float(covariance[k, k]) < 1.2
-        )  # minibatch gradients widen the law a little
+        # Minibatch gradients widen the law a little.
+        assert 1.01 < expected[k, k] / float(covariance[k, k]) < 1.2
         assert_mean_is(away[..., k].mean(1), 0.0)
         assert_mean_is(away[..., k].square().mean(1), expected[k, k])
-    assert_mean_is_not(
-        away.square().mean((1, 2)), 2 * float(np.trace(expected)) / config.dim
-    )  # temperature 2 would be seen
+    # Temperature 2 would be seen.
+    assert_mean_is_not(away.square().mean((1, 2)), 2 * float(np.trace(expected)) / config.dim)
     assert metrics["acceptance_rate"] == pytest.approx(0.6, abs=0.15)
