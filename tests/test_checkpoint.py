@@ -10,6 +10,7 @@ import errno
 import functools
 import hashlib
 import io
+import itertools
 import json
 import logging
 import math
@@ -17,8 +18,10 @@ import multiprocessing
 import os
 import pickle
 import random
+import resource
 import signal
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -634,3 +637,124 @@ def test_what_cannot_be_saved_is_named_before_anything_is_written(tmp_path, bad,
     with pytest.raises(CheckpointError, match=r"setting\['x'\]\['y'\]"):
         Checkpoints(tmp_path).save(1, {}, setting={"x": {"y": ONE}})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_went_back_keeps_its_own_and_later_ones(three):
+    checkpoints = Checkpoints(three.folder, keep=1)
+    checkpoints.save(2, state_at(2, variant=1))
+    assert checkpoints.steps() == [2, 3]
+    checkpoints.save(3, {"other": ONE})
+    assert checkpoints.steps() == [3]
+    assert same({"other": ONE}, checkpoints.load_newest().state)
+    assert len(os.listdir(three.folder / "step=000000003")) == 3
+    assert not list(three.folder.glob(".*"))
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments(tmp_path):
+    """With keep=1 and every step replaced, there is no second checkpoint to fall back to."""
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    moments = random.Random(0)
+    newest = (0, 0)
+    checkpoints.save(0, state_at(0, size=30_000))
+    for _ in range(20):
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+        child = in_child(save_forever, tmp_path, newest[0] + 1, sender)
+        sender.close()
+        assert receiver.poll(60), "the child saved nothing"
+        time.sleep(moments.uniform(0.0, 0.05))
+        child.kill()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
+        returned = newest
+        while receiver.poll():
+            try:
+                returned = tuple(map(int, receiver.recv_bytes().split()))
+            except EOFError:
+                break
+        receiver.close()
+        assert_all_are_complete(tmp_path)
+        loaded = checkpoints.load_newest()
+        newest = (loaded.step, loaded.state["counts"]["variant"])
+        assert newest >= returned, "a save had returned, but its checkpoint is gone"
+        assert same(state_at(*newest, size=30_000), loaded.state)
+    checkpoints.save(newest[0] + 1, state_at(0))
+    assert os.listdir(tmp_path) == [f"step={newest[0] + 1:09d}"]
+
+
+@pytest.mark.parametrize("limit", [0, 300, 40_100])
+def test_no_space_for_a_file(three, limit):
+    before = snapshot(three.folder)
+    message = answer_of(save_with_limit, three.folder, limit)
+    assert f"step=000000004 ({os.strerror(errno.EFBIG)})" in message
+    assert snapshot(three.folder) == before
+    assert same(state_at(3), three.load_newest().state)
+
+
+@pytest.mark.parametrize(
+    ("closed", "use"),
+    [
+        (".", lambda checkpoints: checkpoints.save(4, state_at(4))),
+        ("step=000000003", lambda checkpoints: checkpoints.load_newest()),
+    ],
+    ids=["save", "load"],
+)
+def test_no_permission(three, closed, use):
+    before = snapshot(three.folder)
+    mode = (three.folder / closed).stat().st_mode
+    (three.folder / closed).chmod(0o555 if closed == "." else 0)
+    try:
+        message = answer_of(without_rights, three.folder, use)
+    finally:
+        (three.folder / closed).chmod(mode)
+    assert "Permission denied" in message
+    assert snapshot(three.folder) == before
+
+
+def test_files_of_another_checkpoint(three, third, warnings_of, caplog):
+    name = "replica=0.safetensors"
+    content = (third / name).read_bytes()
+    (third / name).write_bytes((three.folder / "step=000000002" / name).read_bytes())
+    assert_falls_back(three, 2, warnings_of, "checksum")
+    (third / name).write_bytes(content)
+    os.rename(third, three.folder / "step=000000009")
+    caplog.clear()
+    assert three.load_newest().step == 2
+    assert "step=000000009 is that of step 3, not of step 9" in warnings_of()[0]
+
+
+def save_forever(folder, first, reports):
+    checkpoints = Checkpoints(folder, keep=1)
+    for step in itertools.count(first):
+        for variant in (0, 1):  # the second replaces the first
+            checkpoints.save(step, state_at(step, variant, size=30_000))
+            reports.send_bytes(f"{step} {variant}".encode())
+
+
+def answer_of(function, *arguments):
+    """What a function says, or its CheckpointError, in a process of its own."""
+
+    def answering(sender):
+        try:
+            sender.send(f"done: {function(*arguments)}")
+        except CheckpointError as error:
+            sender.send(str(error))
+
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    child = in_child(answering, sender)
+    sender.close()
+    message = receiver.recv()
+    child.join()
+    return message
+
+
+def save_with_limit(folder, limit):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    Checkpoints(folder).save(4, state_at(4, size=10_000))
+
+
+def without_rights(folder, use):
+    os.chdir(folder)
+    if os.geteuid() == 0:
+        os.setuid(65534)  # nobody
+    use(Checkpoints("."))

@@ -9,7 +9,9 @@ import socket
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
+import pooch
 import pytest
 
 from test_data import assert_holds, one_line, tiny  # noqa: F401 - tiny is a fixture
@@ -178,3 +180,23 @@ def test_pooch_is_optional(cifar, monkeypatch, tmp_path):
         fetch_images("cifar10", base_url="http://127.0.0.1:1")
     with pytest.raises(DataError):
         import_images("cifar10", tmp_path / "nowhere")
+
+
+def test_the_real_addresses_are_the_published_ones():
+    archives = [archive for source in SOURCES.values() for archive in source.archives]
+    assert {archive.file: archive.base_url for archive in archives} == {
+        "cifar-10-binary.tar.gz": "https://www.cs.toronto.edu/~kriz",
+        "cifar-100-binary.tar.gz": "https://www.cs.toronto.edu/~kriz",
+        "train_32x32.mat": "http://ufldl.stanford.edu/housenumbers",
+        "test_32x32.mat": "http://ufldl.stanford.edu/housenumbers",
+    }
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk(server, cifar, monkeypatch):
+    def full(*_):
+        with open("/dev/full", "wb") as file:
+            file.write(b"x")
+
+    monkeypatch.setattr(pooch.HTTPDownloader, "__call__", full)
+    refused("No space left on device", server.url)

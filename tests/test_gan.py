@@ -22,6 +22,7 @@ from torchrex.vision.bayesian_gan import (
     BayesianGAN,
     Discriminator,
     Generators,
+    Upsampling,
     WithLabelled,
     gan_losses,
     gan_terms,
@@ -419,3 +420,35 @@ def test_a_broken_generator_is_named_on_a_gpu():
         module.generators.first.data[1] = float("nan")
     with pytest.raises(NonFiniteEnergyError, match=r"It began with generator 1 of"):
         list(run.advance(300, data))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_upsampling_is_a_transposed_convolution_of_each_group(bias):
+    """Images and all gradients in float64; the weights of a group are (into, 5, 5, out)."""
+    torch.manual_seed(0)
+    groups, into, out, n = 3, 4, 2, 5
+    layer = Upsampling(groups, into, out, bias=bias).double()
+    if bias:
+        nn.init.normal_(layer.bias)
+    x = torch.randn(groups, n, 6, 3, into, dtype=torch.float64, requires_grad=True)
+    target = torch.randn(groups, n, 12, 6, out, dtype=torch.float64)
+    found = layer(x)
+    assert found.shape == target.shape
+    parameters = list(layer.parameters())
+    ours = torch.autograd.grad((found * target).sum(), [x, *parameters])
+    alone = [
+        F.conv_transpose2d(
+            x[k].permute(0, 3, 1, 2),
+            layer.weight[k].view(into, 5, 5, out).permute(0, 3, 1, 2),
+            layer.bias[k] if bias else None,
+            stride=2,
+            padding=2,
+            output_padding=1,
+        )
+        for k in range(groups)
+    ]
+    expected = torch.stack(alone).permute(0, 1, 3, 4, 2)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    theirs = torch.autograd.grad((expected * target).sum(), [x, *parameters])
+    for mine, by_torch in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, by_torch, rtol=1e-10, atol=1e-12)

@@ -483,3 +483,15 @@ def test_the_display_is_silent_where_nobody_looks(capfd):
             assert callback is None
         assert console.file.getvalue() == ""
         assert "silent" in repr(display)
+
+
+@pytest.mark.parametrize("junk", ['{"kind": "steps", "step": "9"}', "[1]", "not JSON"])
+def test_a_resumed_run_cuts_its_log_where_it_is_damaged(tmp_path, junk):
+    path = tmp_path / "log.jsonl"
+    crash(65, observers=[JsonLines(path, every=25)], folder=tmp_path / "c")
+    first, *rest = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([first, junk, "\n", *rest]))
+    go(observers=JsonLines(path, every=25), folder=tmp_path / "c")
+    log = read_log(path)
+    assert [line["kind"] for line in log[:3]] == ["start", "start", "steps"]
+    assert [line["first"] for line in lines_of(log)] == [61, 76, 81]

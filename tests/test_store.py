@@ -6,6 +6,9 @@ import hashlib
 import json
 import os
 import pickle
+import random
+import signal
+import time
 from unittest import mock
 
 import pytest
@@ -449,3 +452,41 @@ def test_bad_settings_steps_and_folders(tmp_path):
     with pytest.raises(CheckpointError, match="no store of draws"):
         DrawStore.load(tmp_path / "absent")
     assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.slow
+def test_kill_during_add(tmp_path):
+    """Ten children add as fast as they can and are killed; each continues after the last."""
+    chance, seen = random.Random(0), 0
+    for _ in range(10):
+        child = os.fork()
+        if child == 0:
+            try:
+                store = DrawStore(tmp_path, capacity=3, keep="reservoir")
+                while True:
+                    store.add(Counter(store.n_seen + 1), step=store.n_seen + 1)
+                    if store.n_seen % 4 == 0:
+                        store.state_dict()
+                        store.commit(oldest=store.n_seen - 8)
+            finally:
+                os._exit(1)
+        waited = time.monotonic()
+        while time.monotonic() < waited + 10:
+            if (tmp_path / "index.json").exists() and seen_by_index(tmp_path) > seen:
+                break
+        time.sleep(chance.uniform(0, 0.02))
+        os.kill(child, signal.SIGKILL)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        store = assert_readable(tmp_path)
+        assert store.n_seen > seen
+        seen = store.n_seen
+    store = DrawStore(tmp_path, capacity=3, keep="reservoir")
+    store.add(Counter(seen + 1), step=seen + 1)
+    assert files(tmp_path) == {draw.file for draw in store._index.draws}
+    never_killed = filled(tmp_path / "calm", seen + 1, keep="reservoir")
+    assert store.draws == never_killed.draws
+
+
+def seen_by_index(folder) -> int:
+    """An index is complete at any moment."""
+    return json.loads((folder / "index.json").read_text())["now"]["seen"]

@@ -6,6 +6,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import multiprocessing
+import os
+import random
 import signal
 import subprocess
 import sys
@@ -449,3 +453,62 @@ def test_a_dead_pair_that_swapped_once_because_replicas_start_alike(caplog):
     said = [record.getMessage() for record in caplog.records]
     (about_pair,) = [words for words in said if "rungs 0 and 1" in words]
     assert about_pair.startswith("1 swap in 400 tests")
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_random_moments(tmp_path, untouched):
+    """SIGKILL, from before the first checkpoint to the last steps; other moments at every test."""
+    context = multiprocessing.get_context("forkserver")
+    modules = ["torchrex.experiments.digits", "sklearn.datasets", "torchrex.cli"]
+    context.set_forkserver_preload(modules)
+    folder = RunFolder.of(tmp_path, small().recipe, 0)
+    began = time.perf_counter()
+    warm = context.Process(target=resumed_in_a_process, args=(tmp_path / "warm",))
+    warm.start()
+    warm.join()
+    assert warm.exitcode == 0
+    typical = time.perf_counter() - began
+    kills, lives = 0, 0
+    while kills < 20:
+        process = context.Process(target=resumed_in_a_process, args=(tmp_path,))
+        process.start()
+        lives += 1
+        process.join(random.uniform(0.02, typical / 4))
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+            kills += 1
+        elif process.exitcode == 0:  # it finished: begin again in another folder
+            assert_same_run(folder, untouched)
+            folder.path.rename(tmp_path / f"finished{lives}")
+        assert process.exitcode in (0, -signal.SIGKILL)
+    assert_same_run(digits_run(tmp_path, resume=True), untouched)
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path, untouched, caplog):
+    folder = digits_run(tmp_path, budget=0.15)
+    while folder.result["status"] == "paused" and len(checkpoints_of(folder).steps()) < 2:
+        digits_run(tmp_path, resume=True, budget=0.15)
+    newest = sorted((folder.path / "checkpoints").iterdir())[-1]
+    file = newest / "replica=1.safetensors"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with caplog.at_level(logging.WARNING, logger="torchrex"):
+        digits_run(tmp_path, resume=True)
+    (record,) = [each for each in caplog.records if "damaged" in each.message]
+    assert newest.name in record.getMessage()
+    assert_same_run(folder, untouched)
+
+
+def test_going_back_in_the_same_process_is_exact_with_the_same_objects(tmp_path):
+    run, data = make_run(), Remembering(batches(6))
+    tr.train(run, data, 8, checkpoints=tmp_path)
+    tr.train(run, data, 15, checkpoints=None)
+    there = run.ensemble.position.clone()
+    tr.train(run, data, 15, checkpoints=tmp_path)  # back to step 8, and on
+    assert torch.equal(run.ensemble.position, there)
+
+
+def resumed_in_a_process(out):
+    digits_run(out, resume=True)
