@@ -1,12 +1,21 @@
-"""Files and folders that survive a power cut: nothing counts as written before it is synced."""
+"""Writing files that survive a power cut, and reading files that may come from a stranger.
+
+Nothing counts as written before it is synced. A pipe would wait for ever and a device never end, so
+only regular files are opened. JSON must have the form that is written here: UTF-8, whole numbers of
+at most 64 bits, no NaN and no infinities. Python's own reader accepts more.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
+import math
 import os
 import shutil
+import stat
 from pathlib import Path
+from typing import Any
 
 
 def write_synced(path: Path, data: bytes) -> None:
@@ -43,3 +52,85 @@ def remove_folder(path: Path, *, first: str) -> None:
         os.unlink(path / first)
         sync_folder(path)
     shutil.rmtree(path)
+
+
+MOST_JSON = 2**28  # bytes; far more than any JSON file of ours has
+DEEPEST_JSON = 256  # lists and objects in each other; a checkpoint has two per level of its tree
+LONGEST_LINE = 400  # characters of a message
+
+
+def require_file(path: Path) -> int:
+    """The size of a regular file; OSError for anything else. Links are followed."""
+    found = os.stat(path)
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is a pipe, a socket or a device and not a file", str(path))
+    return found.st_size
+
+
+def read_file(path: Path, most: int = MOST_JSON) -> bytes:
+    """All bytes of a file of at most `most` bytes."""
+    if (size := require_file(path)) > most:
+        reason = f"it has {size:,} bytes, and at most {most:,} are read"
+        raise OSError(errno.EFBIG, reason, str(path))
+    with open(path, "rb") as file:
+        return file.read(size)
+
+
+def parse_json(data: bytes) -> Any:
+    """The value of a JSON text; ValueError for a text of another form."""
+    try:
+        found = json.loads(
+            data.decode(), parse_int=_integer, parse_float=_finite, parse_constant=_no_constant
+        )
+    except RecursionError:
+        found, depth = None, DEEPEST_JSON + 1
+    else:
+        depth = _depth_of(found)
+    if depth > DEEPEST_JSON:
+        raise ValueError(f"it is nested more than {DEEPEST_JSON} deep")
+    return found
+
+
+def printable(value: Any) -> Any:
+    """The same value with each control character as its escape (\\x1b), so that no terminal or page
+    obeys it.
+    """
+    if isinstance(value, str):
+        escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in value)
+        return value if value.isprintable() else "".join(escaped)
+    if isinstance(value, dict):
+        return {printable(key): printable(each) for key, each in value.items()}
+    return [printable(each) for each in value] if isinstance(value, list) else value
+
+
+def one_line(words: object, most: int = LONGEST_LINE) -> str:
+    """Text from a file for a message: one line, without control characters, not endless."""
+    text: str = printable(" ".join(str(words).split()))
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 21 or abs(int(digits)) >= 2**64:  # a very long one takes time to read
+        raise ValueError(f"a whole number of {len(digits)} digits")
+    return int(digits)
+
+
+def _finite(digits: str) -> float:
+    if not math.isfinite(value := float(digits)):
+        raise ValueError(f"the number {one_line(digits, 80)}, which is too large")
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name}, which is not JSON")
+
+
+def _depth_of(value: Any) -> int:
+    """How many lists and objects are in each other; without recursion."""
+    level, depth = [value], 0
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        children = (each.values() if isinstance(each, dict) else each for each in level)
+        level, depth = [child for group in children for child in group], depth + 1
+    return depth

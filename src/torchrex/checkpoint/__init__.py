@@ -1,14 +1,7 @@
 """State trees on disk: saved completely or not at all, checked before use, and never executed."""
 
-from torchrex.checkpoint.files import (
-    MOST_JSON,
-    one_line,
-    parse_json,
-    printable,
-    read_file,
-    require_file,
-)
 from torchrex.checkpoint.folder import Checkpoint, Checkpoints, DamagedError, expect_form, read
+from torchrex.durable import MOST_JSON, one_line, parse_json, printable, read_file, require_file
 
 __all__ = [
     "MOST_JSON",

@@ -35,10 +35,17 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from torchrex.checkpoint.files import MOST_JSON, one_line, parse_json, require_file
 from torchrex.checkpoint.tree import DTYPES, TreePath, decode, encode, path_name, tensor_name
 from torchrex.distributed import ALONE, ProcessGroup
-from torchrex.durable import remove_folder, sync_folder, write_synced
+from torchrex.durable import (
+    MOST_JSON,
+    one_line,
+    parse_json,
+    remove_folder,
+    require_file,
+    sync_folder,
+    write_synced,
+)
 from torchrex.errors import (
     CheckpointError,
     DeviceError,

@@ -21,6 +21,9 @@ from torchrex.diagnostics.convergence import (
     Convergence,
     Disagreement,
     convergence,
+    equipartition_temperature,
+    hypervirial_temperature,
+    kinetic_temperature,
     replica_disagreement,
 )
 from torchrex.diagnostics.distance import (
@@ -37,24 +40,17 @@ from torchrex.diagnostics.distance import (
 from torchrex.diagnostics.history import (
     Estimate,
     History,
-    Swaps,
-    batch_means,
-    mean_of,
-    over_chains,
-    temperatures_at,
-)
-from torchrex.diagnostics.temperature import (
-    equipartition_temperature,
-    hypervirial_temperature,
-    kinetic_temperature,
-)
-from torchrex.diagnostics.travel import (
     Occupancy,
+    Swaps,
     Travel,
+    batch_means,
     even_odd_rate,
+    mean_of,
     optimal_rate,
+    over_chains,
     round_trips,
     rung_occupancy,
+    temperatures_at,
 )
 
 __all__ = [

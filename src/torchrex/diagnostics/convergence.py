@@ -1,4 +1,6 @@
-"""Do chains agree (R-hat, ESS and MCSE by ArviZ), and do replicas predict different things?"""
+"""Do chains agree (R-hat, ESS and MCSE by ArviZ), do replicas predict different things, and is a
+rung at its temperature?
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from torchrex.diagnostics.history import Estimate, over_chains
+from torchrex.diagnostics.history import Estimate, mean_of, over_chains
 from torchrex.errors import InvalidArgumentError, import_extra
 from torchrex.posterior import Draws, coordinate_labels, import_arviz, predictive_entropy
+from torchrex.samplers import Sampler
 
 AT_ONE_POINT = (
     "All runs started at one point: R-hat cannot show a mode that none of them has found."
@@ -149,3 +152,70 @@ def replica_disagreement(probabilities: Tensor) -> Disagreement:
         divergence[i, j] = divergence[j, i] = js.mean().cpu()
     information = (predictive_entropy(p.mean(0)) - own.mean(0)).cpu()
     return Disagreement(differing, divergence, over_chains(per_example), over_chains(information))
+
+
+def kinetic_temperature(velocity: Tensor, *, lr: float, sampler: Sampler) -> Estimate:
+    """Temperature from the variance of the velocities, (...).
+
+        tau = <v^2> / (lr * velocity_std^2),    velocity_std^2 = 2 / (2 - friction) for SGHMC
+
+    The factor is that of the discrete recursion as lr -> 0; without it friction 0.1 reads 5 % high.
+    """
+    if not sampler.velocity_std:
+        raise InvalidArgumentError(f"{sampler!r} has no velocities; use equipartition_temperature")
+    _require_axes(velocity)
+    scale = lr * sampler.velocity_std**2
+    if not scale > 0:
+        raise InvalidArgumentError(f"the learning rate must be positive, got {lr}")
+    return mean_of(velocity.double().square().mean(-1) / scale)
+
+
+def equipartition_temperature(
+    position: Tensor, gradient: Tensor, *, centre: Tensor | None = None
+) -> Estimate:
+    """Temperature from the work of the forces on the positions, (...): general equipartition.
+
+        tau = <(x - c) . grad U> / dim        for ANY fixed point c
+
+    The integral of div((x - c) exp(-U / tau)) vanishes if the density falls faster than
+    1 / |x|^dim; U need not be quadratic, nor have one mode. c changes the error and not the mean.
+    By default it is the mean of all draws, which makes the estimate low by a factor
+    1 - 1 / (number of independent draws). Gradients must be those at the positions.
+    """
+    _require_axes(position, gradient)
+    x = position.double()
+    c = x.mean((-3, -2), keepdim=True) if centre is None else centre.double()
+    return mean_of(((x - c) * gradient.double()).mean(-1))
+
+
+def hypervirial_temperature(
+    gradient: Tensor, laplacian: Tensor, *, other_gradient: Tensor | None = None
+) -> Estimate:
+    """Temperature from exact gradients and the Laplacian (chains, draws), (...) (Rugh 1997).
+
+        tau = <|grad U|^2> / <laplacian U>
+
+    Minibatch gradients make |g|^2 too large by their variance. Give a second, independent minibatch
+    gradient at the same positions as `other_gradient`, and g . g' takes its place, which is
+    unbiased.
+    """
+    other = gradient if other_gradient is None else other_gradient
+    _require_axes(gradient, other)
+    if laplacian.shape != gradient.shape[:-1]:
+        raise InvalidArgumentError(
+            f"the Laplacian is one number per draw, {tuple(gradient.shape[:-1])}, "
+            f"got {tuple(laplacian.shape)}"
+        )
+    force, curvature = (gradient.double() * other.double()).sum(-1), laplacian.double()
+    mean = curvature.mean((-2, -1))
+    tau = force.mean((-2, -1)) / mean
+    # To first order the ratio errs by the mean of (force - tau * curvature) / mean curvature.
+    residual = mean_of(force - tau[..., None, None] * curvature)
+    return Estimate(tau, residual.error / mean.abs())
+
+
+def _require_axes(*tensors: Tensor) -> None:
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if any(len(shape) < 3 for shape in shapes) or len(set(shapes)) > 1:
+        got = " and ".join(map(str, shapes))
+        raise InvalidArgumentError(f"give equal shapes (..., chains, draws, dim), got {got}")

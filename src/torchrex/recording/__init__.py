@@ -2,8 +2,15 @@
 
 from torchrex.recording.live import Callback, LiveDisplay, progress_bar
 from torchrex.recording.logs import JsonLines, TensorBoard, open_logs, read_log, remove_logs
-from torchrex.recording.observer import Observer, Watched, Windows, counted_so_far, on_host
-from torchrex.recording.trace import Trace, count_swaps
+from torchrex.recording.observer import (
+    Observer,
+    Trace,
+    Watched,
+    Windows,
+    count_swaps,
+    counted_so_far,
+    on_host,
+)
 
 __all__ = [
     "Callback",

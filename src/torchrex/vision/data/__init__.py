@@ -4,12 +4,14 @@ from torchrex.vision.data.cache import (
     ImageSet,
     cache_path,
     data_folder,
+    label_subset,
     load_images,
     read_about,
     save_images,
+    stratified_split,
+    stratified_subset,
 )
 from torchrex.vision.data.importing import fetch_images, import_images
-from torchrex.vision.data.splits import label_subset, stratified_split, stratified_subset
 
 __all__ = [
     "ImageSet",
