@@ -24,6 +24,7 @@ from modules import (
     same,
 )
 from torchrex.errors import InvalidArgumentError, NonFiniteEnergyError
+from torchrex.network.run import first_failure
 
 NAN, INF = float("nan"), float("inf")
 LADDER = tr.Ladder((0.5, 0.7, 1.0), (1e-3, 1e-3, 1e-3))
@@ -314,3 +315,35 @@ def test_all_replicas_broken_is_an_error(policy, ladder):
     assert run.respawns == []
     with pytest.raises(InvalidArgumentError, match="stop or respawn, got 'ignore'"):
         run_on(divergence="ignore")
+
+
+@pytest.mark.parametrize("divergence", ["stop", "respawn"])
+@pytest.mark.parametrize("step", [0, 1])
+def test_before_the_first_move_no_learning_rate_is_to_blame(step, divergence):
+    """With data that are finite."""
+    run, (x, y) = run_on(divergence=divergence), classes(8)
+    run.ensemble.energy._loss = lambda output, target: (
+        output.sum(1) * (NAN if run.n_steps >= step else 1.0)
+    )
+    for _ in range(step):
+        run.step((x, y))
+    with pytest.raises(NonFiniteEnergyError, match=f"at step {step} ") as caught:
+        run.step((x, y))
+    assert ("check the loss, the data and the initial weights" in str(caught.value)) == (step == 0)
+    assert ("ower the learning rate" in str(caught.value)) == (step > 0)
+
+
+def test_replicas_that_fail_together_point_to_the_data_first():
+    """Where the batch is not at hand, as on a GPU, and replicas share no weights."""
+    info = run_on().step(classes(8))
+    blocks = type(info)(*(torch.stack([values, values]) for values in info))
+
+    def advice(bad, **options):
+        blocks.energy[1] = torch.tensor(bad)[:, None]
+        return str(first_failure(blocks, 8, **options))
+
+    all_bad, one_bad = [NAN, INF, NAN], [1.0, NAN, 1.0]
+    assert "at step 7 (run 0). All replicas failed at this step: look for NaN" in advice(all_bad)
+    assert "All replicas" not in advice(all_bad, together=True)
+    assert "All replicas" not in advice(all_bad, batch=classes(8))
+    assert "Lower the learning rate of that rung" in advice(one_bad)

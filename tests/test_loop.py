@@ -147,3 +147,17 @@ def test_without_a_compiler_it_runs_eagerly_with_one_warning(tmp_path):
     assert "20 draws" in done.stdout
     assert done.stderr.count("torchrex running eagerly") == 1
     assert "Traceback" not in done.stderr
+
+
+def test_float32_agrees_over_a_short_run():
+    got, expected = (
+        trace(make_run("the paper's", compiled, torch.float32), 60) for compiled in (True, False)
+    )
+    assert torch.equal(got[2], expected[2])
+    assert torch.allclose(got[0], expected[0], atol=1e-4)
+
+
+def test_one_step_at_a_time_is_the_same():
+    run, whole = make_run("the paper's", False), make_run("the paper's", False)
+    one_by_one = torch.stack([run.step().position for _ in range(30)])
+    assert torch.equal(one_by_one, trace(whole, 30)[0])

@@ -1121,3 +1121,21 @@ def test_a_loaded_state_has_its_own_assignment():
     state["exchange"]["replica_at"] = state["exchange"]["replica_at"].flip(0)
     run.load_state_dict(state)
     assert [run.replica_at(rung) for rung in range(3)] == standing[::-1]
+
+
+def test_an_ensemble_serves_many_runs():
+    """It is what replicas are made from: every run has its own."""
+    ensemble = tr.ModuleEnsemble(linear, cross_entropy())
+    runs = [tr.ModuleExchange(ensemble, tr.Ladder((0.5, 1.0), 1e-3)) for _ in range(2)]
+    runs[0].step(batches(1)[0])
+    assert not torch.equal(runs[0].ensemble.position, runs[1].ensemble.position)
+
+
+def test_batches_of_changing_shape_keep_the_scale():
+    run = make_run(mlp, initial="independent")
+    for size in (8, 3, 8, 40, 2, 17):
+        batch = classes(size, seed=size)
+        expected = torch.stack(
+            [N_DATA / size * losses_of(run.live_module_at(rung), batch).sum() for rung in range(2)]
+        )
+        assert torch.allclose(run.step(batch).energy[:, 0], expected, rtol=1e-6)

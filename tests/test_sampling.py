@@ -440,3 +440,16 @@ def test_r_hat_knows_of_one_starting_point():
     )
     assert not apart.started_at_one_point
     assert "started at one point" not in apart.summary()
+
+
+def test_nan_at_the_very_first_step():
+    infinite = tr.LogDensity(lambda x: x.sum(-1) * float("inf"), 1)
+    with pytest.raises(NonFiniteEnergyError, match="step 0") as caught:
+        tr.sample(infinite, temperatures=(1.0,), lr=0.1, n_steps=5, initial=1.0)
+    assert caught.value.draws is None
+
+
+def test_the_standard_error_is_that_of_arviz():
+    pytest.importorskip("arviz")
+    x = autoregressive(4, 500, 0.8, 5)
+    assert torch.allclose(mean_error(x), diagnostics.convergence(x).mcse_mean, rtol=0.02)

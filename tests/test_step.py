@@ -254,3 +254,10 @@ def test_every_round_of_a_step_is_recorded():
     info = run.step()
     assert info.accepted.all()  # equal energies: all three pairs swap, one after the other
     assert info.replica_at[:, 0].tolist() == [1, 2, 3, 0]
+
+
+def test_no_step_of_repeated_draws_is_naive():
+    """The mutant measured first at step 100 and had sigma2 = 0 until then."""
+    target = tr.Noisy(tr.GaussianMixture([1.0], [0.0], [1.0]), tr.Gaussian(3.0))
+    draws = tr.sample(target, temperatures=(1.0, 4.0), lr=0.1, n_steps=20, n_runs=64)
+    assert bool((draws.noise_variance > 1.0).all())
