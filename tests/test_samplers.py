@@ -5,6 +5,8 @@ A new sampler fills in the factory `SamplerSuite` and gets its tests.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import scipy.linalg
@@ -374,3 +376,38 @@ def test_bad_arguments(name, values):
         with pytest.raises(InvalidArgumentError, match=f"^{name} must be") as caught:
             tr.AdamStart(**{"sampler": tr.SGHMC(0.5), "steps": 5, "n_data": 10, name: value})
         assert "\n" not in str(caught.value)
+
+
+class Thermostat(NamedTuple):
+    velocity: torch.Tensor
+
+
+class Halved(tr.samplers.Sampler):
+    """A sampler with momentum that says nothing about swaps."""
+
+    velocity_std = 1.0
+
+    def __init__(self, state=Thermostat):
+        self.state = state
+
+    def init(self, position):
+        return self.state(torch.zeros_like(position))
+
+    def move(self, position, state, gradient, noise, *, lr, temperature, step):
+        return position, state
+
+
+@pytest.mark.parametrize(
+    ("options", "state", "word"),
+    [
+        ({}, Thermostat, "rescale"),
+        ({"momentum": "refresh"}, Thermostat, "refresh"),
+        ({"momentum": "keep"}, lambda x: (x,), "NamedTuple"),
+        ({"momentum": "keep"}, lambda x: Thermostat(x.sum()), "NamedTuple"),
+    ],
+)
+def test_a_sampler_that_says_too_little_is_refused(options, state, word):
+    """It would run with momenta that are wrong after every swap."""
+    common = {"dim": 1, "temperatures": (1.0, 2.0), "lr": 0.1, "n_steps": 2}
+    with pytest.raises(InvalidArgumentError, match=word):
+        tr.sample(lambda x: -x.square().sum(-1), sampler=Halved(state), **common, **options)

@@ -201,7 +201,7 @@ def test_a_broken_replica_is_never_swapped_in():
         ({"temperatures": 1.0}, LadderError, r"one rung is \(1.0,\)"),
         ({"sampler": "sghmc"}, InvalidArgumentError, "SGHMC"),
         ({"pairing": tr.RandomPair}, InvalidArgumentError, "EvenOdd"),
-        ({"noise": 4.0}, InvalidArgumentError, "RunningMean"),
+        ({"noise": 4.0}, InvalidArgumentError, "KnownVariance"),
         ({"target": tr.GaussianMixture([1.0], [0.0], [1.0])}, InvalidArgumentError, "has dim=1"),
         ({"device": "gpu0"}, InvalidArgumentError, "device must be"),
         ({"target": lambda x: x}, TargetError, "must return a tensor of shape"),

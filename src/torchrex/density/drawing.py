@@ -55,7 +55,9 @@ class DrawOptions:
     def __post_init__(self) -> None:
         for name, least in (("n_steps", 1), ("thin", 1), ("burn_in", 0), ("checkpoint_every", 1)):
             require_whole(name, getattr(self, name), least)
-        if self.budget is not None and not self.budget > 0:
+        if self.budget is not None and not (
+            isinstance(self.budget, int | float) and self.budget > 0
+        ):
             raise InvalidArgumentError(f"budget must be seconds > 0, got {self.budget!r}")
         require_on_interrupt(self.on_interrupt)
 

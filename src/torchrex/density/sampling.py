@@ -250,9 +250,11 @@ def _report_interrupt(
     how = f"interrupted after {draws.n_steps:,} of {options.n_steps:,} steps"
     if options.on_interrupt == "raise" and not terminated:
         raise RunInterrupted(f"{how}; the draws so far are in `draws` of this error", draws=draws)
+    leaves = options.on_interrupt == "raise"
     if is_main:
-        logger.warning("%s; the draws so far are kept", how)
-    if options.on_interrupt == "raise":
+        lost = "nothing was saved without checkpoints" if options.folder is None else "it is saved"
+        logger.warning("%s; %s", how, lost if leaves else "the draws so far are returned")
+    if leaves:
         raise SystemExit(128 + signal.SIGTERM)
 
 

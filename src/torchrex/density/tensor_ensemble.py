@@ -61,7 +61,7 @@ class TensorEnsemble:
             raise InvalidArgumentError("initial must be finite")
         target = target.to(device, dtype)
         target.check(position)
-        return TensorEnsemble(target, sampler, position, sampler.init(position))
+        return TensorEnsemble(target, sampler, position, sampler.first_state(position))
 
     @property
     def source_of_noise(self) -> Target:

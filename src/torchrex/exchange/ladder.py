@@ -56,7 +56,7 @@ class Ladder:
                     f"{name} must be a function of the step, such as schedules.geometric(0.99), "
                     f"got {schedule!r}"
                 )
-        temperatures = tuple(float(t) for t in temperatures)
+        temperatures = _numbers("temperatures", temperatures)
         if not temperatures:
             raise LadderError("a ladder needs at least one temperature, got none")
         for rung, temperature in enumerate(temperatures):
@@ -84,7 +84,7 @@ class Ladder:
         noise: Schedule | None = None,
     ) -> None:
         n = len(temperatures)
-        rates = (float(lrs),) * n if isinstance(lrs, int | float) else tuple(map(float, lrs))
+        rates = (float(lrs),) * n if isinstance(lrs, int | float) else _numbers("lrs", lrs)
         if len(rates) != n:
             raise LadderError(f"give one lr or one per rung: got {len(rates)} lrs for {n} rungs")
         for rung, lr in enumerate(rates):
@@ -236,3 +236,13 @@ class Ladder:
 
     def _moving(self) -> str:
         return f"{', annealed' if self.anneal else ''}{', decaying' if self.decay else ''}"
+
+
+def _numbers(name: str, values: Any) -> tuple[float, ...]:
+    """As floats; text is refused, though its characters may be digits."""
+    try:
+        if isinstance(values, str):
+            raise ValueError
+        return tuple(float(value) for value in values)
+    except (TypeError, ValueError):
+        raise LadderError(f"{name} must be numbers, one per rung, got {values!r}") from None

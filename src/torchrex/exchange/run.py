@@ -52,12 +52,12 @@ def make_rules(ladder: Ladder, target: Any, options: RuleOptions) -> Rules:
     """Check the options and fill in what fits the target."""
     given: dict[str, Any] = {"noise": None, "pairing": None, **options}
     for name, value, kind, example in (
-        ("ladder", ladder, Ladder, "Ladder((1.0, 10.0), 0.03)"),
-        ("noise", given["noise"], NoiseEstimator, "RunningMean(RepeatedDraws(10))"),
-        ("pairing", given["pairing"], Pairing, "EvenOdd()"),
+        ("ladder", ladder, Ladder, "a ladder such as Ladder((1.0, 10.0), 0.03)"),
+        ("noise", given["noise"], NoiseEstimator, "an estimator such as KnownVariance(1.0)"),
+        ("pairing", given["pairing"], Pairing, "a rule such as EvenOdd()"),
     ):
         if value is not None and not isinstance(value, kind):
-            raise InvalidArgumentError(f"{name} must be of the kind of {example}, got {value!r}")
+            raise InvalidArgumentError(f"{name} must be {example}, got {value!r}")
     if not ladder.n_pairs:
         given["noise"] = KnownVariance()  # nothing to swap, nothing to estimate
     elif given["noise"] is None:
@@ -111,6 +111,8 @@ class ReplicaExchange:
         self.rules = make_rules(ladder, ensemble.source_of_noise, rules)
         swap_start = self.rules.swap_start if self.rules.swaps else None
         ensemble.sampler.check(n_data=ensemble.n_data, swap_start=swap_start)
+        if self.rules.swaps:
+            ensemble.sampler.require_policy(self.rules.momentum)
         self.n_steps = 0
 
     @abstractmethod

@@ -133,7 +133,7 @@ class Rows:
         """Rows of zeros, one for each stream of noise."""
         n = len(streams)
         position = layout.empty_rows(n, device)
-        at_rest = sampler.init(position)
+        at_rest = sampler.first_state(position)
         state = type(at_rest)(*(layout.empty_rows(n, device).copy_(each) for each in at_rest))
         precision: Tensor | float | None = None
         if precision_of is not None:

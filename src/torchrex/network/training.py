@@ -471,7 +471,7 @@ class _Loop:
             elif source is not None:
                 logger.warning(
                     "the data cannot restore their position, so the run goes on with a new epoch; "
-                    "use DeviceLoader for more"
+                    "use DeviceLoader for an exact resume"
                 )
         self.seconds = float(state["seconds"])
 
