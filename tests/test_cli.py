@@ -415,7 +415,7 @@ def test_the_time_of_runs_that_trained_together_is_that_of_all(tmp_path, capsys)
     config = get_recipe("digits/resghmc")
     folder = RunFolder(write_run(tmp_path, config, replicas_side_by_side=6))
     running.show([folder], config, {})
-    assert "finished in 1.5 s beside 4 other replicas" in capsys.readouterr().out
+    assert "finished in 1.5 s next to 4 other replicas" in capsys.readouterr().out
 
 
 def test_the_error_of_a_mean_of_densities_is_that_of_their_chains(ok, tmp_path):

@@ -58,7 +58,7 @@ def report(
         ),
     ] = Doctor.QUICK,
 ) -> None:
-    """Write one page about all runs in DIR: tables beside the paper's numbers, charts, advice, and
+    """Write one page about all runs in DIR: tables next to the paper's numbers, charts, advice, and
     how to repeat each run.
     """
     with loading():

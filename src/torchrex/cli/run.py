@@ -139,7 +139,7 @@ def reproduce(
     budget: Budget = "",
     log: Log = None,
 ) -> None:
-    """Run what is missing of a figure or table, draw it, and print the numbers, beside the paper's
+    """Run what is missing of a figure or table, draw it, and print the numbers, next to the paper's
     where it has some.
     """
     given = {"--log": log, "--set": set_, "--seeds": seeds, "--overwrite": overwrite}

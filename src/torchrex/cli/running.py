@@ -251,11 +251,11 @@ def show(
             where = f" at step {steps:,} of {config.n_steps:,}"
         others = result.get("replicas_side_by_side", 1) - config.n_rungs
         time_taken = f"in {took(folder, before)}"
-        time_taken += f" beside {others} other replicas" if others > 0 else ""
-        told = f"{status}{where} {time_taken}"
+        time_taken += f" next to {others} other replicas" if others > 0 else ""
+        line = f"{status}{where} {time_taken}"
         if before.get(folder.path) == "finished":
-            told = f"finished already ({time_taken})"
-        say(f"{config.recipe}, seed {result.get('seed')}: {told}")
+            line = f"finished already ({time_taken})"
+        say(f"{config.recipe}, seed {result.get('seed')}: {line}")
         _print_numbers(numbers_of(result, config))
         if "error" in result:
             say(result["error"])

@@ -307,7 +307,7 @@ def warn_of_no_measurement(
     )
 
 
-def PairedVariance(smoothing: float | None = None) -> NoiseEstimator:  # noqa: N802 - reads as a class beside the others
+def PairedVariance(smoothing: float | None = None) -> NoiseEstimator:  # noqa: N802 - reads as a class like the others
     """The free paired variance of the current minibatch (`BatchVariance`), or smoothed (biased)."""
     feed = PerExample(paired=True)
     return BatchVariance(feed) if smoothing is None else Smoothing(smoothing, feed)

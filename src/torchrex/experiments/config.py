@@ -1,6 +1,6 @@
 """What is run: the base class of all configs, the options of a command, and `a.b=c` overrides.
 
-A config is a frozen dataclass of plain values; it is saved as JSON beside the result.
+A config is a frozen dataclass of plain values; it is saved as JSON next to the result.
 """
 
 from __future__ import annotations
