@@ -639,17 +639,6 @@ def test_what_cannot_be_saved_is_named_before_anything_is_written(tmp_path, bad,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_went_back_keeps_its_own_and_later_ones(three):
-    checkpoints = Checkpoints(three.folder, keep=1)
-    checkpoints.save(2, state_at(2, variant=1))
-    assert checkpoints.steps() == [2, 3]
-    checkpoints.save(3, {"other": ONE})
-    assert checkpoints.steps() == [3]
-    assert same({"other": ONE}, checkpoints.load_newest().state)
-    assert len(os.listdir(three.folder / "step=000000003")) == 3
-    assert not list(three.folder.glob(".*"))
-
-
 @pytest.mark.slow
 def test_killed_at_random_moments(tmp_path):
     """With keep=1 and every step replaced, there is no second checkpoint to fall back to."""

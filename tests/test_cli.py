@@ -290,6 +290,7 @@ def test_a_device_that_is_not_there_leaves_nothing(cli, tmp_path, line):
 def test_out_that_is_a_file(cli, tmp_path):
     (tmp_path / "file").write_text("")
     refused(cli(f"run {SGLD}", *SMALL, out=tmp_path / "file"), "choose another --out")
+    assert [path.name for path in tmp_path.rglob("*")] == ["file"]
 
 
 @pytest.mark.parametrize("damage", ["{", "{}", "[1]", "3", '{"status": 3}'])
@@ -615,6 +616,7 @@ def test_a_density_without_checkpoints_cannot_go_on(cli, ok, tmp_path):
     refused(cli(line, *SMALL, "n_steps=300", out=tmp_path), "with other settings")
     folder.write_text("result.json", dumps({**folder.result, "status": "interrupted"}))
     refused(cli(line, *SMALL, out=tmp_path), "without checkpoints", "--overwrite")
+    assert folder.result["status"] == "interrupted"  # and the draws are as they were
 
 
 def test_a_density_that_is_killed_is_unfinished_and_not_empty(tmp_path, monkeypatch):

@@ -265,6 +265,7 @@ def test_the_pickled_version_is_refused(tiny, tmp_path, inner):
     refused("cifar10", folder, r"pickled.*cifar-10-binary\.tar\.gz")
     archive = put(tmp_path / "one", {"cifar-10-python.tar.gz": b"x"}) / "cifar-10-python.tar.gz"
     refused("cifar10", archive, "pickled")
+    assert not (tmp_path / "cache").exists()
 
 
 def test_folders_without_the_set(tiny, tmp_path):

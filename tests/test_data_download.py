@@ -160,6 +160,7 @@ def test_no_connection_and_no_folder(cifar, monkeypatch, tmp_path):
     monkeypatch.setattr(importing, "TIMEOUT", 0.2)
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as silent:
         refused("timed out", f"http://127.0.0.1:{silent.getsockname()[1]}")
+    assert not files_in(tmp_path / "cache")
 
 
 def test_what_is_not_official_is_replaced(server, cifar, cache):
@@ -193,10 +194,11 @@ def test_the_real_addresses_are_the_published_ones():
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk(server, cifar, monkeypatch):
+def test_a_full_disk(server, cifar, cache, monkeypatch):
     def full(*_):
         with open("/dev/full", "wb") as file:
             file.write(b"x")
 
     monkeypatch.setattr(pooch.HTTPDownloader, "__call__", full)
     refused("No space left on device", server.url)
+    assert not files_in(cache)

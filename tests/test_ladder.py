@@ -34,6 +34,8 @@ CPU = torch.device("cpu")
         (lambda: tr.Ladder((1.0, float("nan")), 0.1), "positive and finite"),
         (lambda: tr.Ladder((1.0, 2.0), (0.1, -0.1)), "rung 1 has -0.1"),
         (lambda: tr.Ladder((1.0, 2.0), (0.1, 0.1, 0.1)), "3 lrs for 2"),
+        (lambda: tr.Ladder((1.0, 2.0), "12"), "lrs must be numbers"),
+        (lambda: tr.Ladder("12", 0.1), "temperatures must be numbers"),
         (lambda: tr.Ladder.geometric(1.0, 0.5, 3, lrs=0.1), "0 < cold < hot"),
         (lambda: tr.Ladder.from_inverse((1.0, -0.5), 0.1), "positive"),
         (lambda: tr.Ladder((1.0,), 0.1, decay=lambda step: -1.0).refuse(0), "gave -1.0 at step 0"),

@@ -468,6 +468,7 @@ def test_nothing_to_rebuild_from(cli, write, tmp_path, what):
 )
 def test_rebuild_refuses_what_it_would_ignore(cli, tmp_path, words, expected):
     refused(cli("reproduce", *words, "--rebuild", "--out", tmp_path), expected)
+    assert not list(tmp_path.iterdir())
 
 
 def test_only_matches_every_part():

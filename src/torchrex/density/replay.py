@@ -178,7 +178,7 @@ class Replay:
         measure_inputs: Sequence[Tensor] = (),
     ) -> None:
         """`inputs` and `measure_inputs` are examples for one step, without the stacking axis."""
-        # Clones: tensors are told apart by their storage, so no two may share one.
+        # Clones: a tensor is known by its storage, so no two may share one.
         self.carry = [_own(tensor) for tensor in carry]
         self._examples = [_own(example) for example in inputs]
         self._step = record(step, [*self.carry, *self._examples])

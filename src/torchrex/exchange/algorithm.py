@@ -1,4 +1,4 @@
-"""Algorithm 1 of Deng et al. (2020), its loop begun elsewhere: energies, SA step, swaps, move.
+"""Algorithm 1 of Deng et al. (2020). A step here is: energies, SA step, swaps, move.
 
 A gradient does not depend on the temperature, so the energies that come with the gradients at the
 current positions serve the swap test too, and a step needs one evaluation. A swap exchanges rungs
