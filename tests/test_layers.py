@@ -90,6 +90,6 @@ def test_every_folder_has_a_place():
     folders = {
         path.name.removesuffix(".py")
         for path in PACKAGE.iterdir()
-        if path.suffix == ".py" or path.is_dir()
+        if path.suffix == ".py" or (path / "__init__.py").is_file()
     }
     assert folders - {"__init__", "__main__", "__pycache__", "py.typed"} <= set().union(*ORDER)
