@@ -35,6 +35,7 @@ from fuzzing import (
 from torchrex.checkpoint import Checkpoints
 from torchrex.errors import CheckpointError, RunFolderError, TorchrexError
 from torchrex.experiments import RunFolder, get_recipe, run_recipe
+from torchrex.experiments.runner import run_in
 from torchrex.posterior import Draws, DrawStore
 from torchrex.report.reader import load_run
 
@@ -206,6 +207,36 @@ def test_nothing_is_written_through_a_link_in_a_run_folder(tmp_path, name):
     assert standing(other) == {
         k.removeprefix("precious/"): v for k, v in before.items() if k.startswith("precious/")
     }
+
+
+@pytest.mark.parametrize("link", ["digits", "digits/sghmc", "digits/sghmc/seed=0"])
+@pytest.mark.parametrize("how", [{"overwrite": True}, {"resume": True}, {}])
+def test_a_link_between_out_and_the_run_is_refused(tmp_path, link, how):
+    """The run it leads to was replaced."""
+    pytest.importorskip("sklearn")
+    config = replace(get_recipe("digits/sghmc"), epochs=1, burn_in_epochs=0, hidden=2)
+    other, out = tmp_path / "other", tmp_path / "out"
+    for suffix in ("", ".new", ".old"):
+        folder = RunFolder.of(other, config.recipe, 0).path.with_name(f"seed=0{suffix}")
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text('{"epochs": 7}')
+    for suffix in ("", ".new", ".old") if link.endswith("0") else ("",):
+        shutil.rmtree(out, ignore_errors=True)
+        path = out / f"{link}{suffix}"
+        path.parent.mkdir(parents=True)
+        path.symlink_to(other / f"{link}{suffix}")
+        before = standing(tmp_path)
+        assert "is a link" in message(lambda: run_recipe(config, 0, out, **how), RunFolderError)
+        assert standing(tmp_path) == before
+
+
+def test_out_itself_may_be_a_link(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.chdir(tmp_path / "out")
+    config = get_recipe("digits/sghmc")
+    for out in (tmp_path / "out", Path(), Path("../out")):
+        assert run_in(out, config, 0).folder.path == out / "digits/sghmc/seed=0"
 
 
 def edit(path, **changes):

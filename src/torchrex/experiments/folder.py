@@ -190,6 +190,13 @@ class RunFolder:
 
     # Writing
 
+    def require_no_link(self, out: Path) -> None:
+        """Refuse a link between OUT and the run, which leads to a run elsewhere. OUT may be one."""
+        between = [path for path in self.path.parents if out in path.parents]
+        for path in (self.path, self.replacement.path, self._old, *between):
+            if os.path.islink(path):
+                raise _is_link(path)
+
     def make(self) -> None:
         """Make the folder, or find it. One with links is refused: they lead out of the folder."""
         try:
@@ -199,13 +206,17 @@ class RunFolder:
             raise RunFolderError(message) from None
         links = [path for path in (self.path, *self.path.iterdir()) if path.is_symlink()]
         if links:
-            raise RunFolderError(
-                f"{one_line(links[0])} is a link, and a run writes into its own folder alone; "
-                "remove it, or choose another --out"
-            )
+            raise _is_link(links[0])
 
     def write_text(self, name: str, text: str) -> None:
         replace_file(self.path / name, text.encode())
+
+
+def _is_link(path: Path) -> RunFolderError:
+    return RunFolderError(
+        f"{one_line(path)} is a link, and a run writes into its own folder alone; "
+        "remove it, or choose another --out"
+    )
 
 
 NO_FOLDER = RunFolder(Path(os.devnull))

@@ -40,7 +40,9 @@ def run_together(
 
 
 def run_in(out: Path, config: ExperimentConfig, seed: int) -> Run:
-    return Run(config, seed, RunFolder.of(out, config.recipe, seed))
+    folder = RunFolder.of(out, config.recipe, seed)
+    folder.require_no_link(out)
+    return Run(config, seed, folder)
 
 
 def run_group(runs: Sequence[Run], options: RunOptions) -> list[RunFolder]:
