@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from torchrex.durable import open_file, read_file, read_object, require_file
 from torchrex.errors import RunFolderError
 from torchrex.experiments import get_recipe, recipes, run_recipe
 from torchrex.experiments.config import to_json
@@ -191,3 +194,46 @@ def test_finding(density, tmp_path):
     assert [path.name for path in find_runs(tmp_path)] == ["seed=9", "seed=10"]
     assert find_runs(tmp_path / "a" / "seed=9") == [tmp_path / "a" / "seed=9"]
     assert find_empty(tmp_path) == [tmp_path / "a" / "seed=4"]
+
+
+# Files of strangers
+
+
+def put(path: Path, kind: str) -> None:
+    """Something that is no file of ours."""
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            before = os.getcwd()
+            os.chdir(path.parent)  # the name of a socket may have 108 bytes
+            server.bind(path.name)
+            os.chdir(before)
+    else:
+        path.symlink_to({"device": "/dev/zero", "circle": path.name}.get(kind, kind))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "socket", "device", "circle", "/etc/passwd"])
+def test_only_regular_files_are_opened(tmp_path, kind):
+    put(tmp_path / "file", kind)
+    for follow in (False, True):
+        if kind != "/etc/passwd" or not follow:
+            with pytest.raises(OSError):
+                open_file(tmp_path / "file", follow=follow)
+    with pytest.raises(OSError):
+        read_object(tmp_path / "file")
+
+
+def test_limits_come_before_reading(tmp_path):
+    path = tmp_path / "file"
+    path.touch()
+    os.truncate(path, 2**40)  # it takes no space on the disk
+    for read in (read_file, read_object, lambda path: require_file(path, 2**30)):
+        with pytest.raises(OSError, match="are read"):
+            read(path)
+    for text in ({"a" * 300: 1}, {"a": {"b": ["c" * 30_000]}}, ["not an object"]):
+        path.write_text(json.dumps(text))
+        with pytest.raises(ValueError, match="it h"):
+            read_object(path)

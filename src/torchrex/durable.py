@@ -14,6 +14,8 @@ import math
 import os
 import shutil
 import stat
+from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -55,27 +57,68 @@ def remove_folder(path: Path, *, first: str) -> None:
 
 
 MOST_JSON = 2**28  # bytes; far more than any JSON file of ours has
+MOST_OBJECT = 2**25  # bytes of config.json or result.json
 DEEPEST_JSON = 256  # lists and objects in each other; a checkpoint has two per level of its tree
+LONGEST_NAME = 256  # characters of a name in config.json or result.json
+LONGEST_TEXT = 20_000  # characters of any other text there
 LONGEST_LINE = 400  # characters of a message
 
 
-def require_file(path: Path) -> int:
-    """The size of a regular file; OSError for anything else. Links are followed."""
-    found = os.stat(path)
+def open_file(path: Path, most: int | None = None, *, follow: bool = False) -> BufferedReader:
+    """Open a regular file of at most `most` bytes for reading; OSError for anything else.
+
+    Everything of a stranger is opened here. A link is refused unless `follow`: it would show the
+    content of another file. It is looked at before it is opened: opening a device may act on it.
+    """
+    _require_regular(os.stat(path, follow_symlinks=follow), path, most)
+    link = 0 if follow else os.O_NOFOLLOW
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | link)
+    file = open(descriptor, "rb")  # noqa: SIM115 - the caller closes it
+    try:
+        _require_regular(os.fstat(descriptor), path, most)  # another one may be there by now
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def _require_regular(found: os.stat_result, path: Path, most: int | None) -> None:
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if stat.S_ISLNK(found.st_mode):
+        raise OSError(errno.ELOOP, "it is a link, and links are not followed", str(path))
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is a pipe, a socket or a device and not a file", str(path))
-    return found.st_size
-
-
-def read_file(path: Path, most: int = MOST_JSON) -> bytes:
-    """All bytes of a file of at most `most` bytes."""
-    if (size := require_file(path)) > most:
-        reason = f"it has {size:,} bytes, and at most {most:,} are read"
+    if most is not None and found.st_size > most:
+        reason = f"it has {found.st_size:,} bytes, and at most {most:,} are read"
         raise OSError(errno.EFBIG, reason, str(path))
-    with open(path, "rb") as file:
-        return file.read(size)
+
+
+def require_file(path: Path, most: int | None = None, *, follow: bool = False) -> int:
+    """The size of a file that `open_file` opens; for readers that take a path."""
+    with open_file(path, most, follow=follow) as file:
+        return os.fstat(file.fileno()).st_size
+
+
+def read_file(path: Path, most: int = MOST_JSON, *, follow: bool = False) -> bytes:
+    """All bytes of a file of at most `most` bytes."""
+    with open_file(path, most, follow=follow) as file:
+        return file.read(most)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a run folder, with each control character as its escape."""
+    found = parse_json(read_file(path, MOST_OBJECT))
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds a {type(found).__name__} and not an object")
+    for level in _levels(found):
+        names = [name for each in level if isinstance(each, dict) for name in each]
+        texts = [each for each in level if isinstance(each, str)]
+        for most, some in ((LONGEST_NAME, names), (LONGEST_TEXT, texts)):
+            if (length := max(map(len, some), default=0)) > most:
+                raise ValueError(f"it has a text of {length:,} characters where {most:,} may be")
+    shown: dict[str, Any] = printable(found)
+    return shown
 
 
 def parse_json(data: bytes) -> Any:
@@ -127,10 +170,16 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name}, which is not JSON")
 
 
+def _levels(value: Any) -> Iterator[list[Any]]:
+    """The value, then what is in it, then what is in that; without recursion."""
+    level = [value]
+    while level:
+        yield level
+        inner = [each for each in level if isinstance(each, dict | list)]
+        children = (each.values() if isinstance(each, dict) else each for each in inner)
+        level = [child for group in children for child in group]
+
+
 def _depth_of(value: Any) -> int:
-    """How many lists and objects are in each other; without recursion."""
-    level, depth = [value], 0
-    while level := [each for each in level if isinstance(each, dict | list)]:
-        children = (each.values() if isinstance(each, dict) else each for each in level)
-        level, depth = [child for group in children for child in group], depth + 1
-    return depth
+    """How many lists and objects are in each other."""
+    return sum(any(isinstance(each, dict | list) for each in level) for level in _levels(value))

@@ -40,9 +40,9 @@ from torchrex.distributed import ALONE, ProcessGroup
 from torchrex.durable import (
     MOST_JSON,
     one_line,
+    open_file,
     parse_json,
     remove_folder,
-    require_file,
     sync_folder,
     write_synced,
 )
@@ -405,9 +405,8 @@ def _read_tensors(path: Path, *, size: int, sha256: str) -> dict[str, Tensor]:
 def _bytes(path: Path, most: int = MOST_JSON) -> bytes:
     """The first `most` bytes of a file."""
     try:
-        require_file(path)
-        with open(path, "rb") as file:
-            return file.read(most)
+        with open_file(path) as file:
+            return file.read(min(most, os.fstat(file.fileno()).st_size))
     except FileNotFoundError:
         raise DamagedError(f"has no {path.name}") from None
     except OSError as error:

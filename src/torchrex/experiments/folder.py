@@ -27,16 +27,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 import torchrex
-from torchrex.checkpoint import (
-    Checkpoints,
-    one_line,
-    parse_json,
-    printable,
-    read_file,
-    require_file,
-)
+from torchrex.checkpoint import Checkpoints, one_line, require_file
 from torchrex.density import shard_folders
-from torchrex.durable import replace_file
+from torchrex.durable import read_object, replace_file
 from torchrex.errors import NonFiniteEnergyError, RunFolderError
 from torchrex.experiments.config import ExperimentConfig, RunOptions, dumps, to_json
 from torchrex.posterior import checksums, with_another_sha256
@@ -127,11 +120,7 @@ class RunFolder:
 
     def _read(self, name: str) -> dict[str, Any] | None:
         try:
-            values = parse_json(read_file(self.path / name))
-            if not isinstance(values, dict):
-                raise ValueError(f"a {type(values).__name__} in place of an object")
-            shown: dict[str, Any] = printable(values)
-            return shown
+            return read_object(self.path / name)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:

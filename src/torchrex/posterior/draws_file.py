@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torchrex.checkpoint import one_line, printable, require_file
+from torchrex.durable import open_file
 from torchrex.errors import RunFolderError
 
 SHAPES = {
@@ -87,7 +89,7 @@ def read_draws(path: Path) -> dict[str, Any]:
         advice = f"load {inside}" if inside.is_file() else f"give the file itself, such as {FILE}"
         raise RunFolderError(f"{path} is a folder; {advice}")
     try:
-        require_file(path)
+        require_file(path, follow=True)  # the caller named it
         with safe_open(str(path), framework="pt") as file:
             names, words = set(file.keys()), file.metadata() or {}
             if "torchrex" not in words or not names >= set(SHAPES):
@@ -95,14 +97,17 @@ def read_draws(path: Path) -> dict[str, Any]:
                     f"{path} is a safetensors file of another kind: it holds "
                     f"{one_line(_some(sorted(names)))}; give what Draws.save wrote"
                 )
+            meta = json.loads(words["torchrex"])
+            parts = {name: file.get_slice(name) for name in SHAPES}
+            forms = {name: (each.get_shape(), each.get_dtype()) for name, each in parts.items()}
+            sizes = _check_form(path, forms, meta)  # before any of them is read
             tensors = {name: file.get_tensor(name) for name in SHAPES}
-        meta = json.loads(words["torchrex"])
         if changed := with_another_sha256(tensors, words):
             raise RunFolderError(
                 f"{path} is damaged: {one_line(_some(changed))} have another sha256 than the file "
                 "states; restore it, or sample again"
             )
-        _check_draws(path, tensors, meta)
+        _check_values(path, tensors, meta["n_steps"], sizes["rungs"])
     except RunFolderError:
         raise
     except FileNotFoundError:
@@ -116,9 +121,8 @@ def read_draws(path: Path) -> dict[str, Any]:
 
 def _what_is_wrong(path: Path, error: Exception) -> str:
     """A safetensors file starts with the length of its header in 8 bytes, then the JSON header."""
-    with open(path, "rb") as file:
-        start = file.read(9)
-    size = path.stat().st_size
+    with open_file(path, follow=True) as file:
+        start, size = file.read(9), os.fstat(file.fileno()).st_size
     if not size:
         return f"{path} is empty; restore it, or sample again"
     if start[8:] == b"{" and int.from_bytes(start[:8], "little") <= LONGEST_HEADER:
@@ -129,8 +133,10 @@ def _what_is_wrong(path: Path, error: Exception) -> str:
     return f"{path} is not a safetensors file; give what Draws.save wrote"
 
 
-def _check_draws(path: Path, tensors: Mapping[str, Tensor], meta: Any) -> None:
-    """Refuse tensors and metadata that no run can have written: nothing checks them again."""
+def _check_form(
+    path: Path, forms: Mapping[str, tuple[list[int], str]], meta: Any
+) -> dict[str, int]:
+    """The length of every axis; refuses shapes, types and metadata that no run can have written."""
     meta = meta if isinstance(meta, dict) else {}
     wrong = [name for name, kind in META.items() if type(meta.get(name)) is not kind]
     wrong += [
@@ -138,26 +144,35 @@ def _check_draws(path: Path, tensors: Mapping[str, Tensor], meta: Any) -> None:
     ]
     sizes: dict[str, int] = {}
     for name, axes in SHAPES.items():
-        tensor = tensors[name]
-        shape, dtype = tensor.shape, tensor.dtype
+        shape, dtype = forms[name]
         if len(shape) != len(axes) or any(
             sizes.setdefault(axis, n) != n for axis, n in zip(axes, shape, strict=True)
         ):
             wrong.append(f"{name} of shape {tuple(shape)}")
-        elif dtype.is_complex or dtype == torch.bool or dtype.is_floating_point == (name in WHOLE):
+        elif not dtype.startswith(("I", "U") if name in WHOLE else ("F", "BF")):
             wrong.append(f"{name} of {dtype}")
     if not wrong and (set(meta) != set(META) or sizes["pairs"] != sizes["rungs"] - 1):
         wrong = sorted(meta)
-    if not wrong:
-        steps, replica_at, n_steps = tensors["steps"], tensors["replica_at"], meta["n_steps"]
-        bounds = {  # what each must lie between
-            "n_steps": (torch.tensor(n_steps), 0, n_steps),
-            "steps": (steps, 0, n_steps),
-            "steps in order": (steps.diff(), 1, n_steps),
-            "replica_at": (replica_at, 0, sizes["rungs"] - 1),
-            "accepted": (tensors["accepted"], 0, tensors["proposed"]),
-        }
-        wrong = [n for n, (x, low, high) in bounds.items() if bool(((x < low) | (x > high)).any())]
+    _refuse(path, wrong)
+    return sizes
+
+
+def _check_values(path: Path, tensors: Mapping[str, Tensor], n_steps: int, n_rungs: int) -> None:
+    """Refuse numbers that no run can have written: nothing checks them again."""
+    steps = tensors["steps"]
+    bounds: dict[str, tuple[Tensor, int, int | Tensor]] = {  # what each must lie between
+        "n_steps": (torch.tensor(n_steps), 0, n_steps),
+        "steps": (steps, 0, n_steps),
+        "steps in order": (steps.diff(), 1, n_steps),
+        "replica_at": (tensors["replica_at"], 0, n_rungs - 1),
+        "accepted": (tensors["accepted"], 0, tensors["proposed"]),
+    }
+    _refuse(
+        path, [n for n, (x, low, high) in bounds.items() if bool(((x < low) | (x > high)).any())]
+    )
+
+
+def _refuse(path: Path, wrong: list[str]) -> None:
     if wrong:
         raise RunFolderError(f"{path} does not hold draws (see its {one_line(_some(wrong))})")
 

@@ -25,6 +25,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from torchrex.checkpoint import one_line, parse_json, read_file, require_file
+from torchrex.durable import open_file
 from torchrex.errors import CheckpointError, InvalidArgumentError, require_whole
 from torchrex.rng import derive_seed
 
@@ -191,7 +192,7 @@ def read_draw(folder: Path, draw: StoredDraw) -> dict[str, Tensor]:
     path = folder / draw.file
     check_size(folder, draw)
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise CheckpointError(f"cannot read {path} ({error.strerror})") from None

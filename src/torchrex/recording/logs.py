@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from torchrex.checkpoint import parse_json, require_file
+from torchrex.checkpoint import parse_json
+from torchrex.durable import open_file
 from torchrex.errors import (
     ConfigError,
     InvalidArgumentError,
@@ -188,8 +189,7 @@ def _end_of(path: Path, step: int) -> int:
 
 def _lines(path: Path, *, warn: bool) -> Iterator[tuple[dict[str, Any], int]]:
     """Lines and where they end in bytes, until the first that is not complete."""
-    require_file(path)
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         for number in itertools.count(1):
             if not (raw := file.readline(LONGEST)):
                 return
