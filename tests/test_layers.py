@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "src" / "torchrex"
 ORDER = [
-    {"errors", "rng", "schedules", "durable", "notebook", "settings"},
+    {"errors", "rng", "schedules", "durable", "lock", "notebook", "settings"},
     {"distributed"},
     {"targets"},
     {"samplers"},
@@ -28,6 +28,7 @@ FOUNDATIONS_KNOW = {
     "schedules": {"errors"},
     "errors": set(),
     "durable": set(),
+    "lock": {"durable", "errors"},
     "notebook": set(),
     "settings": {"errors"},
 }

@@ -1,6 +1,13 @@
 """State trees on disk: saved completely or not at all, checked before use, and never executed."""
 
-from torchrex.checkpoint.folder import Checkpoint, Checkpoints, DamagedError, expect_form, read
+from torchrex.checkpoint.folder import (
+    Checkpoint,
+    Checkpoints,
+    DamagedError,
+    expect_form,
+    owned,
+    read,
+)
 from torchrex.durable import MOST_JSON, one_line, parse_json, printable, read_file, require_file
 
 __all__ = [
@@ -10,6 +17,7 @@ __all__ = [
     "DamagedError",
     "expect_form",
     "one_line",
+    "owned",
     "parse_json",
     "printable",
     "read",

@@ -9,6 +9,7 @@
                                   each file above, the tree with its plain values
         DONE                      sha256 of manifest.json
     .step=000000123.old           the one before, while it is replaced; it counts until then
+    .torchrex.lock                held by the job that writes, see `owned`
 
 File names follow from the shape of the tree alone, so no content can point outside the folder. One
 job writes into a folder; any number of processes may read.
@@ -51,8 +52,10 @@ from torchrex.errors import (
     DeviceError,
     InvalidArgumentError,
     RankError,
+    RunFolderError,
     TorchrexError,
 )
+from torchrex.lock import one_owner
 from torchrex.settings import fingerprint, require_same, shown
 
 log = logging.getLogger("torchrex")
@@ -317,6 +320,22 @@ def read(
         reason = one_line(f"{type(error).__name__}: {error}")
         raise DamagedError(f"has a {MANIFEST} of another form ({reason})") from None
     return state
+
+
+@contextlib.contextmanager
+def owned(
+    given: Sequence[Checkpoints | None], process_group: ProcessGroup = ALONE
+) -> Iterator[None]:
+    """Around a run: another job that writes into one of the folders is refused meanwhile. The first
+    process holds the locks for all.
+    """
+    folders = [each.folder for each in given if each is not None]
+    with contextlib.ExitStack() as locks:
+        if folders:
+            with process_group.all_or_none("locking of the checkpoints", RunFolderError):
+                for folder in folders if process_group.is_main else ():
+                    locks.enter_context(one_owner(folder / ".torchrex.lock", folder))
+        yield
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from torchrex.checkpoint import Checkpoints
+from torchrex.checkpoint import Checkpoints, owned
 from torchrex.density.drawing import Drawing, DrawOptions, End, Progress, draw_all
 from torchrex.density.run import DensityExchange
 from torchrex.density.shards import Shards, process_group_for
@@ -152,7 +152,8 @@ def sample(
     divided.require_same_everywhere({**numbers, "shards": n_shards, "checkpoints": folder})
     settings = {"run": f"DensityExchange({ensemble!r}, {ladder!r})", "seed": seed}
     settings |= {"shards": n_shards} if n_shards > 1 else {}
-    return _draw(divided, make_run, options, settings)
+    with owned([options.folder], process_group):
+        return _draw(divided, make_run, options, settings)
 
 
 def collect(
@@ -182,7 +183,8 @@ def collect(
     own: dict[str, Any] = {"run": f"DensityExchange({run.ensemble!r}, {run.rules.ladder!r})"}
     own |= {"steps_before": run.n_steps} if run.n_steps else {}
     alone = Shards(run.ensemble, 1, run.streams.seed, ALONE)
-    return _draw(alone, lambda k: run, options, {**own, **(settings or {})})
+    with owned([options.folder]):
+        return _draw(alone, lambda k: run, options, {**own, **(settings or {})})
 
 
 def _draw(

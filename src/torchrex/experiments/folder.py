@@ -2,7 +2,8 @@
 
 A run is written into `seed=S`, and an unfinished one is resumed there. A run that replaces a
 finished one is written into `seed=S.new` and takes its place when it is finished: whatever stops
-it, the finished run stays as it was. `--resume` continues `seed=S.new` where there is one.
+it, the finished run stays as it was. `--resume` continues `seed=S.new` where there is one. Of the
+jobs that write a run, `.seed=S.lock` lets one in; looking at a run needs no lock.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torchrex.density import shard_folders
 from torchrex.durable import read_object, replace_file
 from torchrex.errors import NonFiniteEnergyError, RunFolderError
 from torchrex.experiments.config import ExperimentConfig, RunOptions, dumps, to_json
+from torchrex.lock import one_owner
 from torchrex.posterior import checksums, with_another_sha256
 from torchrex.recording import Observer, Trace, remove_logs
 
@@ -178,6 +180,13 @@ class RunFolder:
         return self.path.with_name(f"{self.path.name}.old")
 
     # Writing
+
+    def owned(self) -> contextlib.AbstractContextManager[None]:
+        """Around everything that changes `seed=S` or its neighbours. The lock is next to them, as
+        they are renamed and removed.
+        """
+        lock = self.path.with_name(f".{self.path.name}.lock")
+        return one_owner(lock, self.path, other="another --out")
 
     def require_no_link(self, out: Path) -> None:
         """Refuse a link between OUT and the run, which leads to a run elsewhere. OUT may be one."""

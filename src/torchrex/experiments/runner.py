@@ -48,8 +48,16 @@ def run_in(out: Path, config: ExperimentConfig, seed: int) -> Run:
 def run_group(runs: Sequence[Run], options: RunOptions) -> list[RunFolder]:
     """Carry out runs together; the folder of each.
 
-    Of several processes the first keeps the folders, and an error of one is an error of all.
+    Of several processes the first keeps the folders, and an error of one is an error of all. No
+    other job changes them meanwhile.
     """
+    with contextlib.ExitStack() as locks:
+        return _run_group(runs, options, locks)
+
+
+def _run_group(
+    runs: Sequence[Run], options: RunOptions, locks: contextlib.ExitStack
+) -> list[RunFolder]:
     group, config = join(), runs[0].config
     device = config.device(options.device)  # an error before anything is written
     if isinstance(config, DensityConfig) and open_logs(options.log, Path()) and group.is_main:
@@ -59,6 +67,8 @@ def run_group(runs: Sequence[Run], options: RunOptions) -> list[RunFolder]:
     names: list[str | None] = []  # of the folders to write; None for a run that is done
     with group.all_or_none("look at the run folders", RunFolderError):
         if group.is_main:
+            for run in runs:
+                locks.enter_context(run.folder.owned())
             names = [
                 None if is_done(run, options) else _folder_to_write(run, options).path.name
                 for run in runs
@@ -194,7 +204,8 @@ def require_room(runs: Sequence[Run], options: RunOptions) -> None:
     group = join()
     with group.all_or_none("look at the run folders", RunFolderError):
         for run in runs if group.is_main else ():
-            is_done(run, options)
+            with run.folder.owned():
+                is_done(run, options)
 
 
 @dataclass

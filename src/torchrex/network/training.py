@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrex.checkpoint import Checkpoint, Checkpoints, expect_form
+from torchrex.checkpoint import Checkpoint, Checkpoints, expect_form, owned
 from torchrex.errors import (
     CheckpointError,
     DeviceError,
@@ -178,7 +178,8 @@ def train_together(
         raise InvalidArgumentError("give checkpoints to all runs or to none")
     require_on_interrupt(on_interrupt)
     loop = _Loop(runs, data, extra)
-    with loop.process_group.reporting_errors():
+    folders, process_group = [each.checkpoints for each in runs], loop.process_group
+    with process_group.reporting_errors(), owned(folders, process_group):
         if loop.saves:
             loop.resume() if resume else loop.require_nothing_later()
         outcome = loop.train(n_steps, checkpoint_every, budget, progress)
