@@ -8,13 +8,27 @@ others, and with them old results, stay as they are.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from torchrex.errors import require_whole
+
+# All threads share torch's default generators, from which dropout, the first weights of layers and
+# distributions draw. Code that puts them into a state of its own holds this lock meanwhile.
+DEFAULT_GENERATORS = threading.RLock()
+
+
+@contextlib.contextmanager
+def default_seed(seed: int, devices: Sequence[int] | None = None) -> Iterator[None]:
+    """Torch's default generators begin at `seed`; afterwards they are as they were before."""
+    with DEFAULT_GENERATORS, torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        yield
 
 
 def derive_seed(seed: int, name: str) -> int:

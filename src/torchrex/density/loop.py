@@ -11,6 +11,7 @@ rounding of its threshold (tests/test_loop.py).
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -37,20 +38,33 @@ SHORTEST, LONGEST = 32, 65536  # steps in a block
 SMALL = 2**16  # numbers in an ensemble that one thread moves fastest
 
 
+# Torch's usual number of threads, for each thread that has lowered it: one that begins meanwhile
+# finds the lowered number, and must not go back to that.
+_usual: dict[int, int] = {}
+_changing = threading.Lock()
+
+
 @contextmanager
 def few_threads(size: int) -> Iterator[None]:
     """Run the body on one thread if the ensemble has few numbers: on a busy machine two threads
     took 30 s for a run that takes one thread 1 s.
     """
-    before = torch.get_num_threads()
-    if size > SMALL or before == 1:
+    me = threading.get_ident()
+    with _changing:
+        usual = max(torch.get_num_threads(), *_usual.values(), 1)
+        if size > SMALL or usual == 1 or me in _usual:
+            usual = 1
+        else:
+            _usual[me] = usual
+    if usual == 1:
         yield
         return
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        with _changing:
+            torch.set_num_threads(_usual.pop(me))
 
 
 class Block(NamedTuple):

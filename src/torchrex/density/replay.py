@@ -19,6 +19,7 @@ import ctypes
 import shutil
 import subprocess
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,10 @@ ALLOWED = [
 # Numbers in a tensor up to which scalar code is faster than masked vectors (0.07 against 0.13 us).
 LARGEST_SCALAR = 8
 LARGEST_PRODUCT = 2**20  # multiplications of a matrix product that is unrolled into the kernels
+
+
+# Tracing and compiling patch what all threads share, also Inductor's settings: one at a time.
+COMPILING = threading.RLock()
 
 
 class CannotReplayError(RuntimeError):
@@ -181,11 +186,12 @@ class Replay:
         # Clones: a tensor is known by its storage, so no two may share one.
         self.carry = [_own(tensor) for tensor in carry]
         self._examples = [_own(example) for example in inputs]
-        self._step = record(step, [*self.carry, *self._examples])
         self._measure = None
         self._measure_examples = [_own(example) for example in measure_inputs]
-        if measure is not None:
-            self._measure = record(measure, [*self.carry, *self._measure_examples])
+        with COMPILING:
+            self._step = record(step, [*self.carry, *self._examples])
+            if measure is not None:
+                self._measure = record(measure, [*self.carry, *self._measure_examples])
         self._output_like = self._step.outputs[len(self.carry) :]
         self._pointers: list[tuple[str, int]] = []
         self._function = self._build()

@@ -21,7 +21,7 @@ from torchrex.distributed import ReplicaMesh
 from torchrex.errors import InvalidArgumentError, TargetError
 from torchrex.exchange import resolve_device
 from torchrex.network.rows import FlatLayout, Rows
-from torchrex.rng import derive_seed
+from torchrex.rng import default_seed, derive_seed
 from torchrex.samplers import SGLD, Sampler, State
 from torchrex.settings import settings_of
 from torchrex.targets import GaussianPrior, PosteriorEnergy
@@ -416,8 +416,7 @@ def _build(source: ModuleEnsemble, mine: range, seed: int) -> list[nn.Module]:
     if isinstance(source.model, nn.Module):
         modules = [copy.deepcopy(source.model) for _ in mine]
     else:
-        with torch.random.fork_rng():
-            torch.manual_seed(derive_seed(seed, "initial"))
+        with default_seed(derive_seed(seed, "initial")):
             # Those of other processes are made too, for the random numbers that they take.
             n_made = mine.stop if source.initial == "independent" else 1
             modules = [

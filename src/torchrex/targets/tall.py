@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Normal
 
 from torchrex.errors import InvalidArgumentError, TargetError
+from torchrex.rng import default_seed
 from torchrex.targets.density import Energy, Noise, Target, described_shape
 
 
@@ -126,8 +127,7 @@ class TallPosterior(Target):
 
 def draw_points(distribution: Distribution, shape: tuple[int, ...], dim: int, seed: int) -> Tensor:
     """Points (*shape, dim) of a distribution of one coordinate, or of a point."""
-    with torch.random.fork_rng(devices=[]):  # distributions take no generator
-        torch.manual_seed(seed)
+    with default_seed(seed, devices=[]):  # distributions take no generator
         return distribution.sample((*shape, dim) if _of_one_number(distribution) else shape)
 
 
