@@ -27,7 +27,7 @@ FOUNDATIONS_KNOW = {
     "rng": {"errors"},
     "schedules": {"errors"},
     "errors": set(),
-    "durable": set(),
+    "durable": {"errors"},
     "lock": {"durable", "errors"},
     "notebook": set(),
     "settings": {"errors"},

@@ -1,38 +1,133 @@
 """Writing files that survive a power cut, and reading files that may come from a stranger.
 
-Nothing counts as written before it is synced. A pipe would wait for ever and a device never end, so
-only regular files are opened. JSON must have the form that is written here: UTF-8, whole numbers of
-at most 64 bits, no NaN and no infinities. Python's own reader accepts more.
+Nothing counts as written before it is synced. A file is created under a random name and renamed.
+What is there already is never opened for writing: a link, a pipe or a second name leads elsewhere.
+A pipe would wait for ever and a device never end, so only regular files are read. JSON must have
+the form that is written here: UTF-8, whole numbers of at most 64 bits, no NaN and no infinities.
+Python's own reader accepts more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import math
 import os
+import re
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from torchrex.errors import TorchrexError
+
+PART = r"\.[0-9a-f]{16}\.part"  # what a temporary name has after the name of its file
+MOST_OF_NAME = 200  # bytes of that name; file systems take 255 in all
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which gets the name `path` when it is complete and synced.
+
+    Until then it has a temporary name in the same folder, and if writing fails it is removed.
+    """
+    _require_replaceable(path)
+    _remove_stale_parts(path)
+    file = _create_part(path)
+    try:
+        with file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(file.name)
+        raise
+    sync_folder(path.parent)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file that is complete or absent; the one before stays until then."""
+    with new_file(path) as file:
+        file.write(data)
+
+
+def restart_file(path: Path, kept: bytes) -> BinaryIO:
+    """A file that begins with the bytes `kept`, open to append to. An older one is replaced, since
+    it may be a link or have a second name.
+    """
+    replace_file(path, kept)
+    return open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW))
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
+    """Write a file of a name that is free, in a folder of our own that is renamed later."""
+    with open(path, "xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file under a temporary name, sync and rename it: it is complete or absent."""
-    part = path.with_name(f"{path.name}.part")
-    write_synced(part, data)
-    os.replace(part, path)
-    sync_folder(path.parent)
+@contextlib.contextmanager
+def writing(
+    path: Path, kind: type[TorchrexError], advice: str, *, room: str = "try again"
+) -> Iterator[None]:
+    """A failed write becomes one line with advice; if the disk is full: make room, then `room`."""
+    try:
+        yield
+    except TorchrexError:
+        raise
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        why = one_line(error.strerror or error)
+        cure = f"make room, then {room}" if full else advice
+        raise kind(f"cannot write {one_line(path)} ({why}); {cure}") from None
+
+
+def _part_of(name: str) -> str:
+    return os.fsdecode(os.fsencode(name)[:MOST_OF_NAME])
+
+
+def _create_part(path: Path) -> BinaryIO:
+    """A new file under a temporary name. Its lock says that its process lives."""
+    while True:
+        part = path.with_name(f"{_part_of(path.name)}.{secrets.token_hex(8)}.part")
+        file = open(part, "xb")  # noqa: SIM115 - "x" follows no link
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()  # another process removed it before the lock was there
+
+
+def _remove_stale_parts(path: Path) -> None:
+    """Remove the temporary files of `path` that killed processes left: nobody has their lock."""
+    pattern = re.compile(re.escape(_part_of(path.name)) + PART)
+    with os.scandir(path.parent) as entries:
+        found = [e.path for e in entries if pattern.fullmatch(e.name)]
+    for part in found:
+        with contextlib.suppress(OSError):
+            if stat.S_ISREG(os.lstat(part).st_mode):
+                file = os.open(part, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(part)
+                finally:
+                    os.close(file)
+
+
+def _require_replaceable(path: Path) -> None:
+    """Refuse to put a file in the place of a folder, a pipe or a device. A link is replaced."""
+    with contextlib.suppress(FileNotFoundError):
+        found = os.lstat(path)
+        if not stat.S_ISLNK(found.st_mode):
+            _require_regular(found, path, None)
 
 
 def sync_folder(path: Path) -> None:

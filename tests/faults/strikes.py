@@ -6,6 +6,7 @@ A strike from within hits the same moment every time, which a signal from outsid
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -79,9 +80,9 @@ def at_write(name, act):
     return arm
 
 
-def fill_the_disk(path, _):
-    """The file lies on a device that is always full."""
-    path.symlink_to("/dev/full")
+def fill_the_disk(path, data):
+    path.write_bytes(data[: len(data) // 2])
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def die_in_a_file(path, data):

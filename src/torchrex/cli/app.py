@@ -19,6 +19,7 @@ import torchrex
 from torchrex.cli import look, run
 from torchrex.cli.data import data_app
 from torchrex.cli.main import Interrupted, interruptible, is_main_process
+from torchrex.durable import one_line
 from torchrex.errors import RankError, TorchrexError
 
 PLAIN: dict[str, Any] = {
@@ -140,6 +141,9 @@ def call() -> None:
         _exit(2, f"{error}; {advice}", error=True, prints=error.speaks)
     except TorchrexError as error:
         _exit(2, str(error), error=True)
+    except OSError as error:  # such as a folder without permission, or a name that is too long
+        what, why = one_line(error.filename or "a file"), one_line(error.strerror or error)
+        _exit(2, f"cannot use {what} ({why}); choose another name or folder", error=True)
     except Interrupted as interrupted:
         _exit(interrupted.exit_code, str(interrupted))
     except KeyboardInterrupt:

@@ -151,7 +151,7 @@ def compare(
         raise ConfigError(f"--out must end in {' or '.join(SUFFIXES)}, got {out}")
     with loading():
         from torchrex.cli.console import say, stdout
-        from torchrex.durable import replace_file
+        from torchrex.durable import replace_file, writing
         from torchrex.experiments.config import dumps
         from torchrex.report.compare import MARK, as_json, as_markdown, compare_folders, lines
     ours = (MARK, '"not_comparable_because_of"', "paired t")  # every file of ours has one of them
@@ -167,12 +167,8 @@ def compare(
         for line in [""] * (k > 0) + lines(comparison, width):
             say(line)
     if out is not None:
-        try:
+        text = as_markdown(comparisons) if out.suffix == ".md" else dumps(as_json(comparisons))
+        with writing(out, RunFolderError, "choose another --out"):
             out.parent.mkdir(parents=True, exist_ok=True)
-            text = as_markdown(comparisons) if out.suffix == ".md" else dumps(as_json(comparisons))
             replace_file(out, text.encode())
-        except OSError as error:
-            raise RunFolderError(
-                f"cannot write {out} ({error.strerror}); choose another --out"
-            ) from None
         say(f"written: {out}")

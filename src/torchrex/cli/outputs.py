@@ -14,7 +14,7 @@ from rich.table import Table
 
 from torchrex.cli.console import count, say, stdout
 from torchrex.cli.running import Session, require_logs, states, took
-from torchrex.durable import replace_file
+from torchrex.durable import replace_file, writing
 from torchrex.errors import ConfigError, MissingDependencyError, RecipeError, RunFolderError
 from torchrex.experiments import (
     ExperimentConfig,
@@ -232,18 +232,17 @@ def _require_runs(what: str, found: object, unfinished: Sequence[str], out: Path
 
 def _write(made: Made, path: Path) -> None:
     """PATH.json, PATH.md and PATH.png; the table and the lines on the terminal."""
-    try:
-        replace_file(path.with_name(f"{path.name}.json"), dumps(made.numbers).encode())
-        replace_file(path.with_name(f"{path.name}.md"), made.markdown.encode())
-    except OSError as failure:
-        raise RunFolderError(
-            f"cannot write {path}.json and .md ({failure.strerror}); choose another --out"
-        ) from None
+    contents = {"json": dumps(made.numbers), "md": made.markdown}
+    files = {suffix: path.with_name(f"{path.name}.{suffix}") for suffix in (*contents, "png")}
+    for suffix, text in contents.items():
+        with writing(files[suffix], RunFolderError, "choose another --out"):
+            replace_file(files[suffix], text.encode())
     stdout.print(made.table)
     for line in made.lines:
         stdout.print(line, highlight=False, markup=False)
     try:
-        made.draw(path.with_name(f"{path.name}.png"))
+        with writing(files["png"], RunFolderError, "choose another --out"):
+            made.draw(files["png"])
         say(f"picture: {path}.png")
     except MissingDependencyError as missing:
         say(f"no picture: {missing}")

@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import shutil
+import stat
 import struct
 import zlib
 from collections.abc import Mapping
@@ -192,7 +193,14 @@ class RunFolder:
         """Refuse a link between OUT and the run, which leads to a run elsewhere. OUT may be one."""
         between = [path for path in self.path.parents if out in path.parents]
         for path in (self.path, self.replacement.path, self._old, *between):
-            if os.path.islink(path):
+            try:
+                mode = os.lstat(path).st_mode
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:  # such as a name that is too long
+                message = f"cannot use {one_line(path)} ({error.strerror}); choose another --out"
+                raise RunFolderError(message) from None
+            if stat.S_ISLNK(mode):
                 raise _is_link(path)
 
     def make(self) -> None:
@@ -272,8 +280,8 @@ class RunWriter:
         path = self.folder.path
         shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
         remove_logs(path)
-        (path / "config.json").unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # as far as they are empty
+        with contextlib.suppress(OSError):  # as far as they are files, and empty folders
+            (path / "config.json").unlink(missing_ok=True)
             for each in (path, *path.parents[:2]):
                 each.rmdir()
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torchrex.distributed import join
-from torchrex.errors import NonFiniteEnergyError, RunFolderError, TorchrexError
+from torchrex.durable import writing
+from torchrex.errors import NonFiniteEnergyError, RunFolderError
 from torchrex.experiments.config import ExperimentConfig, RunOptions
 from torchrex.experiments.density import DensityConfig
 from torchrex.experiments.folder import Run, RunFolder, RunResult, RunWriter, differences
@@ -153,16 +154,10 @@ def _name(failure: NonFiniteEnergyError, run: Run | None) -> None:
         failure.args = (str(failure).replace(f"(run {failure.run})", f"({run.name})"),)
 
 
-@contextlib.contextmanager
-def _explained(run: Run) -> Iterator[None]:
+def _explained(run: Run) -> contextlib.AbstractContextManager[None]:
     """An error of the disk says which folder cannot be written."""
-    try:
-        yield
-    except TorchrexError:
-        raise
-    except OSError as error:
-        message = f"cannot write {run.folder.path} ({error}); choose another --out"
-        raise RunFolderError(message) from None
+    advice, room = "choose another --out", "use --resume"
+    return writing(run.folder.path, RunFolderError, advice, room=room)
 
 
 def is_done(run: Run, options: RunOptions) -> bool:

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from torchrex.checkpoint import one_line, printable, require_file
-from torchrex.durable import open_file
+from torchrex.durable import open_file, replace_file, writing
 from torchrex.errors import RunFolderError
 
 SHAPES = {
@@ -71,15 +71,11 @@ def _sha256_of_rest(words: Mapping[str, str]) -> str:
 
 
 def write_draws(tensors: dict[str, Tensor], meta: dict[str, Any], path: Path) -> None:
-    try:
-        about = {"torchrex": json.dumps(meta)}
-        save_file(tensors, str(path), {**about, **checksums(tensors, about)})
-    except (SafetensorError, OSError) as error:
-        # safetensors puts its own words around those of the system.
-        reason = str(error).rpartition("I/O error: ")[2].partition(" (os error")[0]
-        raise RunFolderError(
-            f"cannot write {path} ({reason}); give the name of a file in a folder that exists"
-        ) from None
+    about = {"torchrex": json.dumps(meta)}
+    advice, room = "give the name of a file in a folder that exists", "save again or resume the run"
+    with writing(path, RunFolderError, advice, room=room):
+        # Not save_file: its file is for the user alone, and a killed process leaves it behind.
+        replace_file(path, save(tensors, {**about, **checksums(tensors, about)}))
 
 
 def read_draws(path: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrex.distributed import is_main_process
-from torchrex.durable import replace_file
+from torchrex.durable import PART, replace_file, writing
 from torchrex.errors import CheckpointError, InvalidArgumentError, require_whole
 from torchrex.posterior.prediction import (
     Examples,
@@ -52,7 +52,8 @@ from torchrex.posterior.store_format import (
 )
 
 # Files that may be removed if the index does not name them.
-OURS = re.compile(r"draw-\d{9,}\.safetensors(\.part)?|index\.json\.part")
+DRAW = r"draw-\d{9,}\.safetensors"
+OURS = re.compile(rf"{DRAW}|({DRAW}|index\.json)({PART}|\.part)")  # .part: of older versions
 
 
 class DrawStore:
@@ -294,15 +295,9 @@ class DrawStore:
         self._index = index
 
     def _replace_file(self, name: str, data: bytes) -> None:
-        part = self.folder / f"{name}.part"
-        try:
-            if part.is_symlink():  # not written here; writing would follow it
-                part.unlink()
+        safe = "draws before it are safe"
+        with writing(self.folder / name, CheckpointError, safe, room=f"resume; {safe}"):
             replace_file(self.folder / name, data)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot write {self.folder / name} ({error.strerror}); draws before it are safe"
-            ) from None
 
     def _remove_unnamed(self) -> None:
         """Remove what the index does not name: replaced draws, and leftovers of a crash."""

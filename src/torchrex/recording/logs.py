@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from torchrex.checkpoint import parse_json
-from torchrex.durable import open_file
+from torchrex.durable import open_file, restart_file, writing
 from torchrex.errors import (
     ConfigError,
     InvalidArgumentError,
@@ -102,16 +102,9 @@ class JsonLines(_Log):
 
     def _open(self, watched: Watched) -> None:
         step, ladder = watched.run.n_steps, watched.ladder
-        try:
+        with self._writing():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            end = _end_of(self.path, step) if step else 0
-            self._out = open(self.path, "r+b" if self.path.exists() else "w+b")  # noqa: SIM115 - closed in on_end
-            self._out.truncate(end)
-            self._out.seek(end)
-        except OSError as error:
-            raise RunFolderError(
-                f"cannot write {self.path} ({error.strerror}); choose another file for the log"
-            ) from None
+            self._out = restart_file(self.path, _lines_to(self.path, step) if step else b"")
         self._began = time.monotonic()
         self._write(
             kind="start",
@@ -161,8 +154,13 @@ class JsonLines(_Log):
         """One line in one write, flushed at once."""
         line = {name: _plain(value) for name, value in line.items()}
         line["seconds"] = round(time.monotonic() - self._began, 3)  # since on_start
-        self._out.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-        self._out.flush()
+        with self._writing():
+            self._out.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+            self._out.flush()
+
+    def _writing(self) -> contextlib.AbstractContextManager[None]:
+        advice = "choose another file for the log"
+        return writing(self.path, RunFolderError, advice, room="resume the run")
 
 
 def read_log(path: Path | str) -> list[dict[str, Any]]:
@@ -176,15 +174,17 @@ def read_log(path: Path | str) -> list[dict[str, Any]]:
         ) from None
 
 
-def _end_of(path: Path, step: int) -> int:
-    """Where the lines up to a step end; what follows is damaged or will be done again."""
+def _lines_to(path: Path, step: int) -> bytes:
+    """The lines up to a step; what follows is damaged or will be done again."""
     end = 0
-    if path.exists():
-        for line, after in _lines(path, warn=False):
-            if not isinstance(line.get("step"), int) or line["step"] > step:
-                break
-            end = after
-    return end
+    if not path.exists():
+        return b""
+    for line, after in _lines(path, warn=False):
+        if not isinstance(line.get("step"), int) or line["step"] > step:
+            break
+        end = after
+    with open_file(path) as file:
+        return file.read(end)
 
 
 def _lines(path: Path, *, warn: bool) -> Iterator[tuple[dict[str, Any], int]]:
@@ -342,6 +342,6 @@ def open_logs(names: Iterable[str], folder: Path) -> list[Observer]:
 
 def remove_logs(folder: Path) -> None:
     """Remove the logs of the run before, when a run begins anew in a folder."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):  # what cannot be removed is refused when it is opened
         (folder / JSON_LINES).unlink()
     shutil.rmtree(folder / TENSORBOARD, ignore_errors=True)

@@ -23,6 +23,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from torchrex.durable import new_file
 from torchrex.errors import MissingDependencyError, RunFolderError
 from torchrex.experiments import RunFolder
 from torchrex.experiments.config import Column, to_json
@@ -493,7 +494,8 @@ def panels(
     how = {"figsize": size, "constrained_layout": True, "squeeze": False, **more}
     figure, axes = plt.subplots(n_rows, n_columns, **how)
     yield figure, axes
-    figure.savefig(path, dpi=dpi)
+    with new_file(path) as file:
+        figure.savefig(file, dpi=dpi, format=path.suffix[1:] or None)
     plt.close(figure)
 
 

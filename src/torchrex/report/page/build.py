@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torchrex
-from torchrex.durable import replace_file
+from torchrex.durable import replace_file, writing
 from torchrex.errors import RunFolderError
 from torchrex.report import doctor
 from torchrex.report.findings import several, tally
@@ -94,11 +94,9 @@ def write_page(
     loaded = [load_run(path) for path in paths]
     title = title or f"torchrex: {', '.join(root.resolve().name for root in roots)}"
     text = page_of(loaded, out, title=title, empty=empty, doctor_seconds=doctor_seconds)
-    try:
+    with writing(out, RunFolderError, "choose another --out"):
         out.parent.mkdir(parents=True, exist_ok=True)
         replace_file(out, text.encode())
-    except OSError as error:
-        raise RunFolderError(f"cannot write {out} ({error}); choose another --out") from None
     return Written(len(loaded), sum(not is_complete(run) for run in loaded), len(empty))
 
 

@@ -4,7 +4,6 @@ stratified splits of what it holds.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -17,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from torchrex import durable
 from torchrex.checkpoint import one_line
+from torchrex.durable import replace_file, writing
 from torchrex.errors import DataError, InvalidArgumentError
 from torchrex.rng import Streams
 from torchrex.vision.data.sources import PARTS, check_tensors, sha256_of, source_of
@@ -80,16 +79,9 @@ def save_images(images: ImageSet, folder: Path | str | None = None) -> Path:
         "provenance": images.provenance,
         "sha256": {name: sha256_of(tensor) for name, tensor in tensors.items()},
     }
-    try:
+    with writing(path, DataError, "choose another folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        durable.replace_file(path, save(tensors, {"torchrex": json.dumps(about)}))
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            path.with_name(f"{path.name}.part").unlink()  # the name replace_file writes under
-        raise DataError(
-            f"cannot write {path} ({error.strerror or error}); nothing was written, free some "
-            f"space or choose another folder"
-        ) from None
+        replace_file(path, save(tensors, {"torchrex": json.dumps(about)}))
     return path
 
 

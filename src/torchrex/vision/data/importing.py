@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from torchrex.checkpoint import one_line
+from torchrex.durable import new_file, writing
 from torchrex.errors import DataError, MissingDependencyError
 from torchrex.vision.data.cache import ImageSet, cache_path, data_folder, load_images, save_images
 from torchrex.vision.data.sources import (
@@ -38,6 +39,7 @@ Progress = Callable[[int, int], None]  # (bytes done, bytes of the file, 0 if no
 OFFICIAL = "official"  # first word of the provenance of official archives
 PICKLED = ("-python", "batches-py")  # in the names of the pickled version of CIFAR
 TIMEOUT = 30.0  # seconds without a byte
+MOST_BYTES = 2**28  # of a download; the largest official file has 182 MB
 BLOCK = 1 << 18
 
 
@@ -128,10 +130,13 @@ def _compare(source: Source, form: Form, tensors: Tensors) -> str:
     return "not compared bit by bit with the official files"
 
 
-def _check_md5(path: Path, archive: Archive) -> None:
+def _md5_of(path: Path) -> str:
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "md5").hexdigest()
-    if found != archive.md5:
+        return hashlib.file_digest(file, "md5").hexdigest()
+
+
+def _check_md5(path: Path, archive: Archive) -> None:
+    if (found := _md5_of(path)) != archive.md5:
         raise DataError(f"{path} has md5 {found} instead of {archive.md5}; download it again")
 
 
@@ -238,22 +243,40 @@ def _download(url: str, archive: Archive, folder: Path, progress: Progress | Non
         raise MissingDependencyError("downloads need pooch: pip install 'torchrex[data]'") from None
     bar = False if progress is None else _Bar(progress)
     downloader = pooch.HTTPDownloader(progressbar=bar, chunk_size=BLOCK, timeout=TIMEOUT)
-    try:
+    path, shown = folder / archive.file, one_line(url)
+    with writing(path, DataError, "choose another folder"):
         folder.mkdir(parents=True, exist_ok=True)
-        with _quiet(pooch.get_logger()):
-            pooch.retrieve(url, f"md5:{archive.md5}", archive.file, folder, downloader=downloader)
-    except requests.RequestException as error:
-        raise DataError(
-            f"cannot download {url} ({one_line(error, 200)}); try again later, from a mirror "
-            f"(--mirror URL), or import a copy (torchrex data import NAME --from FOLDER)"
-        ) from None
-    except OSError as error:
-        raise DataError(
-            f"cannot write to {folder} ({error.strerror or error}); free some space or choose "
-            f"another folder"
-        ) from None
-    except ValueError:  # pooch compares the checksum, and removes a file that differs
-        raise DataError(f"{url} has another md5 than {archive.md5}; it was removed") from None
+        if path.is_file() and _md5_of(path) == archive.md5:
+            return
+        # Not pooch.retrieve: it opens what is at `path`, and a killed one leaves its file behind.
+        with new_file(path) as file:
+            received = _Received(file)
+            try:
+                downloader(url, received, None)
+            except (requests.RequestException, ValueError) as error:
+                raise DataError(
+                    f"cannot download {shown} ({one_line(error, 200)}); try again later, from a "
+                    "mirror (--mirror URL), or import a copy (torchrex data import NAME --from "
+                    "FOLDER)"
+                ) from None
+            if received.md5.hexdigest() != archive.md5:
+                raise DataError(f"{shown} has another md5 than {archive.md5}; it was removed")
+
+
+class _Received:
+    """Takes what a server sends, up to a limit: it may state no length, or a wrong one."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.md5, self.n_bytes = file, hashlib.md5(usedforsecurity=False), 0
+
+    def write(self, data: bytes) -> None:
+        self.n_bytes += len(data)
+        if self.n_bytes > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES:,} bytes, and no official file has")
+        self.md5.update(data)
+        self.file.write(data)
+
+    def flush(self) -> None: ...
 
 
 class _Bar:
@@ -270,14 +293,3 @@ class _Bar:
         self.done = 0
 
     def close(self) -> None: ...
-
-
-@contextlib.contextmanager
-def _quiet(logger: Any) -> Iterator[None]:
-    """pooch reports each download on stderr; here the caller decides what is printed."""
-    level = logger.level
-    logger.setLevel("WARNING")
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
