@@ -114,6 +114,16 @@ def test_help_and_typing_errors_are_answered_without_torch():
         assert ("repeat --set" in printed) == ("repeat --set" in expected), line
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: no memory")])
+def test_exhausted_memory_is_one_line(monkeypatch, capsys, tmp_path, error):
+    def full(*given):
+        raise error
+
+    monkeypatch.setattr("torchrex.cli.running.run_group", full)
+    answer = run_command(monkeypatch, capsys, "run", "digits/msgd", "--out", tmp_path)
+    refused(answer, "not enough memory", "batch size")
+
+
 def test_what_is_written_out_for_quick_help_is_what_the_modules_have():
     assert tuple(outputs.OUTPUTS) == run_arguments.THINGS
     assert look.SECONDS == build.SECONDS

@@ -15,6 +15,7 @@ from densities import assert_same_draws
 from torchrex import diagnostics
 from torchrex.density.drawing import DrawRecorder
 from torchrex.errors import (
+    DeviceError,
     InvalidArgumentError,
     LadderError,
     NonFiniteEnergyError,
@@ -48,6 +49,24 @@ def test_thinned_draws_are_those_of_the_full_run():
     assert full.accepted.shape == full.proposed.shape == (2, 5)
     assert full.status == "finished"
     assert not torch.equal(tr.sample(gaussian, **{**common, "seed": 5}).values, full.values)
+
+
+def test_draws_that_do_not_fit_into_memory_are_one_line_that_says_what_helps(tmp_path, monkeypatch):
+    """A petabyte is refused at once; what is saved is not called damage when it cannot be read."""
+    common = {"dim": 2, "ladder": PAIR, "compiled": False, "checkpoints": tmp_path}
+    with pytest.raises(DeviceError, match=r"2 dimensions with 1,000,000,000,000,000 .*raise thin"):
+        tr.sample(gaussian, n_steps=10**15, **common)
+    tr.sample(gaussian, n_steps=20, **common)
+    expected = tr.sample(gaussian, n_steps=40, **{**common, "checkpoints": None})
+
+    def full(data):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("torchrex.checkpoint.folder.load_tensors", full)
+        with pytest.raises(DeviceError, match="not enough memory"):
+            tr.sample(gaussian, n_steps=40, **common)
+    assert_same_draws(tr.sample(gaussian, n_steps=40, **common), expected)
 
 
 def test_recorder_does_not_care_how_steps_are_cut_into_blocks():

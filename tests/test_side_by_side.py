@@ -262,13 +262,22 @@ def test_a_member_that_diverges_is_named_and_the_others_finish(tmp_path):
         trained(members(tmp_path / "lost", [("paired", 0), ("paired", 1)], lr=1e30), 40)
 
 
-def test_out_of_memory_says_what_to_lower_and_keeps_the_state(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+        MemoryError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_out_of_memory_says_what_to_lower_and_keeps_the_state(tmp_path, monkeypatch, error):
     calls, original = [], Net.forward
 
     def full(*given):
         calls.append(1)
         if len(calls) > 15:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error
         return original(*given)
 
     monkeypatch.setattr(Net, "forward", full)

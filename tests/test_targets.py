@@ -206,6 +206,19 @@ def test_a_target_is_tried_before_the_run(target, word):
         tr.sample(target, **dim, temperatures=(1.0, 5.0), lr=1e-3, n_steps=100)
 
 
+@pytest.mark.parametrize("dim", [1, 2, 7, 8, 9, 10, 30_000])
+def test_a_function_of_one_point_is_found_out_at_the_cost_of_a_few_points(dim):
+    tried = []
+
+    def of_one_point(x):
+        tried.append(x.numel())
+        return -0.5 * x[0].square() - x[-1].square()
+
+    with pytest.raises(TargetError, match="batched=False"):
+        tr.LogDensity(of_one_point, dim).check(torch.zeros(2, 1, dim))
+    assert max(tried) <= 9 * dim
+
+
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["of a coordinate", "of a point"])
 def test_a_prior_given_as_a_distribution_is_evaluated_and_drawn_from(kind, compiled):

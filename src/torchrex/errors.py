@@ -6,7 +6,9 @@ and exits with 2.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 # What Ctrl-C does to `train`, `sample` and `collect`, once everything is saved.
@@ -125,6 +127,26 @@ class RunInterrupted(KeyboardInterrupt):
     def __init__(self, message: str, *, draws: Any = None, outcome: Any = None) -> None:
         super().__init__(message)
         self.draws, self.outcome = draws, outcome
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Is memory exhausted, on a CPU or a GPU? For a CPU torch raises a plain RuntimeError."""
+    if isinstance(error, RuntimeError):
+        words = ("DefaultCPUAllocator", "bad_alloc")
+        is_of_gpu = type(error).__name__ == "OutOfMemoryError"
+        return is_of_gpu or any(word in str(error) for word in words)
+    return isinstance(error, MemoryError)
+
+
+@contextlib.contextmanager
+def explain_memory(explanation: Callable[[], str]) -> Iterator[None]:
+    """Exhausted memory becomes a DeviceError that says what helps."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DeviceError(explanation()) from None
 
 
 def require_on_interrupt(on_interrupt: str) -> None:

@@ -54,6 +54,7 @@ from torchrex.errors import (
     RankError,
     RunFolderError,
     TorchrexError,
+    is_out_of_memory,
 )
 from torchrex.lock import one_owner
 from torchrex.settings import fingerprint, require_same, shown
@@ -346,6 +347,8 @@ def expect_form(path: Path) -> Iterator[None]:
     except (DeviceError, RankError):
         raise
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        if is_out_of_memory(error):
+            raise
         reason = one_line(f"{type(error).__name__}: {error}", 200)
         raise CheckpointError(
             f"{path} is not a checkpoint of such a run ({reason}); give another folder"
@@ -417,6 +420,8 @@ def _read_tensors(path: Path, *, size: int, sha256: str) -> dict[str, Tensor]:
         with torch.device("cpu"):  # whatever the default device is
             return load_tensors(data)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
         reason = one_line(error)
         raise DamagedError(f"has a {path.name} that is no safetensors file ({reason})") from None
 

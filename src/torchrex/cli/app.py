@@ -20,7 +20,7 @@ from torchrex.cli import look, run
 from torchrex.cli.data import data_app
 from torchrex.cli.main import Interrupted, interruptible, is_main_process
 from torchrex.durable import one_line
-from torchrex.errors import RankError, TorchrexError
+from torchrex.errors import RankError, TorchrexError, is_out_of_memory
 
 PLAIN: dict[str, Any] = {
     "add_completion": False,
@@ -148,6 +148,11 @@ def call() -> None:
         _exit(interrupted.exit_code, str(interrupted))
     except KeyboardInterrupt:
         _exit(130, "interrupted")
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        words = "lower the batch size, the number of rungs or what runs together"
+        _exit(2, f"not enough memory; {words}. What was saved is complete", error=True)
     finally:
         logger.removeHandler(warnings)
         if "torchrex.distributed" in sys.modules:  # otherwise there is nothing to leave

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import signal
 import threading
@@ -28,6 +29,7 @@ from torchrex.errors import (
     OnInterrupt,
     RunInterrupted,
     TorchrexError,
+    explain_memory,
     require_whole,
 )
 from torchrex.exchange import Ladder, RuleOptions, resolve_device, warn_of_dead_pairs
@@ -197,7 +199,8 @@ def _draw(
     group, start = shards.process_group, shards.all_runs.position
     if start.shape[1] > 1 and bool((start == start[:, :1]).all()):
         settings = {**settings, "started_at_one_point": True}
-    with group.all_or_none("reading of the checkpoints", CheckpointError):
+    enough_memory = functools.partial(explain_memory, lambda: _out_of_memory(start, options))
+    with enough_memory(), group.all_or_none("reading of the checkpoints", CheckpointError):
         shards.require_same_cut(options.folder)
         drawings = [
             Drawing(make_run(k), options, shards.checkpoints(options.folder, k), shards.name(k))
@@ -213,7 +216,8 @@ def _draw(
         if progress is True:
             progress = stack.enter_context(progress_bar("sampling", options.n_steps))
         try:
-            end = draw_all(drawings, options, progress or None, meeting.stop_requested)
+            with enough_memory():
+                end = draw_all(drawings, options, progress or None, meeting.stop_requested)
         except (TorchrexError, OSError) as met:
             error = met
         if error is not None or end.status in ("interrupted", "failed"):
@@ -229,7 +233,8 @@ def _draw(
         failure["run"] += shards.runs[shards.mine[end.failed]].start
     ends: list[list[Any]] = group.gather([end.status, failure], "end of the sampling")
     status = max((each for each, _ in ends), key=STATUSES.index)
-    draws = shards.gather([drawing.draws(status, settings) for drawing in drawings])
+    with enough_memory():
+        draws = shards.gather([drawing.draws(status, settings) for drawing in drawings])
     for _, values in ends:
         if values is not None:
             raise NonFiniteEnergyError(**values, draws=draws)
@@ -241,6 +246,17 @@ def _draw(
         _report_interrupt(draws, options, terminated=bool(terminated), is_main=group.is_main)
     assert draws is not None
     return draws
+
+
+def _out_of_memory(start: Tensor, options: DrawOptions) -> str:
+    rungs, runs, dim = start.shape
+    kept = (options.n_steps - options.burn_in) // options.thin
+    words = "; what was saved is complete, and the same call goes on from it"
+    return (
+        f"{start.device} has not enough memory for {runs:,} runs of {rungs} rungs in {dim:,} "
+        f"dimensions with {kept:,} draws of each ({runs * kept * dim * start.itemsize / 1e9:.3g} "
+        f"GB); raise thin, or lower n_runs{'' if options.folder is None else words}"
+    )
 
 
 def _report_interrupt(

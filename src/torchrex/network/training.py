@@ -24,11 +24,11 @@ from torch import Tensor
 from torchrex.checkpoint import Checkpoint, Checkpoints, expect_form, owned
 from torchrex.errors import (
     CheckpointError,
-    DeviceError,
     InvalidArgumentError,
     NonFiniteEnergyError,
     OnInterrupt,
     RunInterrupted,
+    explain_memory,
     require_on_interrupt,
     require_whole,
 )
@@ -179,7 +179,11 @@ def train_together(
     require_on_interrupt(on_interrupt)
     loop = _Loop(runs, data, extra)
     folders, process_group = [each.checkpoints for each in runs], loop.process_group
-    with process_group.reporting_errors(), owned(folders, process_group):
+    with (
+        process_group.reporting_errors(),
+        explain_memory(loop.out_of_memory),
+        owned(folders, process_group),
+    ):
         if loop.saves:
             loop.resume() if resume else loop.require_nothing_later()
         outcome = loop.train(n_steps, checkpoint_every, budget, progress)
@@ -352,8 +356,6 @@ class _Loop:
                         each.record(info)
         except NonFiniteEnergyError as failure:
             raise failure.with_checkpoint(self.runs[0].newest_checkpoint) from None
-        except torch.OutOfMemoryError:
-            raise self._out_of_memory() from None
         for k, reason in self.group.failures.items():
             self._stop_one(self._watching[k], reason)
         for each in self.going:
@@ -377,16 +379,18 @@ class _Loop:
             each.end("failed")
             logger.warning("%s stops, the others go on: %s", one, one.failure)
 
-    def _out_of_memory(self) -> DeviceError:
+    def out_of_memory(self) -> str:
+        """What to say if memory is exhausted."""
         replicas = sum(each.run.n_rungs for each in self.runs)
         size = getattr(self.data, "batch_size", None)
         batches = "" if size is None else f" on batches of {size}"
         newest = self.runs[0].newest_checkpoint
         saved = f"; {newest.name} is saved, and --resume goes on from it" if newest else ""
-        return DeviceError(
-            f"the device has not enough memory for {replicas} replicas in {len(self.runs)} runs "
-            f"side by side{batches}; train fewer together, or lower the batch size or the number "
-            f"of rungs{saved}"
+        together = f" in {len(self.runs)} runs side by side" if len(self.runs) > 1 else ""
+        fewer = "train fewer together, or " if len(self.runs) > 1 else ""
+        return (
+            f"{self.runs[0].run.device} has not enough memory for {replicas} replicas{together}"
+            f"{batches}; {fewer}lower the batch size or the number of rungs{saved}"
         )
 
     # Checkpoints

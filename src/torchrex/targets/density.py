@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrex.errors import TargetError, require_whole
+from torchrex.errors import TargetError, is_out_of_memory, require_whole
 
 Noise = Mapping[str, Tensor]
+MOST_TRIED = 8  # points of more dimensions than this, when a log density is checked
 
 
 class Energy(NamedTuple):
@@ -106,13 +107,18 @@ class LogDensity(Target):
         return self.energy(position, noise), -value.reshape(position.shape)
 
     def check(self, position: Tensor) -> None:
-        """Try it on dim + 1 points, where a function of one point returns a wrong shape."""
-        points = position.reshape(-1, self.dim)[:1].expand(self.dim + 1, -1).clone()
+        """Try it on some points, not `dim` of them: there a function of one point returns a wrong
+        shape.
+        """
+        n_points = self.dim + 1 if self.dim <= MOST_TRIED else MOST_TRIED
+        points = position.reshape(-1, self.dim)[:1].expand(n_points, -1).clone()
         try:
             with torch.enable_grad():
                 points.requires_grad_(self.gradient is None)
                 values = [self.log_density(points) for _ in range(2)]
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             reason = f"{type(error).__name__}: {str(error).rstrip('.')}. {self._hint}"
             raise TargetError(
                 f"the log density failed on points of shape {tuple(points.shape)}: {reason}"

@@ -16,7 +16,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from torchrex.errors import InvalidArgumentError, TargetError, TorchrexError, require_whole
+from torchrex.errors import (
+    InvalidArgumentError,
+    TargetError,
+    TorchrexError,
+    is_out_of_memory,
+    require_whole,
+)
 from torchrex.targets.density import described_shape
 
 Batch = Any  # a tuple (inputs..., target), a dict with the target under `target_key`, or one tensor
@@ -216,9 +222,11 @@ class PosteriorEnergy:
                 output = self.output(module, batch)
                 self._require_classes(output, target)
             return self.per_example(module, batch)
-        except (TorchrexError, torch.OutOfMemoryError):
+        except TorchrexError:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            if is_out_of_memory(error):
+                raise
             if (reason := self._explain(module, batch, output, error)) is None:
                 raise
             words = " ".join(str(error).split())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, Normal
 
-from torchrex.errors import InvalidArgumentError, TargetError
+from torchrex.errors import InvalidArgumentError, TargetError, is_out_of_memory
 from torchrex.rng import default_seed
 from torchrex.targets.density import Energy, Noise, Target, described_shape
 
@@ -96,6 +96,8 @@ class TallPosterior(Target):
         except TargetError:
             raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             shapes = [(*noise["index"].shape[1:], *tensor.shape[1:]) for tensor in self.data]
             raise TargetError(
                 f"log_likelihood got positions of shape {(*at, 1, self.dim)} and data of shapes "
