@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import io
 import json
 import os
 import pty
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -132,7 +134,7 @@ def test_what_is_written_out_for_quick_help_is_what_the_modules_have():
 def test_names_of_the_package_are_there_before_they_are_loaded():
     """Editors, type checkers and `from torchrex import *` see the same names."""
     tree = ast.parse(Path(torchrex.__file__).read_text())
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    block = next(node for node in tree.body if isinstance(node, ast.If))
     static = {alias.name for node in block.body if node.module != "typing" for alias in node.names}
     assert static == set(torchrex.__all__) == {*torchrex._HOME_OF, "schedules"}
     assert set(dir(torchrex)) >= {*torchrex.__all__, "__version__", "exchange"}
@@ -401,6 +403,111 @@ def test_ctrl_c_says_how_many_runs_go_on(tmp_path, n, more, are):
     done = f"^interrupted; {folders[0].path}{more} {are} finished$"
     with pytest.raises(Interrupted, match=done), early(folders, "the same"):
         raise KeyboardInterrupt(signal.SIGINT)
+
+
+# Output that fails
+
+
+def broken_stream(kind):
+    """A stream that cannot be written, or not all of it."""
+    if kind == "full disk":
+        return open("/dev/full", "w")
+    if kind == "closed pipe":
+        reader, writer = os.pipe()
+        os.close(reader)
+        return os.fdopen(writer, "w")
+    if kind == "lost terminal":
+        controller, terminal = pty.openpty()
+        os.close(controller)
+        return os.fdopen(terminal, "w")
+    return None if kind == "none" else io.TextIOWrapper(io.BytesIO(), "ascii")
+
+
+BROKEN = [("full disk", 74), ("closed pipe", 0), ("lost terminal", 0), ("ascii", 0), ("none", 0)]
+
+
+@pytest.mark.parametrize(("kind", "code"), BROKEN)
+@pytest.mark.parametrize("both", [False, True])
+def test_losing_the_screen_does_not_lose_the_run(tmp_path, monkeypatch, capsys, kind, code, both):
+    """All seeds run; the exit code says whether output was lost that somebody waits for."""
+    stream, other = broken_stream(kind), broken_stream(kind)
+    words = words_of(f"run {SGHMC} --seeds 2", QUICK, tmp_path)
+    with stream or nullcontext(), other or nullcontext():
+        monkeypatch.setattr(sys, "stdout", stream)
+        if both:
+            monkeypatch.setattr(sys, "stderr", other)
+        ended, _, err = run_command(monkeypatch, capsys, *words)
+        assert sys.stdout is stream
+        printed = stream.buffer.getvalue() if kind == "ascii" else b" +- "
+    monkeypatch.undo()
+    assert (ended, b" +- " in printed) == (code, True)
+    assert [folder_of(tmp_path, SGHMC, seed).status for seed in range(2)] == ["finished"] * 2
+    assert both or (code == 74) == ("torchrex: stdout cannot be written" in err)
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", ["list", "--help", "run nosuch"])
+def test_a_closed_pipe_is_no_error(line):
+    """As in `torchrex list | head -1`, also where Python flushes its streams at the end."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "torchrex", *line.split()]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writer)
+    assert ended.returncode == (2 if "nosuch" in line else 0)
+    assert len(ended.stderr.splitlines()) == (1 if "nosuch" in line else 0)
+
+
+@pytest.mark.parametrize("columns", ["0", "", "000", "x"])
+def test_a_width_of_zero_prints_everything(ok, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert SGHMC in ok("list")
+
+
+@pytest.mark.parametrize("name", ["NO_COLOR", "TERM"])
+def test_no_colours_where_they_are_not_wanted(monkeypatch, name):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for value, has_red in ((None, True), ("dumb", False)):
+        if value:
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        monkeypatch.setattr(sys, "argv", ["torchrex", "run", "nosuch"])
+        with pytest.raises(SystemExit):
+            torchrex.cli.main()
+        assert ("\x1b" in sys.stderr.getvalue()) == has_red
+
+
+TWO = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE must be a whole number >= 1, but it is ''"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE must be a whole number >= 1"),
+        ({"WORLD_SIZE": "2"}, "RANK must be a whole number from 0 to 1, but it is not set"),
+        ({**TWO, "RANK": "abc"}, "RANK must be a whole number from 0 to 1, but it is 'abc'"),
+        ({**TWO, "RANK": "2"}, "RANK must be a whole number from 0 to 1, but it is '2'"),
+        ({**TWO, "MASTER_PORT": "x"}, "MASTER_PORT must be a whole number from 1 to 65535"),
+        ({**TWO, "MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+        ({**TWO, "TORCHREX_TIMEOUT": "inf"}, "TORCHREX_TIMEOUT must be a number of seconds"),
+        ({**TWO, "TORCHREX_TIMEOUT": "1e300"}, "TORCHREX_TIMEOUT must be a number of seconds"),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_one_line(
+    cli, tmp_path, monkeypatch, environment, words
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    refused(cli(f"run {SGHMC}", *QUICK, out=tmp_path), words)
+    with pytest.raises(torchrex.errors.InvalidArgumentError, match=re.escape(words)):
+        torchrex.distributed.join()
 
 
 # Numbers

@@ -218,20 +218,21 @@ def test_a_budget_pauses(tmp_path):
 
 @pytest.mark.usefixtures("short_blocks")
 @pytest.mark.parametrize("on_interrupt", ["raise", "return"])
-def test_sigterm_saves_and_stops(tmp_path, on_interrupt):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_saves_and_stops(tmp_path, number, code, on_interrupt):
     def terminate(done, total):
         if done >= 100:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
     options = {"progress": terminate, "checkpoint_every": 45, "on_interrupt": on_interrupt}
     if on_interrupt == "raise":
         with pytest.raises(SystemExit) as caught:
             draw(tmp_path, **options)
-        assert caught.value.code == 143
+        assert caught.value.code == code
     else:
         assert draw(tmp_path, **options).status == "interrupted"
     assert 100 <= tr.Checkpoints(tmp_path).steps()[-1] < N_STEPS
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(number) is signal.SIG_DFL
     assert_same(draw(tmp_path), draw())
 
 

@@ -249,10 +249,11 @@ def test_torchrun_gives_a_killed_rank_another_life(tmp_path, undisturbed):
     assert jobs.contents_of(tmp_path / "run", N) == jobs.contents_of(undisturbed, N)
 
 
-def test_torchrun_is_told_to_stop(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_torchrun_is_told_to_stop(tmp_path, number):
     one = Torchrun(tmp_path / "run", 10**6)
     one.wait_for(tmp_path / "run" / "step=000000040" / "DONE")
-    one.process.terminate()
+    one.process.send_signal(number)
     said = one.wait()
     ends = re.findall(r"rank \d life 0 ends interrupted at step (\d+)", said)
     assert len(ends) == 2, said
@@ -267,6 +268,58 @@ def test_torchrun_is_killed_and_leaves_no_orphans(tmp_path):
     one.process.kill()
     said = one.wait()
     assert said.count("torchrex: torchrun is gone") == said.count("torchrex: ") == 1, said
+
+
+def test_torchrun_is_killed_while_its_ranks_load(tmp_path):
+    """They have no process group yet, which would notice. The mutant waits for the others."""
+    one = Torchrun(tmp_path / "run", N, "loads")
+    deadline = time.monotonic() + LONGEST
+    while one.log.read_text().count("process ") < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    one.process.kill()
+    killed = time.monotonic()
+    said = one.wait()
+    assert time.monotonic() - killed < 10.0
+    assert said.count("torchrex: torchrun is gone") == said.count("torchrex: ") == 1, said
+
+
+def in_one_store(folder, stranger):
+    """Processes 0 and 1 are a job; process 2 comes later with the identity of its second rank."""
+    name, folder = int(os.environ["RANK"]), Path(folder)
+    of_job = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_ERROR_FILE": "/t/x/a_1/attempt_0/0/e.json"}
+    os.environ.update(WORLD_SIZE="2", RANK=str(min(name, 1)), **of_job)
+    while name == 2 and len(list(folder.glob("joined-*"))) < 2:
+        time.sleep(0.05)
+    if name == 2:
+        os.environ.update(stranger)
+    said = tr.distributed.join().gather(name)
+    (folder / f"joined-{name}").touch()
+    while name != 2 and not (folder / "refused").exists():
+        time.sleep(0.05)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("stranger", "words"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "b"}, "its job is 'a' of 2 processes, not 'b' of 2 processes"),
+        ({"WORLD_SIZE": "3"}, "its job is 'a' of 2 processes, not 'a' of 3 processes"),
+        ({"TORCHELASTIC_ERROR_FILE": "/t/y/a_2/attempt_0/1/e.json"}, "torchrun as x/a_1, not "),
+        ({}, r"its rank 1 is process \d+ on \S+, not process \d+ on "),
+    ],
+)
+def test_a_stranger_does_not_join_the_job(tmp_path, stranger, words):
+    """It finds the store of another job at its port, for example that of an earlier torchrun."""
+    ranks = Ranks(3, in_one_store, tmp_path, str(tmp_path), stranger)
+    began = time.monotonic()
+    ranks.processes[2].join(LONGEST)
+    (tmp_path / "refused").touch()
+    said = ranks.wait()
+    assert time.monotonic() - began < 60.0
+    assert said[:2] == [[0, 1], [0, 1]]
+    assert said[2]["error"] == "RankError"
+    assert re.search(rf"found another job at 127.0.0.1:\d+: .*{words}", said[2]["said"]), said[2]
 
 
 def test_twenty_random_kills(tmp_path):

@@ -1,13 +1,14 @@
-"""rng, schedules, errors."""
+"""rng, schedules, errors, processes."""
 
 from __future__ import annotations
 
 import inspect
+import os
 
 import pytest
 import torch
 
-from torchrex import errors, schedules
+from torchrex import errors, processes, schedules
 from torchrex.rng import Streams, derive_seed
 
 
@@ -24,6 +25,31 @@ def test_streams_are_reproducible_and_independent():
     for bad in (-1, 1.5, True, "0"):
         with pytest.raises(errors.InvalidArgumentError, match="seed"):
             Streams(bad)
+
+
+def test_only_a_rank_of_torchrun_leaves_with_its_parent(monkeypatch):
+    """Another process may outlive the shell that started it, as with nohup or setsid."""
+    begun = []
+    monkeypatch.setattr(processes, "_parent", None)
+
+    class Thread:
+        def __init__(self, **_):
+            self.start = lambda: begun.append(self)
+
+    monkeypatch.setattr(processes.threading, "Thread", Thread)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    processes.leave_with_parent()
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert not begun
+    assert not processes.parent_is_gone()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    processes.leave_with_parent()
+    processes.leave_with_parent()
+    assert len(begun) == 1
+    monkeypatch.setattr(os, "getppid", lambda: 2)
+    assert processes.parent_is_gone()
 
 
 def test_streams_save_and_restore():

@@ -7,7 +7,17 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "src" / "torchrex"
 ORDER = [
-    {"errors", "rng", "schedules", "durable", "lock", "notebook", "settings"},
+    {
+        "errors",
+        "rng",
+        "schedules",
+        "durable",
+        "lock",
+        "notebook",
+        "processes",
+        "screen",
+        "settings",
+    },
     {"distributed"},
     {"targets"},
     {"samplers"},
@@ -30,6 +40,8 @@ FOUNDATIONS_KNOW = {
     "durable": {"errors"},
     "lock": {"durable", "errors"},
     "notebook": set(),
+    "processes": {"errors"},
+    "screen": set(),
     "settings": {"errors"},
 }
 

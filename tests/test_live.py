@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import json
@@ -483,6 +484,34 @@ def test_the_display_is_silent_where_nobody_looks(capfd):
             assert callback is None
         assert console.file.getvalue() == ""
         assert "silent" in repr(display)
+
+
+@pytest.mark.parametrize("kind", ["closed pipe", "lost terminal", "full disk", "none"])
+def test_a_screen_that_is_lost_does_not_end_the_run(monkeypatch, kind):
+    class Lost(io.StringIO):
+        written = 0
+
+        def isatty(self):
+            return True
+
+        def write(self, text):
+            self.written += 1
+            codes = {"closed pipe": errno.EPIPE, "lost terminal": errno.EIO}
+            raise OSError(codes.get(kind, errno.ENOSPC), "lost")
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", stream := None if kind == "none" else Lost())
+    assert go(progress=True)[0].n_steps == N_STEPS
+    draws = tr.sample(
+        lambda x: -x.square().sum(1),
+        dim=1,
+        ladder=tr.Ladder((1.0, 2.0), 0.1),
+        n_steps=9,
+        progress=True,
+    )
+    assert draws.status == "finished"
+    assert sys.stderr is stream
+    assert stream is None or stream.written == 2  # each display tries once
 
 
 @pytest.mark.parametrize("junk", ['{"kind": "steps", "step": "9"}', "[1]", "not JSON"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ import torchrex as tr
 from assertions import assert_mean_is
 from densities import assert_same_draws
 from torchrex import diagnostics
-from torchrex.density.drawing import DrawRecorder
+from torchrex.density.drawing import Drawing, DrawRecorder
 from torchrex.errors import (
     DeviceError,
     InvalidArgumentError,
@@ -165,6 +166,22 @@ def test_ctrl_c_keeps_what_is_done(on_interrupt):
     assert draws.n_steps == calls[1][0] < 100_000
     assert draws.n_draws == draws.n_steps // 8
     assert calls[0][1] == 100_000
+
+
+@pytest.mark.parametrize("on_interrupt", ["raise", "return"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_step(monkeypatch, caplog, number, on_interrupt):
+    """There are no draws to return: the same errors as later."""
+    monkeypatch.setattr(Drawing, "prepare", lambda self, shared: signal.raise_signal(number))
+    options = {"dim": 1, "n_steps": 10, "ladder": PAIR, "on_interrupt": on_interrupt}
+    with pytest.raises(RunInterrupted if number == signal.SIGINT else SystemExit) as caught:
+        tr.sample(gaussian, **options)
+    if number == signal.SIGINT:
+        assert "before the first of 10 steps" in str(caught.value)
+        assert caught.value.draws is None
+    else:
+        assert caught.value.code == 143
+        assert "before the first of 10 steps" in caplog.text
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -33,7 +33,7 @@ from torchrex.errors import (
 )
 from torchrex.experiments import RunFolder, get_recipe, run_recipe
 from torchrex.experiments.config import override
-from torchrex.network.training import stopping_signals
+from torchrex.processes import stopping_signals, terminating
 
 SETTINGS = ["epochs=24", "burn_in_epochs=4", "checkpoint_every=37"]
 
@@ -80,7 +80,9 @@ def leaves(tree, path=""):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_signals_write_a_checkpoint_and_exit(tmp_path, number, code):
     command = [sys.executable, "-m", "torchrex", "run", "digits/resghmc", "--device", "cpu"]
     command += ["--out", str(tmp_path), *(f"--set={setting}" for setting in SETTINGS[1:])]
@@ -334,7 +336,11 @@ def test_leaving_advance_early_does_not_begin_the_data_anew():
 # Signals
 
 
-SIGNALS = [(signal.SIGINT, RunInterrupted, None), (signal.SIGTERM, SystemExit, 143)]
+SIGNALS = [
+    (signal.SIGINT, RunInterrupted, None),
+    (signal.SIGTERM, SystemExit, 143),
+    (signal.SIGHUP, SystemExit, 129),
+]
 
 
 @pytest.mark.parametrize(("number", "kind", "code"), SIGNALS)
@@ -367,6 +373,17 @@ def test_a_signal_ends_a_loop_over_seeds(tmp_path, number, kind, code, at):
     more = {"progress": signalled, "on_interrupt": "return"}
     outcome = tr.train(make_run(), batches(7), 20, **more)
     assert (outcome.status, outcome.signal, outcome.steps) == ("interrupted", number, stopped[0])
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stopping_signals() as noted, terminating() as received:
+            signal.raise_signal(signal.SIGHUP)
+        assert noted == received == []
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_signals_outside_the_main_thread_are_left_alone():

@@ -10,6 +10,7 @@ Names are loaded when they are first used (PEP 562): torch takes seconds to load
 from __future__ import annotations
 
 import importlib
+import os
 
 TYPE_CHECKING = False  # as type checkers know it; loading `typing` takes time
 if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` and `__all__`
@@ -97,9 +98,11 @@ _MODULES = (
     "durable",
     "experiments",
     "notebook",
+    "processes",
     "report",
     "rng",
     "schedules",
+    "screen",
     "vision",
 )
 
@@ -163,6 +166,9 @@ __all__ = [
     "train",
     "train_together",
 ]
+
+if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank of torchrun, which may be killed at any time
+    importlib.import_module("torchrex.processes").leave_with_parent()
 
 
 def __getattr__(name: str) -> Any:

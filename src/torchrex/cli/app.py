@@ -18,9 +18,11 @@ from typer.core import TyperCommand, TyperGroup
 import torchrex
 from torchrex.cli import look, run
 from torchrex.cli.data import data_app
-from torchrex.cli.main import Interrupted, interruptible, is_main_process
+from torchrex.cli.main import Interrupted, interruptible
 from torchrex.durable import one_line
 from torchrex.errors import RankError, TorchrexError, is_out_of_memory
+from torchrex.processes import is_main_process, rank_and_size
+from torchrex.screen import has_colors
 
 PLAIN: dict[str, Any] = {
     "add_completion": False,
@@ -135,6 +137,7 @@ def call() -> None:
     warnings, logger = Warnings(), logging.getLogger("torchrex")
     logger.addHandler(warnings)
     try:
+        rank_and_size()  # refused here if they make no sense
         app()
     except RankError as error:
         advice = "what was saved is complete, and the same command with --resume continues from it"
@@ -161,5 +164,6 @@ def call() -> None:
 
 def _exit(code: int, message: str, *, error: bool = False, prints: bool | None = None) -> None:
     if is_main_process() if prints is None else prints:
-        typer.secho(f"torchrex: {message}", fg="red" if error else None, err=True)
+        line = f"torchrex: {message}"
+        typer.echo(typer.style(line, fg="red") if error and has_colors() else line, err=True)
     sys.exit(code)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from torchrex.cli.main import is_main_process
+from torchrex.processes import is_main_process
 
 stdout = Console(quiet=not is_main_process())
 stderr = Console(stderr=True, quiet=not is_main_process())

@@ -1,4 +1,4 @@
-"""The entry point, and what Ctrl-C and SIGTERM do: never a traceback.
+"""The entry point, and what Ctrl-C does: never a traceback.
 
 Only the standard library is imported here, so that Ctrl-C is handled before anything else loads.
 """
@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from types import FrameType
 
 WHILE_LOADING = b"torchrex: interrupted while it was starting; nothing was written\n"
 
@@ -27,12 +26,9 @@ def main() -> None:
     """The `torchrex` command."""
     with loading():
         from torchrex.cli.app import call
-    call()
-
-
-def is_main_process() -> bool:
-    """Of several processes under torchrun only the first prints."""
-    return int(os.environ.get("WORLD_SIZE", "1")) < 2 or os.environ.get("RANK", "0") == "0"
+        from torchrex.screen import Screens
+    with Screens():
+        call()
 
 
 def leave(number: int, frame: object) -> None:
@@ -69,23 +65,3 @@ def interruptible(message: str = "interrupted") -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise Interrupted(message) from None
-
-
-@contextlib.contextmanager
-def terminating() -> Iterator[list[int]]:
-    """SIGTERM interrupts as Ctrl-C does; the list holds its number once it came."""
-    received: list[int] = []
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield received
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield received
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

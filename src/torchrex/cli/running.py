@@ -16,10 +16,11 @@ import typer
 from rich.table import Table
 
 from torchrex.cli.console import say, stderr, stdout
-from torchrex.cli.main import Interrupted, terminating
-from torchrex.errors import ConfigError, NonFiniteEnergyError, RunFolderError
+from torchrex.cli.main import Interrupted
+from torchrex.errors import ConfigError, NonFiniteEnergyError, RunFolderError, RunInterrupted
 from torchrex.experiments import DensityConfig, ExperimentConfig, Run, RunFolder, RunOptions
 from torchrex.experiments.runner import Group, group_runs, require_room, run_group, run_in
+from torchrex.processes import terminating
 from torchrex.recording import LiveDisplay, open_logs
 from torchrex.report.plots import error_of_mean
 
@@ -140,7 +141,8 @@ def explained_if_early(folders: Sequence[RunFolder], how: str) -> Iterator[None]
             yield
         except KeyboardInterrupt as interrupt:
             number = received[0] if received else signal.SIGINT
-            if interrupt.args:  # the signal that came during the last save
+            # The signal that came during the last save.
+            if interrupt.args and not isinstance(interrupt, RunInterrupted):
                 # A rank that does not see the disk of rank 0 finds none finished.
                 done = [folder for folder in folders if folder.status == "finished"] or folders
                 finished = f"{_named(done)} {'is' if len(done) == 1 else 'are'} finished"

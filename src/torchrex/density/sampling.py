@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, Unpack
 
 import torch
@@ -36,6 +33,7 @@ from torchrex.exchange import Ladder, RuleOptions, resolve_device, warn_of_dead_
 from torchrex.exchange.noise import warn_of_shape
 from torchrex.exchange.run import require_known
 from torchrex.posterior import Draws
+from torchrex.processes import terminating
 from torchrex.recording import progress_bar
 from torchrex.rng import Streams, derive_seed
 from torchrex.samplers import Sampler
@@ -87,10 +85,11 @@ def sample(
     for all; runs that start at one point make R-hat too small.
 
     Ctrl-C raises RunInterrupted, a KeyboardInterrupt, with what was drawn so far in its `draws`;
-    with `on_interrupt="return"` it returns these draws, with status "interrupted". SIGTERM does the
-    same, as SystemExit(143). A NaN or infinite energy raises NonFiniteEnergyError with the draws so
-    far in `draws`. `progress=True` shows a bar; a function is called as `progress(done, total)`
-    after every block.
+    with `on_interrupt="return"` it returns these draws, with status "interrupted". SIGTERM and
+    SIGHUP do the same, as SystemExit(143) and SystemExit(129). Before the first step there are no
+    draws: RunInterrupted in any case, and `draws` is None. A NaN or infinite energy raises
+    NonFiniteEnergyError with the draws so far in `draws`. `progress=True` shows a bar; a function
+    is called as `progress(done, total)` after every block.
 
     With `checkpoints` (a folder) everything, the draws included, is saved every `checkpoint_every`
     steps, at the end and at Ctrl-C. A call that finds checkpoints of the same setting there goes on
@@ -211,7 +210,7 @@ def _draw(
     end = End("interrupted")
     with contextlib.ExitStack() as stack:
         stack.enter_context(group.reporting_errors())
-        terminated = stack.enter_context(_terminating())
+        received = stack.enter_context(terminating())
         progress = options.progress if group.is_main else None
         if progress is True:
             progress = stack.enter_context(progress_bar("sampling", options.n_steps))
@@ -243,7 +242,7 @@ def _draw(
         warn_of_shape(run.noise_shape(), run.correction_factor.mean(1))
         warn_of_dead_pairs(draws.pairs())
     if status == "interrupted" or draws is None:
-        _report_interrupt(draws, options, terminated=bool(terminated), is_main=group.is_main)
+        _report_interrupt(draws, options, received, is_main=group.is_main)
     assert draws is not None
     return draws
 
@@ -260,40 +259,24 @@ def _out_of_memory(start: Tensor, options: DrawOptions) -> str:
 
 
 def _report_interrupt(
-    draws: Draws | None, options: DrawOptions, *, terminated: bool, is_main: bool
+    draws: Draws | None, options: DrawOptions, received: Sequence[int], *, is_main: bool
 ) -> None:
-    """Raise what Ctrl-C or SIGTERM asks for, or log that the draws so far are returned."""
-    if draws is None:  # there is nothing to keep
-        raise SystemExit(128 + signal.SIGTERM) if terminated else KeyboardInterrupt
-    how = f"interrupted after {draws.n_steps:,} of {options.n_steps:,} steps"
-    if options.on_interrupt == "raise" and not terminated:
-        raise RunInterrupted(f"{how}; the draws so far are in `draws` of this error", draws=draws)
-    leaves = options.on_interrupt == "raise"
+    """Raise what Ctrl-C or one of the `received` signals asks for, or log that the draws so far are
+    returned. Without a draw there is nothing to return.
+    """
+    how = f"interrupted before the first of {options.n_steps:,} steps was done"
+    if draws is not None:
+        how = f"interrupted after {draws.n_steps:,} of {options.n_steps:,} steps"
+    leaves = draws is None or options.on_interrupt == "raise"
+    if leaves and not received:
+        there = "; the draws so far are in `draws` of this error" if draws is not None else ""
+        raise RunInterrupted(f"{how}{there}", draws=draws)
     if is_main:
         lost = "nothing was saved without checkpoints" if options.folder is None else "it is saved"
+        lost = "there are no draws" if draws is None else lost
         logger.warning("%s; %s", how, lost if leaves else "the draws so far are returned")
     if leaves:
-        raise SystemExit(128 + signal.SIGTERM)
-
-
-@contextlib.contextmanager
-def _terminating() -> Iterator[list[int]]:
-    """SIGTERM saves and stops as Ctrl-C does, unless the program has a handler of its own."""
-    received: list[int] = []
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield received
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, stop)
-    try:
-        yield received
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise SystemExit(128 + received[0])
 
 
 def _starting_points(

@@ -9,7 +9,6 @@ draws of all.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -24,6 +23,7 @@ from torchrex.density.tensor_ensemble import TensorEnsemble
 from torchrex.distributed import ALONE, ProcessGroup, join
 from torchrex.errors import CheckpointError, InvalidArgumentError
 from torchrex.posterior import Draws
+from torchrex.processes import rank_and_size
 from torchrex.rng import derive_seed
 
 # The axis of the chains and that of the draws, of the tensors of `Draws` that have one of chains.
@@ -58,7 +58,7 @@ def process_group_for(n_shards: int, n_runs: int) -> ProcessGroup:
             f"n_runs={n_runs} cannot be divided into shards={n_shards}; give at least as many runs"
         )
     joined = dist.is_available() and dist.is_initialized()
-    size = dist.get_world_size() if joined else int(os.environ.get("WORLD_SIZE", "1"))
+    size = dist.get_world_size() if joined else rank_and_size()[1]
     if size > n_shards:  # before joining, where the others would have to be waited for
         some = "1 shard" if n_shards == 1 else f"{n_shards} shards"
         raise InvalidArgumentError(

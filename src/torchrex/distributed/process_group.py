@@ -11,23 +11,33 @@ import atexit
 import contextlib
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from torchrex.distributed.watch import Watch, restart_count, short
+from torchrex.distributed.watch import Watch, short
 from torchrex.errors import InvalidArgumentError, RankError, TorchrexError
+from torchrex.processes import (
+    leave_with_parent,
+    number_from,
+    parent_is_gone,
+    rank_and_size,
+    restart_count,
+)
 
 T = TypeVar("T")
 
+LONGEST_TIMEOUT = 1e7  # 115 days; torch cannot count the milliseconds of much more
 TIMEOUT = 300.0  # seconds that a rank waits for the others; TORCHREX_TIMEOUT says otherwise
 BETWEEN_LOOKS = 0.5  # seconds between looks into the store, at a rendezvous
 SILENCE = 10.0  # seconds without a sign of life (two a second) after which a rank counts as gone
@@ -141,8 +151,9 @@ def join() -> ProcessGroup:
     if not dist.is_available():
         return ALONE
     if not dist.is_initialized():
-        if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        if rank_and_size()[1] < 2:
             return ALONE
+        leave_with_parent()
         on_gpus = torch.cuda.is_available()
         if on_gpus:
             local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -172,24 +183,53 @@ def is_main_process() -> bool:
         return _process_group.is_main
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
-    return int(os.environ.get("WORLD_SIZE", "1")) < 2 or os.environ.get("RANK", "0") == "0"
+    return rank_and_size()[0] == 0
 
 
 def _initialize(backend: str) -> None:
-    seconds = _timeout()
+    seconds, (own, size) = _timeout(), rank_and_size()
+    host, port = os.environ.get("MASTER_ADDR"), number_from("MASTER_PORT", least=1, most=65535)
+    if not host:
+        raise InvalidArgumentError("the environment variable MASTER_ADDR is not set; use torchrun")
     timeout = timedelta(seconds=seconds)
     try:
         store, rank, size = next(rendezvous("env://", timeout=timeout))
+        _require_own_job(store, rank, size, f"{host}:{port}")
         # torchrun keeps its store when it restarts the ranks: old addresses must not be found.
         store = PrefixStore(f"life {restart_count()}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    except RankError:
+        raise
     except (RuntimeError, ValueError) as error:
-        rank_name, others = os.environ.get("RANK", "?"), int(os.environ["WORLD_SIZE"]) - 1
-        raise RankError(
-            f"rank {rank_name} did not meet the other {others} within {seconds:g} s "
-            f"({short(error)}); did one fail to start? TORCHREX_TIMEOUT=SECONDS waits longer",
-            speaks=os.environ.get("RANK", "0") == "0",
-        ) from None
+        text = f"rank {own} did not meet the other {size - 1} within {seconds:g} s "
+        text += f"({short(error)}); did one fail to start? TORCHREX_TIMEOUT=SECONDS waits longer"
+        if "EADDRINUSE" in str(error):
+            text = f"another job uses port {port}; end it, or choose another port"
+        raise RankError(text, speaks=own == 0) from None
+
+
+def _require_own_job(store: Store, rank: int, size: int, where: str) -> None:
+    """Refuse a store in which ranks of another job have written who they are.
+
+    Ranks of a job whose torchrun was killed may find that of the next job at the same port.
+    """
+    if parent_is_gone():
+        raise RankError("torchrun is gone: killed, stopped, or out of reach", speaks=rank == 0)
+    me = f"process {os.getpid()} on {socket.gethostname()}"
+    entries = {"job": f"{os.environ.get('TORCHELASTIC_RUN_ID', '')!r} of {size} processes"}
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # It is in a folder that every start of torchrun makes for its ranks on this host.
+        start = "/".join(Path(file).parts[-5:-3])
+        entries[f"host {os.environ.get('GROUP_RANK', '0')}"] = f"started by torchrun as {start}"
+    entries[f"rank {rank}"] = me
+    store = PrefixStore(f"torchrex job {restart_count()}", store)
+    for what, mine in entries.items():
+        found = store.compare_set(what, "", mine).decode()
+        if found != mine:
+            raise RankError(
+                f"rank {rank} ({me}) found another job at {where}: its {what} is {found}, not "
+                f"{mine}; end that job, or choose another port"
+            )
 
 
 def _timeout() -> float:
@@ -198,9 +238,10 @@ def _timeout() -> float:
         seconds = float(text) if text else TIMEOUT
     except ValueError:
         seconds = 0.0
-    if not seconds > 0:
+    if not 0 < seconds <= LONGEST_TIMEOUT:
         raise InvalidArgumentError(
-            f"TORCHREX_TIMEOUT must be a number of seconds > 0, got {text!r}"
+            f"TORCHREX_TIMEOUT must be a number of seconds > 0 and <= {LONGEST_TIMEOUT:.0f}, got "
+            f"{text!r}"
         )
     return seconds
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from torchrex.errors import RankError
+from torchrex.processes import restart_count
 
 BETWEEN_BEATS = 0.5  # seconds
 PATIENCE = 2.0  # seconds that a survivor listens for the others
@@ -142,11 +143,6 @@ class Watch:
         while not self._ended.wait(BETWEEN_BEATS) and not self.is_orphan:
             beats += 1
             self.set("beat", [beats, self.begun])
-
-
-def restart_count() -> str:
-    """How often torchrun has restarted the ranks."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def short(error: BaseException) -> str:

@@ -10,12 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +40,7 @@ from torchrex.exchange import (
 from torchrex.network.group import SideBySide
 from torchrex.network.run import LOWER_IT, ModuleExchange
 from torchrex.posterior import PosteriorAverage
+from torchrex.processes import stopping_signals
 from torchrex.recording import LiveDisplay, Observer, Trace, Watched, counted_so_far, on_host
 
 logger = logging.getLogger("torchrex")
@@ -128,9 +127,10 @@ def train(
     With `checkpoints` (a folder) everything is saved every `checkpoint_every` steps and at the end,
     and a call that finds checkpoints there goes on from the newest one; with `resume=False` it
     begins anew, in a folder without later ones. After `budget` seconds it saves and returns
-    "paused". Ctrl-C and SIGTERM finish the step and save; then Ctrl-C goes on as RunInterrupted, a
-    KeyboardInterrupt, and SIGTERM as SystemExit(143), so that nothing that was to follow is begun.
-    With `on_interrupt="return"` both return "interrupted". `setting` is written into the
+    "paused". Ctrl-C, SIGTERM and SIGHUP finish the step and save; then Ctrl-C goes on as
+    RunInterrupted, a KeyboardInterrupt, SIGTERM and SIGHUP as SystemExit(143) and SystemExit(129),
+    so that nothing that was to follow is begun. With `on_interrupt="return"` they return
+    "interrupted". `setting` is written into the
     checkpoints, and a run with another one cannot resume from them. `extra` is where repeated
     energies get their batches, if not from `data`.
     """
@@ -192,10 +192,10 @@ def train_together(
         if outcome.status != "finished":
             saved = "the same call goes on from there"
             how += f"; {saved if loop.saves else 'nothing was saved without checkpoints'}"
-        if outcome.signal == signal.SIGTERM:
+        if outcome.signal != signal.SIGINT:
             if loop.process_group.is_main:
                 logger.warning("%s", how)
-            raise SystemExit(128 + signal.SIGTERM)
+            raise SystemExit(128 + outcome.signal)
         raise RunInterrupted(how, outcome=outcome)
     return outcome
 
@@ -479,31 +479,6 @@ class _Loop:
                     "use DeviceLoader for an exact resume"
                 )
         self.seconds = float(state["seconds"])
-
-
-@contextlib.contextmanager
-def stopping_signals() -> Iterator[list[int]]:
-    """Collect the first SIGINT or SIGTERM instead of dying of it; a second one acts as usual."""
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        restore()
-
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield received
-    finally:
-        restore()
 
 
 def _has_checkpoints(runs: Sequence[TrainingRun]) -> bool:

@@ -8,9 +8,10 @@ that draws ten times a second would cost more than 1 % of a small network.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Self
+from typing import IO, Self, cast
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -29,6 +30,7 @@ from rich.text import Text
 from torchrex.exchange import StepInfo
 from torchrex.posterior import PosteriorAverage
 from torchrex.recording.observer import Observer, Watched, join, metrics_of
+from torchrex.screen import Screen
 
 Callback = Callable[[int, int], None]  # (steps done, steps in all)
 
@@ -89,7 +91,10 @@ class LiveDisplay(Observer):
         self, title: str = "training", n_steps: int = 0, *, console: Console | None = None
     ) -> None:
         self.title = title
-        self.console = Console(stderr=True) if console is None else console
+        if console is None:
+            screen = cast(IO[str], Screen(sys.stderr)) if sys.stderr is not None else None
+            console = Console(file=screen, stderr=True)
+        self.console = console
         self.shows = self.console.is_terminal and not self.console.is_dumb_terminal
         self._bar = Progress(console=self.console, speed_estimate_period=600, auto_refresh=False)
         self._task = self._bar.add_task(title, total=n_steps)
@@ -187,8 +192,7 @@ class LiveDisplay(Observer):
         """Leave the screen as it was."""
         live, self._live = self._live, None
         if live is not None:
-            with contextlib.suppress(BrokenPipeError):
-                live.stop()
+            live.stop()
 
     def __repr__(self) -> str:
         task = self._bar.tasks[0]
