@@ -20,6 +20,7 @@ from torchrex.cli.look import doctor as command
 from torchrex.diagnostics import Estimate
 from torchrex.errors import CheckpointError, MissingDependencyError, RunFolderError
 from torchrex.experiments import get_recipe, run_recipe
+from torchrex.experiments.folder import config_sha256
 from torchrex.report import doctor, findings, swap_checks
 from torchrex.report.doctor import check_average, check_convergence, diagnose, findings_of
 from torchrex.report.findings import SEVERITIES, Diagnosis, Finding, about, several
@@ -555,9 +556,10 @@ def unfinished(digits, folder, accepted, proposed=1_000, **config):
     """As a run that was paused leaves it: counts, and neither trace nor metrics."""
     path = folder / "digits" / "resghmc" / "seed=0"
     path.mkdir(parents=True)
-    settings = json.loads((digits / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**settings, **config}))
+    settings = {**json.loads((digits / "config.json").read_text()), **config}
+    (path / "config.json").write_text(json.dumps(settings))
     result = json.loads((digits / "result.json").read_text())
+    result["config_sha256"] = config_sha256(settings)
     pair = {"pair": [0, 1], "proposed": proposed, "accepted": accepted}
     swaps = [{**pair, "acceptance_rate": accepted / proposed}]
     changed = {"status": "paused", "metrics": {}, "steps_done": 40, "swaps": swaps}

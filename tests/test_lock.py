@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import platform
 import signal
@@ -26,6 +27,9 @@ from ranks import CONTEXT, Ranks, run_ranks
 from torchrex.cli.main import main
 from torchrex.errors import RunFolderError
 from torchrex.experiments import RunFolder, get_recipe, override, run_recipe
+from torchrex.experiments.config import RunOptions, to_json
+from torchrex.experiments.folder import RunResult, RunWriter, added_later, config_sha256
+from torchrex.experiments.runner import run_in
 from torchrex.lock import one_owner
 from torchrex.report.reader import load_run
 
@@ -33,6 +37,9 @@ SOURCE = str(Path(torchrex.lock.__file__).parents[1])
 HOLD = """
 import os, subprocess, sys
 from pathlib import Path
+from torchrex.experiments.config import RunOptions, to_json
+from torchrex.experiments.folder import RunResult, RunWriter, added_later, config_sha256
+from torchrex.experiments.runner import run_in
 from torchrex.lock import one_owner
 
 with one_owner(Path(sys.argv[1]), Path("folder")):
@@ -170,6 +177,9 @@ FIGHT = """
 import sys, time
 from pathlib import Path
 from torchrex.errors import RunFolderError
+from torchrex.experiments.config import RunOptions, to_json
+from torchrex.experiments.folder import RunResult, RunWriter, added_later, config_sha256
+from torchrex.experiments.runner import run_in
 from torchrex.lock import one_owner
 
 lock, inside, count = (Path(word) for word in sys.argv[1:4])
@@ -373,3 +383,43 @@ def test_a_killed_job_of_two_ranks_leaves_no_lock(tmp_path):
     n_steps = tr.Checkpoints(folder).steps()[-1] + 20
     said = run_ranks(2, jobs.network, tmp_path, str(folder), n_steps, 20)
     assert [each.get("status") for each in said] == ["finished"] * 2
+
+
+# A result names its config
+
+
+def test_a_result_of_another_config_is_not_used(monkeypatch, capsys, tmp_path):
+    settings = ["n_steps=60", "n_runs=2"]
+    run_recipe(override(get_recipe(SGLD), settings), 0, tmp_path)
+    folder = RunFolder.of(tmp_path, SGLD, 0)
+    assert load_run(folder.path).result["config_sha256"] == config_sha256(folder.config)
+    text = (folder.path / "config.json").read_text()
+    (folder.path / "config.json").write_text(text.replace('"n_steps": 60', '"n_steps": 61'))
+    run = load_run(folder.path)
+    assert (run.status, run.result, run.damaged) == ("damaged", None, ("result.json",))
+    assert "it is the result of another config.json" in " ".join(run.problems)
+    assert folder.status == "damaged"
+    again = ("run", SGLD, "--resume", "--out", tmp_path)
+    again = run_command(monkeypatch, capsys, *again, settings=["n_steps=61", "n_runs=2"])
+    refused(again, "it is the result of another config.json", "--overwrite")
+    result = json.loads((folder.path / "result.json").read_text())
+    del result["config_sha256"]  # as older versions wrote it
+    (folder.path / "result.json").write_text(json.dumps(result))
+    assert (load_run(folder.path).status, folder.status) == ("finished", "finished")
+
+
+def test_a_run_of_an_older_version_keeps_its_config_when_it_is_resumed(tmp_path):
+    """Its result names that file; a kill may come between a new config.json and a new result."""
+    run = run_in(tmp_path, get_recipe(SGLD), 0)
+    values = {**to_json(run.config)}
+    for name in added_later(run.config):
+        del values[name]
+    run.folder.make()
+    run.folder.write_text("config.json", older := json.dumps(values))
+    writer = RunWriter(run, RunOptions(resume=True))
+    writer.begin()
+    writer.write(RunResult(), "paused", 1.0)
+    assert (run.folder.path / "config.json").read_text() == older
+    assert run.folder.result["config_sha256"] == config_sha256(values)
+    RunWriter(run, RunOptions(overwrite=True)).begin()
+    assert run.folder.config == to_json(run.config)

@@ -31,17 +31,19 @@ from torch import Tensor
 import torchrex
 from torchrex.checkpoint import Checkpoints, one_line, require_file
 from torchrex.density import shard_folders
-from torchrex.durable import read_object, replace_file
+from torchrex.durable import printable, read_object, replace_file
 from torchrex.errors import NonFiniteEnergyError, RunFolderError
 from torchrex.experiments.config import ExperimentConfig, RunOptions, dumps, to_json
 from torchrex.lock import one_owner
 from torchrex.posterior import checksums, with_another_sha256
 from torchrex.recording import Observer, Trace, remove_logs
+from torchrex.settings import fingerprint
 
 logger = logging.getLogger("torchrex")
 
 # It names folders: none above OUT, none from the root.
 RECIPE = re.compile(r"[A-Za-z0-9][\w.+-]*(/[A-Za-z0-9][\w.+-]*)*", re.ASCII)
+OF_ANOTHER_CONFIG = "it is the result of another config.json"
 UNREADABLE = (
     OSError,
     SafetensorError,
@@ -77,6 +79,10 @@ class RunFolder:
         found = self._read("result.json")
         if found is not None and not isinstance(found.get("status"), str | None):
             raise self._unreadable("result.json", "its status is no text")
+        if found is not None and "config_sha256" in found:
+            config = self.config
+            if config is not None and not belongs_to(found, config):
+                raise self._unreadable("result.json", OF_ANOTHER_CONFIG)
         return found
 
     @property
@@ -265,13 +271,18 @@ class RunWriter:
 
     def __init__(self, run: Run, options: RunOptions) -> None:
         self.run, self.folder, self.options = run, run.folder, options
+        self.config_sha256 = config_sha256(to_json(run.config))
 
     def begin(self) -> None:
         """A new run begins in an empty folder, a resumed one in the folder as it is."""
         if self.options.overwrite:
             shutil.rmtree(self.folder.path)
             self.folder.path.mkdir()
-        self.folder.write_text("config.json", dumps(self.run.config))
+        there = self.folder.config if self.options.resume else None
+        if there is None:  # else a result, or an older version, names the config that is there
+            self.folder.write_text("config.json", dumps(self.run.config))
+        else:
+            self.config_sha256 = config_sha256(there)
 
     def undo(self) -> None:
         """If no step is saved: remove what `begin` wrote."""
@@ -307,6 +318,7 @@ class RunWriter:
             "recipe": config.recipe,
             "seed": self.run.seed,
             "status": status,
+            "config_sha256": self.config_sha256,
             "metrics": result.metrics,
             "swaps": trace.swaps() if trace and not result.failure else result.swaps,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -327,6 +339,16 @@ class RunWriter:
             if not config.keeps_checkpoints:
                 shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
             self.folder.take_place()
+
+
+def config_sha256(config: Mapping[str, Any]) -> str:
+    """The hash by which a result names its config.json, in the form in which that is shown."""
+    return fingerprint(printable(config))
+
+
+def belongs_to(result: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Is a result that of the run with this config.json? Older results do not say."""
+    return result.get("config_sha256") in (None, config_sha256(config))
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -25,7 +25,13 @@ from torchrex.errors import RecipeError, RunFolderError, TorchrexError
 from torchrex.exchange import Ladder
 from torchrex.experiments import ExperimentConfig, get_recipe
 from torchrex.experiments.config import override, parse, to_json
-from torchrex.experiments.folder import UNREADABLE, added_later, read_tensors
+from torchrex.experiments.folder import (
+    OF_ANOTHER_CONFIG,
+    UNREADABLE,
+    added_later,
+    belongs_to,
+    read_tensors,
+)
 from torchrex.posterior import Draws
 
 FILES = ("config.json", "result.json", "draws.safetensors", "trace.safetensors", "checkpoints")
@@ -34,6 +40,7 @@ NEEDED: dict[str, Any] = {"recipe": str, "seed": int, "status": str, "metrics": 
 OPTIONAL: dict[str, Any] = {
     **{"date": str, "wall_seconds": NUMBER, "device": str, "versions": dict, "error": str},
     **{"steps_done": int, "replicas_side_by_side": int, "curves": dict},
+    "config_sha256": str,
 }
 LARGEST = 1e150  # of a number: its square is finite
 # Of a trace: axes, and whether its numbers are integers.
@@ -170,6 +177,10 @@ def load_run(path: Path) -> LoadedRun:
     if not config and not damaged:
         problems.append("there is no config.json: its settings are not known")
     result = read("result.json", _read_result)
+    if result is not None and config and not belongs_to(result, config):
+        problems.append(f"result.json is not used: {OF_ANOTHER_CONFIG}")
+        damaged.append("result.json")
+        result = None
     names: tuple[Any, ...] = (config.get("recipe"), (result or {}).get("recipe"), recipe_in(path))
     recipe = next(each for each in names if isinstance(each, str) and each)
     seed = (result or {}).get("seed", seed_in(path))
