@@ -174,7 +174,7 @@ def test_a_folder_that_cannot_be_written_is_left_to_whoever_writes_there(tmp_pat
 
 
 FIGHT = """
-import sys, time
+import os, sys
 from pathlib import Path
 from torchrex.errors import RunFolderError
 from torchrex.experiments.config import RunOptions, to_json
@@ -183,6 +183,7 @@ from torchrex.experiments.runner import run_in
 from torchrex.lock import one_owner
 
 lock, inside, count = (Path(word) for word in sys.argv[1:4])
+os.fsync = lambda descriptor: None
 print(flush=True), sys.stdin.readline()
 done = 0
 while done < 50:
