@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import os
 import socket
 import sys
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 import pooch
 import pytest
 
+from fuzzing import limited
 from test_data import assert_holds, one_line, tiny  # noqa: F401 - tiny is a fixture
 from torchrex.errors import DataError, MissingDependencyError
 from torchrex.vision.data import fetch_images, import_images, importing, load_images, save_images
@@ -40,9 +42,14 @@ class Handler(BaseHTTPRequestHandler):
             return self.send_error(404)
         if server.fault == "busy":
             return self.send_error(503)
+        if server.fault == "escapes":
+            return self.wfile.write(
+                b"HTTP/1.1 503 \x1b[31mred\x07\x9b2J\r\nContent-Length: 0\r\n\r\n"
+            )
         self.send_response(200)
         if server.fault != "no length":
-            self.send_header("Content-Length", str(len(data)))
+            words = "many" if server.fault == "words" else str(len(data))
+            self.send_header("Content-Length", words)
         self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(data[: len(data) // 2] if server.fault == "cut" else data)
@@ -134,6 +141,8 @@ def test_what_a_server_does_wrong(server, cifar, cache):
         ("cut", good, rf"cannot download .*{ARCHIVE}"),
         ("", changed, rf"{ARCHIVE} has another md5 .*it was removed"),
         ("busy", good, "503"),
+        ("words", good, "cannot download"),
+        ("escapes", good, r"503 .*\\x1b\[31mred\\x07\\x9b2J"),
         ("", {}, "404"),
     ):
         server.fault, server.files = fault, files
@@ -147,6 +156,39 @@ def test_a_server_that_gives_no_length(server, cifar):
     fetch_images("cifar10", progress=lambda *n: reported.append(n), base_url=server.url)
     assert reported
     assert all(total == 0 for _, total in reported)
+    assert_holds(load_images("cifar10"), cifar)
+
+
+@pytest.mark.parametrize("fault", ["", "no length"])
+def test_a_server_that_sends_too_much(server, cifar, cache, monkeypatch, fault):
+    server.fault = fault
+    monkeypatch.setattr(importing, "MOST_BYTES", len(server.files[ARCHIVE]) - 1)
+    monkeypatch.setattr(importing, "BLOCK", 100)
+    refused("it has more than .* bytes", server.url)
+    assert files_in(cache) == []
+    monkeypatch.setattr(importing, "MOST_BYTES", len(server.files[ARCHIVE]))
+    fetch_images("cifar10", base_url=server.url)
+
+
+def test_what_lies_in_the_place_of_a_download(server, cifar, cache):
+    """A pipe was waited for; a leftover of a killed download stayed."""
+    downloads = cache / "downloads"
+    downloads.mkdir(parents=True)
+    path = downloads / ARCHIVE
+    for plant in (os.mkfifo, os.mkdir):
+        plant(path)
+        with limited(20.0):
+            refused(rf"cannot write .*{ARCHIVE} \(.*choose another folder", server.url)
+        assert not path.is_file()
+        path.rmdir() if path.is_dir() else path.unlink()
+    mine = cache / "mine"
+    mine.write_text("mine")
+    path.symlink_to(mine)
+    (downloads / f"{ARCHIVE}.part").symlink_to(mine)
+    (downloads / f"{ARCHIVE}.0123456789abcdef.part").write_text("half")
+    fetch_images("cifar10", base_url=server.url)
+    assert mine.read_text() == "mine"
+    assert sorted(os.listdir(downloads)) == [f"{ARCHIVE}.part"], "which is not ours"
     assert_holds(load_images("cifar10"), cifar)
 
 

@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from command import refused, run_command
@@ -24,6 +26,7 @@ from torchrex.checkpoint import Checkpoints
 from torchrex.durable import new_file, replace_file, restart_file, write_synced, writing
 from torchrex.errors import CheckpointError, RunFolderError
 from torchrex.experiments import RunFolder, get_recipe, override, run_recipe
+from torchrex.posterior.draws_file import with_another_sha256, write_draws
 from torchrex.recording import JsonLines
 from written_runs import write_run
 
@@ -240,6 +243,30 @@ def test_files_of_a_run_have_the_same_mode_and_others_stay(tmp_path, mine):
     os.umask(umask)
     assert {"config.json", "result.json", "draws.safetensors"} <= {each.name for each in files}
     assert {stat.S_IMODE(each.stat().st_mode) for each in files} == {0o666 & ~umask}
+
+
+def test_draws_are_a_safetensors_file(tmp_path):
+    """Tensors of any size and type are where the library looks for them."""
+    tensors = {
+        "odd": torch.arange(3, dtype=torch.uint8),
+        "half": torch.randn(5).half(),
+        "brain": torch.randn(2, 3).bfloat16(),
+        "none": torch.empty(0, 4),
+        "real": torch.randn(4, 2).T,
+        "whole": torch.arange(7),
+        "double": torch.randn(1, 1, 1).double(),
+    }
+    path = tmp_path / "draws.safetensors"
+    write_draws(tensors, {"n_steps": 3}, path)
+    found = load_file(path)
+    assert set(found) == set(tensors)
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+    with safe_open(path, framework="pt") as file:
+        words = file.metadata()
+    assert json.loads(words["torchrex"]) == {"n_steps": 3}
+    assert with_another_sha256(found, words) == []
 
 
 @pytest.mark.parametrize("kind", ["link", "second name", "pipe"])

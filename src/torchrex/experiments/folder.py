@@ -213,10 +213,10 @@ class RunFolder:
         """Make the folder, or find it. One with links is refused: they lead out of the folder."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            links = [path for path in (self.path, *self.path.iterdir()) if path.is_symlink()]
         except OSError as failure:
             message = f"cannot make {self.path} ({failure.strerror}); choose another --out"
             raise RunFolderError(message) from None
-        links = [path for path in (self.path, *self.path.iterdir()) if path.is_symlink()]
         if links:
             raise _is_link(links[0])
 
