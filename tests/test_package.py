@@ -35,6 +35,11 @@ def test_importing_the_package_loads_none_of_them():
     assert set(LATE) <= set(dir(torchrex))
 
 
+def test_doctor_does_not_load_the_statistics_of_scipy():
+    loaded = printed_by("import sys, torchrex.report.doctor; print(*sys.modules)")
+    assert not {"scipy.stats", "scipy.integrate"} & set(loaded)
+
+
 KINDS = (torchrex.DensityExchange, torchrex.ModuleExchange)
 
 
@@ -70,9 +75,13 @@ NETWORK = torchrex.ModuleEnsemble(
         (torchrex.DensityExchange, DENSITY, {"compield": False}, "compiled"),
         (torchrex.ModuleExchange, NETWORK, {"divergense": "stop"}, "divergence"),
         (torchrex.sample, TARGET, {"temperature": (1.0, 2.0), "n_steps": 10}, "temperatures"),
-        (torchrex.sample, TARGET, {"nsteps": 10, "n_steps": 10}, "n_steps"),
+        (torchrex.sample, TARGET, {"nsteps": 10}, "n_steps"),
+        (torchrex.sample, TARGET, {"n_steps": 10, "swap_intervall": 2}, "swap_interval"),
+        (torchrex.train, NETWORK, {"nsteps": 10}, "n_steps"),
+        (torchrex.train_together, NETWORK, {"checkpoints_every": 10}, "checkpoint_every"),
+        (torchrex.collect, DENSITY, {"burnin": 10}, "burn_in"),
     ],
 )
 def test_a_misspelt_argument_names_the_nearest(call, given, options, meant):
     with pytest.raises(InvalidArgumentError, match=f"did you mean {meant}"):
-        call(given, ladder=LADDER, **options)
+        call(given, **options, ladder=LADDER)

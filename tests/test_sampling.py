@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import signal
 from dataclasses import replace
 
@@ -362,6 +363,28 @@ def test_a_pair_that_never_swaps_is_named(caplog):
     noisy_ladder(20.0, correction_factor=math.inf)
     noisy_ladder(20.0, n_steps=8)  # too early to tell
     assert not caplog.records
+
+
+def test_a_pair_that_was_never_tested_is_named(caplog):
+    common = {"dim": 1, "temperatures": (1.0, 2.0, 4.0), "lr": 0.01, "n_steps": 30}
+    tr.sample(gaussian, **common, pairing=tr.NoSwaps())
+    tr.sample(gaussian, **common, swap_start=20)
+    assert not caplog.records
+    tr.sample(gaussian, **common, swap_start=29)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert re.search(r"no swap was ever tested between rungs \d and \d; .*swap_start", said)
+
+
+def test_s_of_an_annealed_ladder_is_that_of_the_last_draw():
+    """Its temperatures are those of the last step, so its noise variance must be too."""
+    target = tr.Noisy(tr.LogDensity(gaussian, 1), tr.Gaussian(3.0))
+    ladder = tr.Ladder((1.0, 2.0), 0.01, anneal=tr.schedules.geometric(0.99))
+    noise = tr.Smoothing(0.3, tr.RepeatedDraws(4, every=10))
+    draws = tr.sample(target, ladder=ladder, n_steps=100, noise=noise)
+    (pair,) = draws.pairs()
+    cold, hot = draws.settings["temperatures"]
+    sigma2 = float(draws.noise_variance[-1])
+    assert pair.noise_std == pytest.approx(math.sqrt(2 * sigma2) * (1 / cold - 1 / hot), rel=1e-4)
 
 
 @pytest.mark.parametrize(

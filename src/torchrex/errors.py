@@ -7,9 +7,15 @@ and exits with 2.
 from __future__ import annotations
 
 import contextlib
+import difflib
+import functools
 import importlib
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # What Ctrl-C does to `train`, `sample` and `collect`, once everything is saved.
 OnInterrupt = Literal["raise", "return"]
@@ -158,6 +164,32 @@ def require_whole(name: str, value: Any, least: int = 0) -> None:
     """Refuse an argument that is not a whole number of at least `least`; True and 1.0 are not."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InvalidArgumentError(f"{name} must be a whole number >= {least}, got {value!r}")
+
+
+def require_names(given: Iterable[str], names: Sequence[str], function: str) -> None:
+    """Refuse an argument that is not one of `names`, with the nearest of them."""
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
+            raise InvalidArgumentError(f"unknown argument {name!r} of {function}; {hint}")
+
+
+def known_arguments(*more: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A function refuses unknown names before Python finds that others are missing."""
+
+    def checked(function: Callable[P, T]) -> Callable[P, T]:
+        parameters = inspect.signature(function).parameters.values()
+        named = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            require_names(kwargs, [*named, *more], function.__name__)
+            return function(*args, **kwargs)
+
+        return call
+
+    return checked
 
 
 def import_extra(name: str, extra: str) -> Any:

@@ -27,11 +27,11 @@ from torchrex.errors import (
     RunInterrupted,
     TorchrexError,
     explain_memory,
+    known_arguments,
     require_whole,
 )
 from torchrex.exchange import Ladder, RuleOptions, resolve_device, warn_of_dead_pairs
 from torchrex.exchange.noise import warn_of_shape
-from torchrex.exchange.run import require_known
 from torchrex.posterior import Draws
 from torchrex.processes import terminating
 from torchrex.recording import progress_bar
@@ -45,6 +45,7 @@ logger = logging.getLogger("torchrex")
 STATUSES = ("finished", "paused", "interrupted", "failed")  # the worst of all shards is that of all
 
 
+@known_arguments(*RuleOptions.__annotations__)
 def sample(
     target: Target | Callable[[Tensor], Tensor],
     *,
@@ -108,7 +109,6 @@ def sample(
     >>> draws.values.shape
     torch.Size([4, 200, 2])
     """
-    require_known(rules, "sample", ("n_steps", *(sample.__kwdefaults__ or ())))
     saving = (checkpoints, checkpoint_every, resume)
     options = DrawOptions(n_steps, thin, burn_in, progress, *saving, budget, on_interrupt)
     n_shards = 1 if shards is None else shards
@@ -157,6 +157,7 @@ def sample(
         return _draw(divided, make_run, options, settings)
 
 
+@known_arguments()
 def collect(
     run: DensityExchange,
     n_steps: int,
@@ -240,7 +241,8 @@ def _draw(
     if status == "finished" and draws is not None and group.is_main:
         run = drawings[0].run
         warn_of_shape(run.noise_shape(), run.correction_factor.mean(1))
-        warn_of_dead_pairs(draws.pairs())
+        if run.rules.swaps:
+            warn_of_dead_pairs(draws.pairs(), all_steps=run.n_steps == draws.n_steps)
     if status == "interrupted" or draws is None:
         _report_interrupt(draws, options, received, is_main=group.is_main)
     assert draws is not None

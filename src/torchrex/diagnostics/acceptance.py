@@ -14,7 +14,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from scipy import integrate, stats
 from torch import Tensor
 
 from torchrex.diagnostics.history import Estimate, History, mean_of, over_chains
@@ -276,6 +275,8 @@ def gaussian_tail(fraction: float) -> tuple[float, float]:
 
     The second term is the sampling variance of the threshold u, which is an order statistic.
     """
+    from scipy import integrate, stats  # they load slowly
+
     u = stats.norm.isf(fraction / 2)
     density = 2 * stats.norm.pdf(u)
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
 from abc import abstractmethod
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchrex import notebook
-from torchrex.errors import InvalidArgumentError, require_whole
+from torchrex.errors import InvalidArgumentError, require_names, require_whole
 from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo
 from torchrex.exchange.correction import FactorRule, as_rule
 from torchrex.exchange.ladder import Ladder
@@ -84,12 +83,7 @@ def make_rules(ladder: Ladder, target: Any, options: RuleOptions) -> Rules:
 
 def require_known(options: Mapping[str, Any], function: str, others: Iterable[str]) -> None:
     """Refuse an argument that is no rule, with the nearest name among the rules and `others`."""
-    for name in options:
-        if name not in RuleOptions.__annotations__:
-            names = [*RuleOptions.__annotations__, *others]
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
-            raise InvalidArgumentError(f"unknown argument {name!r} of {function}; {hint}")
+    require_names(options, [*RuleOptions.__annotations__, *others], function)
 
 
 class ReplicaExchange:

@@ -102,10 +102,21 @@ def in_words(pairs: Sequence[PairReport]) -> str:
     return f"{swaps} in {worst.proposed:,} tests between rungs {named}{more}: {at}; {cure}"
 
 
-def warn_of_dead_pairs(pairs: Sequence[PairReport], name: str = "") -> None:
-    """One line in the log, where there is something to say."""
-    if words := in_words(pairs):
-        logger.warning("%s%s", f"{name}: " if name else "", words)
+def warn_of_dead_pairs(
+    pairs: Sequence[PairReport], name: str = "", *, all_steps: bool = True
+) -> None:
+    """A line in the log, where there is something to say. `all_steps` says that the pairs were
+    counted from the first step on: then one without any test is named too.
+    """
+    untested = [f"{each.pair} and {each.pair + 1}" for each in pairs if not each.proposed]
+    never = (
+        f"no swap was ever tested between rungs {', '.join(untested[:4])}"
+        f"{f' and {len(untested) - 4} more pairs' if len(untested) > 4 else ''}; raise the number "
+        "of steps, or lower swap_start or swap_interval"
+    )
+    for words in (in_words(pairs), never if all_steps and untested else ""):
+        if words:
+            logger.warning("%s%s", f"{name}: " if name else "", words)
 
 
 def rung_of(replica_at: Tensor) -> Tensor:

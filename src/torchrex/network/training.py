@@ -27,6 +27,7 @@ from torchrex.errors import (
     OnInterrupt,
     RunInterrupted,
     explain_memory,
+    known_arguments,
     require_on_interrupt,
     require_whole,
 )
@@ -100,6 +101,7 @@ class TrainingRun:
         return f"{self.recipe} with seed {self.run.streams.seed}"
 
 
+@known_arguments()
 def train(
     run: ReplicaExchange,
     data: Any,
@@ -151,6 +153,7 @@ def train(
     )
 
 
+@known_arguments()
 def train_together(
     runs: Sequence[TrainingRun],
     data: Any,
@@ -207,10 +210,12 @@ class _Watching:
         self.one = one
         self._watched: Watched | None = None
         self._observers: list[Observer] = []
+        self._first_step = one.run.n_steps
         self._swaps: tuple[Tensor, Tensor, Tensor] | None = None  # made, tested, the last sigma2
 
     def start(self, n_steps: int, observers: Sequence[Any]) -> None:
         one = self.one
+        self._first_step = one.run.n_steps
         before = counted_so_far(one.trace, one.run.n_steps)
         watched = Watched(one.recipe, one.run, n_steps, tuple(one.averages), before)
         self._watched = watched
@@ -246,7 +251,7 @@ class _Watching:
     def warn_of_swaps(self, name: str) -> None:
         """Name the pairs without swaps, by the trace if it saw all steps, else in this call."""
         run = self.one.run
-        if self._swaps is None or not run.rules.ladder.n_pairs:
+        if self._swaps is None or not run.rules.swaps:
             return
         made, tested, sigma2 = self._swaps
         counts = counted_so_far(self.one.trace, run.n_steps)
@@ -255,7 +260,7 @@ class _Watching:
         gap = -(1.0 / run.temperatures_at(run.n_steps - 1)).diff()
         factor = run.correction_factor[:, 0]
         pairs = report_pairs(made, tested, sigma2, inverse_gap=gap, factor=factor, n_runs=1)
-        warn_of_dead_pairs(pairs, name)
+        warn_of_dead_pairs(pairs, name, all_steps=counts is not None or self._first_step == 0)
 
 
 class _Loop:

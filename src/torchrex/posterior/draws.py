@@ -62,15 +62,17 @@ class Draws:
     def pairs(self) -> list[PairReport]:
         """Swaps of each pair of rungs, the noise s of their tests (rms over draws), and the last F.
 
-        `expected` is the mean acceptance between equal energies at the s of every draw. s and F are
-        NaN in draws of older versions, which do not hold the ladder.
+        `expected` is the mean acceptance between equal energies at the s of every draw. Of an
+        annealed ladder both are those of the last draw, as its temperatures are those of the last
+        step. s and F are NaN in draws of older versions, which do not hold the ladder.
         """
+        first = -1 if self.settings.get("annealed") else 0
         n_rungs = self.replica_at.shape[1]
         temperature = _numbers(self.settings.get("temperatures"), n_rungs)
         return report_pairs(
             self.accepted.sum(1),
             self.proposed.sum(1),
-            self.noise_variance,
+            self.noise_variance[first:],
             inverse_gap=-(1.0 / temperature).diff(),
             factor=_numbers(self.settings.get("correction_factor"), n_rungs - 1),
             n_runs=self.n_chains,
@@ -123,9 +125,10 @@ class Draws:
     def summary(self, *, most: int = 10) -> str:
         """Tables of the coordinates and of the pairs of rungs, then the round trips.
 
-        sigma2 and `noise allows` are means over the draws, s is its rms. `noise allows` is the
-        acceptance between equal energies, 2 Phi(-s/2) at F = 1. A pair that never swapped is named,
-        with what to change.
+        sigma2 and `noise allows` are means over the draws, s is its rms; of an annealed ladder
+        s and `noise allows` are those of the last draw. `noise allows` is the acceptance between
+        equal energies, 2 Phi(-s/2) at F = 1. A pair that never swapped is named, with what to
+        change.
         """
         if self.n_draws == 0:
             return f"no draws: {self.status} after {self.n_steps} steps"
