@@ -284,6 +284,21 @@ def test_torchrun_is_killed_while_its_ranks_load(tmp_path):
     assert said.count("torchrex: torchrun is gone") == said.count("torchrex: ") == 1, said
 
 
+def test_a_rank_that_comes_after_the_end_of_torchrun(tmp_path):
+    """Nobody listens at the port of its store; its parent of now says nothing about that."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = str(one.getsockname()[1])
+    told = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_RANK": "0"}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "-c", "import torchrex, time; time.sleep(60)"]
+    ended = subprocess.run(
+        command, env={**os.environ, **told}, capture_output=True, text=True, timeout=40
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("torchrex: torchrun is gone")
+
+
 def in_one_store(folder, stranger):
     """Processes 0 and 1 are a job; process 2 comes later with the identity of its second rank."""
     name, folder = int(os.environ["RANK"]), Path(folder)

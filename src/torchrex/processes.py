@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import threading
 import time
@@ -85,10 +86,11 @@ def parent_is_gone() -> bool:
 
 
 def _watch_parent() -> None:
-    # Killed before this process could look, torchrun does not answer where its store was.
-    if not _store_is_gone():
-        while not parent_is_gone():
-            time.sleep(BETWEEN_LOOKS)
+    global _parent
+    if _was_orphan():
+        _parent = 0  # not the parent of now
+    while not parent_is_gone():
+        time.sleep(BETWEEN_LOOKS)
     time.sleep(GRACE)  # the main thread may say more, and end what it does
     if os.environ.get("LOCAL_RANK") == "0":
         with contextlib.suppress(OSError):
@@ -96,9 +98,18 @@ def _watch_parent() -> None:
     os._exit(1)
 
 
-def _store_is_gone() -> bool:
+def _was_orphan() -> bool:
+    """Was torchrun killed before this process could look? Then its parent is the first process,
+    which is not Python, or nobody answers where torchrun's store was.
+    """
     import socket
 
+    try:
+        with open("/proc/1/cmdline", "rb") as file:
+            if os.getppid() == 1 and not re.search(rb"python|torch", file.read()):
+                return True
+    except OSError:
+        pass  # not Linux
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
     try:

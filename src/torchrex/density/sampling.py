@@ -231,11 +231,12 @@ def _draw(
         names = ("replica", "rung", "run", "step", "value", "advice")
         failure = {name: getattr(end.failure, name) for name in names}
         failure["run"] += shards.runs[shards.mine[end.failed]].start
-    ends: list[list[Any]] = group.gather([end.status, failure], "end of the sampling")
-    status = max((each for each, _ in ends), key=STATUSES.index)
+    ends: list[list[Any]] = group.gather([end.status, failure, received], "end of the sampling")
+    status = max((each for each, _, _ in ends), key=STATUSES.index)
+    signals = [number for _, _, numbers in ends for number in numbers]  # all ranks end alike
     with enough_memory():
         draws = shards.gather([drawing.draws(status, settings) for drawing in drawings])
-    for _, values in ends:
+    for _, values, _ in ends:
         if values is not None:
             raise NonFiniteEnergyError(**values, draws=draws)
     if status == "finished" and draws is not None and group.is_main:
@@ -244,7 +245,7 @@ def _draw(
         if run.rules.swaps:
             warn_of_dead_pairs(draws.pairs(), all_steps=run.n_steps == draws.n_steps)
     if status == "interrupted" or draws is None:
-        _report_interrupt(draws, options, received, is_main=group.is_main)
+        _report_interrupt(draws, options, signals, is_main=group.is_main)
     assert draws is not None
     return draws
 
