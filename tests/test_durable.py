@@ -14,6 +14,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from torchrex.durable import new_file, replace_file, restart_file, write_synced,
 from torchrex.errors import CheckpointError, RunFolderError
 from torchrex.experiments import RunFolder, get_recipe, override, run_recipe
 from torchrex.posterior.draws_file import with_another_sha256, write_draws
-from torchrex.recording import JsonLines
+from torchrex.recording import JsonLines, TensorBoard
 from written_runs import write_run
 
 PACKAGE = Path(__file__).parents[1] / "src" / "torchrex"
@@ -338,6 +339,16 @@ def test_a_full_disk_during_a_log(tmp_path):
     with pytest.raises(RunFolderError, match=r"log\.jsonl .*make room, then resume the run"):
         log._write(kind="end", step=1)
     log._out.close()
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "tensorboard/events.out.tfevents.1"])
+def test_a_pipe_in_the_place_of_a_log_for_tensorboard(tmp_path, name):
+    pytest.importorskip("tensorboard")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / name)
+    run, ladder = SimpleNamespace(n_steps=3), SimpleNamespace(n_pairs=1)
+    with limited(20.0), pytest.raises(RunFolderError, match="choose another place for the log"):
+        TensorBoard(tmp_path / "tensorboard")._open(SimpleNamespace(run=run, ladder=ladder))
 
 
 @pytest.mark.parametrize("length", [300, 5000])

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from torchrex.checkpoint import parse_json
-from torchrex.durable import open_file, restart_file, writing
+from torchrex.durable import open_file, require_file, restart_file, writing
 from torchrex.errors import (
     ConfigError,
     InvalidArgumentError,
@@ -80,6 +80,10 @@ class _Log(Observer):
     def _write_rest(self, watched: Watched) -> None:
         for window in self._windows.rest():
             self._write_window(watched, window)
+
+    def _writing(self) -> contextlib.AbstractContextManager[None]:
+        advice = "choose another place for the log"
+        return writing(self.path, RunFolderError, advice, room="resume the run")
 
     @abstractmethod
     def _open(self, watched: Watched) -> None: ...
@@ -158,10 +162,6 @@ class JsonLines(_Log):
             self._out.write(json.dumps(line, allow_nan=False).encode() + b"\n")
             self._out.flush()
 
-    def _writing(self) -> contextlib.AbstractContextManager[None]:
-        advice = "choose another file for the log"
-        return writing(self.path, RunFolderError, advice, room="resume the run")
-
 
 def read_log(path: Path | str) -> list[dict[str, Any]]:
     """All lines of a log up to the first damaged one; an incomplete last line is no damage."""
@@ -227,10 +227,11 @@ class TensorBoard(_Log):
     def _open(self, watched: Watched) -> None:
         step = watched.run.n_steps
         self._held: list[Window] = []
-        self._count, swaps = _swaps_so_far(self.path, step, watched.ladder.n_pairs)
-        self._swaps = torch.tensor(swaps, dtype=torch.int64)
-        # A point is at the number of steps done. At 0 everything that was there is hidden.
-        self._out = self._make(str(self.path), purge_step=step + 1 if step else 0)
+        with self._writing():
+            self._count, swaps = _swaps_so_far(self.path, step, watched.ladder.n_pairs)
+            self._swaps = torch.tensor(swaps, dtype=torch.int64)
+            # A point is at the number of steps done. At 0 everything that was there is hidden.
+            self._out = self._make(str(self.path), purge_step=step + 1 if step else 0)
         self._out.add_text("run", f"{watched.name}, seed {watched.seed}, {watched.run!r}", step)
 
     def on_draw(self, watched: Watched, average: PosteriorAverage) -> None:
@@ -323,6 +324,7 @@ def _events(folder: Path) -> Iterator[Any]:
     """All events of a folder in the order of writing, each file up to where it is damaged."""
     loader = import_extra("tensorboard.backend.event_processing.event_file_loader", "log")
     for path in sorted(folder.glob("events.out.tfevents.*")):  # TensorBoard's order
+        require_file(path)
         yield from loader.LegacyEventFileLoader(str(path)).Load()
 
 
