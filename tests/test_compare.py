@@ -406,7 +406,7 @@ def test_only_its_own_files_are_overwritten(tmp_path, suffix):
     mine.write_text("my notes")
     for precious in (mine, *folders[1].rglob("result.json")) if suffix == ".json" else (mine,):
         before = precious.read_text()
-        with pytest.raises(ConfigError, match="did not write"):
+        with pytest.raises(RunFolderError, match="did not write"):
             command(folders, out=precious)
         assert precious.read_text() == before
     for _ in range(2):

@@ -31,7 +31,7 @@ from torchrex.report.page.charts import number, rows_to_keep
 from torchrex.report.page.details import details_of
 from torchrex.report.page.rows import cell, columns, families, shown
 from torchrex.report.plots import error_of_mean
-from torchrex.report.reader import command_to_repeat, find_runs, load_run
+from torchrex.report.reader import NotRead, command_to_repeat, find_runs, load_run
 from written_runs import header, write_json, write_run
 
 HOSTILE = (
@@ -146,7 +146,7 @@ def demo(tmp_path_factory):
         write_digits(out, seed=seed)
     write_digits(out, "digits/independent")
     page = out / "page.html"
-    assert write_page([out], page, doctor_seconds=math.inf) == (7, 0, 0)
+    assert write_page([out], page, doctor_seconds=math.inf) == (7, 0, 0, 0)
     return page
 
 
@@ -335,7 +335,7 @@ def damaged_runs(out: Path) -> None:
 def test_unfinished_damaged_and_empty_are_shown_as_such(tmp_path):
     damaged_runs(tmp_path)
     (tmp_path / "nothing").mkdir()
-    assert write_page([tmp_path, tmp_path / "nothing"], tmp_path / "page.html") == (7, 5, 2)
+    assert write_page([tmp_path, tmp_path / "nothing"], tmp_path / "page.html") == (7, 5, 2, 0)
     page, html = Elements(tmp_path / "page.html"), (tmp_path / "page.html").read_text()
     said = ("draws.safetensors is damaged and not used", "there is no result.json", "NaN!")
     assert all(words in page.text for words in (*said, "line 1 column 2", "7 of 9 folders"))
@@ -357,7 +357,8 @@ def test_a_run_without_its_config_stays_with_its_recipe(tmp_path, text):
     broken = tmp_path / "digits/resghmc/seed=0/config.json"
     broken.unlink() if text is None else broken.write_text(text)
     runs = [load_run(path) for path in find_runs(tmp_path)]
-    ((row,),) = (family.rows for family in families(runs, [tmp_path / "digits/resghmc/seed=3"]))
+    empty = NotRead(tmp_path / "digits/resghmc/seed=3", "empty", "")
+    ((row,),) = (family.rows for family in families(runs, [empty]))
     assert [run.seed for run in row.runs] == [0, 1, 2]
     assert [run.seed for run in row.finished] == [1, 2]
     assert row.config == json.loads((folder / "config.json").read_text())
@@ -509,7 +510,7 @@ def test_the_command(tmp_path):
     for root, out, words in (
         (tmp_path / "none", page, "there is no folder"),
         (tmp_path, tmp_path, "is a folder"),
-        (tmp_path, folder / "result.json", "not a report of torchrex"),
+        (tmp_path, folder / "result.json", "did not write"),
         (tmp_path / "empty", page, "run folders without a run: 1"),
     ):
         with pytest.raises(RunFolderError, match=words):

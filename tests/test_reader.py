@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import socket
+import subprocess
+import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +17,23 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import torchrex
 from torchrex.durable import open_file, read_file, read_object, require_file
 from torchrex.errors import RunFolderError
 from torchrex.experiments import get_recipe, recipes, run_recipe
 from torchrex.experiments.config import to_json
-from torchrex.report.reader import config_from_json, find_empty, find_runs, load_run
+from torchrex.posterior.draws_file import SHAPES, WHOLE
+from torchrex.report.compare import compare_folders, lines
+from torchrex.report.doctor import as_text, diagnose, diagnose_folder
+from torchrex.report.page import write_page
+from torchrex.report.reader import (
+    checkpoints_of,
+    config_from_json,
+    find_runs,
+    load_run,
+    read_tree,
+    require_ours,
+)
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -193,7 +209,7 @@ def test_finding(density, tmp_path):
     (tmp_path / "a" / "seed=4").mkdir()
     assert [path.name for path in find_runs(tmp_path)] == ["seed=9", "seed=10"]
     assert find_runs(tmp_path / "a" / "seed=9") == [tmp_path / "a" / "seed=9"]
-    assert find_empty(tmp_path) == [tmp_path / "a" / "seed=4"]
+    assert [each.status for each in read_tree(tmp_path)] == ["empty", "finished", "finished"]
 
 
 # Files of strangers
@@ -237,3 +253,179 @@ def test_limits_come_before_reading(tmp_path):
         path.write_text(json.dumps(text))
         with pytest.raises(ValueError, match="it h"):
             read_object(path)
+
+
+# Trees in which something cannot be read
+
+ESCAPE = "\x1b[2J\x1b]0;owned\x07"
+
+
+def one_bad(tree: Path, kind: str) -> None:
+    """Something that cannot be read, next to the run in seed=3."""
+    bad = tree / "seed=4"
+    if kind == "control characters":
+        shutil.copytree(tree / "seed=3", tree / f"seed=4{ESCAPE}")
+        return
+    if kind == "deep":
+        os.makedirs(bad)
+        before = os.getcwd()
+        os.chdir(bad)
+        for _ in range(1500):  # longer than a path may be
+            os.mkdir("deep")
+            os.chdir("deep")
+        os.chdir(before)
+        return
+    if kind == "circle":
+        bad.symlink_to(bad.name)
+        return
+    shutil.copytree(tree / "seed=3", bad)
+    for name in ("config.json", "result.json", "draws.safetensors", "trace.safetensors"):
+        if kind == "damage":
+            (bad / name).write_bytes(b"{")
+        else:
+            (bad / name).unlink()
+            put(bad / name, kind)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("damage", "pipe", "folder", "socket", "device", "/etc/passwd"),
+        *("control characters", "deep", "circle"),
+    ],
+)
+def test_one_bad_run_does_not_hide_the_others(density, tmp_path, kind):
+    """It is named with the reason in page, doctor and comparison; the sound run is shown."""
+    tree = tmp_path / "figure1" / "case1-naive"
+    shutil.copytree(density, tree / "seed=3")
+    one_bad(tree, kind)
+    page = tmp_path / "page.html"
+    written = write_page([tmp_path], page, doctor_seconds=0.0)
+    text = page.read_text()
+    assert "figure1/case1-naive, seed 3" in text
+    assert "\x1b" not in text
+    assert "root:" not in text  # what /etc/passwd holds
+    named = written.not_whole + written.unreadable
+    assert named == (kind != "circle")  # a link is not followed, wherever it leads
+    diagnoses = diagnose_folder(tmp_path)
+    assert [each.name for each in diagnoses if each.status == "finished"] == [
+        "figure1/case1-naive, seed 3"
+    ]
+    assert len(diagnoses) == 1 + named + written.empty
+    said = [words for each in diagnoses for pair in as_text(each) for words in pair]
+    (comparison,) = compare_folders([tree, tree])
+    assert comparison.seeds == (3,)
+    assert len(comparison.notes) == 2 * named
+    assert all(words.isprintable() for words in (*said, *lines(comparison)))
+    if kind == "deep":  # too deep for what removes old folders of tests
+        subprocess.run(["rm", "-r", tree / "seed=4"], check=True)
+
+
+def test_folders_without_permission_are_named(density):
+    """As root as well: the rights of another user are taken for the time of the test."""
+    with tempfile.TemporaryDirectory() as root:
+        os.chmod(root, 0o755)
+        for name in ("seed=3", "seed=4", "seed=5"):
+            shutil.copytree(density, Path(root) / "figure1" / "case1-naive" / name)
+        closed, listed = (Path(root) / "figure1" / "case1-naive" / f"seed={k}" for k in (4, 5))
+        closed.chmod(0)
+        listed.chmod(0o444)
+        is_root = os.geteuid() == 0
+        try:
+            if is_root:
+                os.seteuid(65534)
+            found = list(read_tree(Path(root)))
+            statuses = [each.status for each in found]
+            with pytest.raises(RunFolderError, match="Permission denied"):
+                diagnose_folder(closed)
+        finally:
+            if is_root:
+                os.seteuid(0)
+            closed.chmod(0o755)
+            listed.chmod(0o755)
+    assert statuses == ["finished", "unreadable", "damaged"]
+    assert found[1].words == "Permission denied"
+    assert "config.json cannot be read: Permission denied" in found[2].problems
+
+
+def test_links_in_a_run_folder_are_not_followed(density, copy, tmp_path):
+    """A run folder itself may be reached by a link."""
+    folder = copy(density)
+    (tmp_path / "link").symlink_to(folder)
+    assert load_run(tmp_path / "link").problems == ()
+    (tmp_path / "secret.json").write_text('{"secret": "sesame"}')
+    for name in ("config.json", "result.json", "samples.png"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(tmp_path / "secret.json")
+    (folder / "checkpoints").symlink_to(tmp_path)
+    write_page([folder], tmp_path / "page.html", doctor_seconds=0.0)
+    page = (tmp_path / "page.html").read_text()
+    assert "sesame" not in page
+    assert page.count("it is a link, and links are not followed") >= 3
+    assert checkpoints_of(folder) == []
+
+
+def test_a_huge_draws_file_is_not_read(density, copy):
+    """Its header is sound, and its zeros take no space on the disk."""
+    folder = copy(density)
+    path = folder / "draws.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    table = json.loads(data[8 : 8 + length])
+    (chains, _, dim), draws = table["values"]["shape"], 2**26
+    axes = {"chains": chains, "draws": draws, "dim": dim, "rungs": 2, "pairs": 1}
+    end = 0
+    for name, names in SHAPES.items():
+        shape = [axes[axis] for axis in names]
+        size = math.prod(shape) * (8 if name in WHOLE else 4)
+        dtype = "I64" if name in WHOLE else "F32"
+        table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    head = json.dumps(table).encode()
+    path.write_bytes(len(head).to_bytes(8, "little") + head)
+    os.truncate(path, 8 + len(head) + end)
+    (problem,) = load_run(folder).problems
+    assert problem.startswith("draws.safetensors cannot be read: it has ")
+
+
+@pytest.mark.parametrize("text", [{"recipe": "x" * 5_000_000}, {"recipe": "x" * 15_000}])
+def test_a_long_name_takes_no_time(density, copy, text):
+    folder = copy(density)
+    for name in ("config.json", "result.json"):
+        values = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**values, **text}))
+    began = time.monotonic()
+    assert load_run(folder).recipe == "figure1/case1-naive"
+    assert time.monotonic() - began < 5
+
+
+def test_a_recipe_of_another_version_is_not_damage(density, copy):
+    folder = copy(density)
+    values = json.loads((folder / "config.json").read_text())
+    result = json.loads((folder / "result.json").read_text())
+    result.pop("config_sha256", None)  # as an older version wrote it
+    (folder / "result.json").write_text(json.dumps(result))
+    (folder / "config.json").write_text(json.dumps({**values, "recipe": "figure9/case1"}))
+    run = load_run(folder)
+    assert run.damaged == ()
+    assert "of another version" in [each.title for each in diagnose(run).findings]
+    (folder / "config.json").write_text(json.dumps({**values, "temperatures": [5.0, 1.0]}))
+    for version, title in ((torchrex.__version__, "damaged"), ("9.0", "of another version")):
+        result["versions"]["torchrex"] = version
+        (folder / "result.json").write_text(json.dumps(result))
+        titles = [each.title for each in diagnose(load_run(folder)).findings]
+        assert title in titles
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "circle", "/etc/passwd"])
+def test_something_else_in_the_place_of_an_output(density, tmp_path, kind):
+    page = tmp_path / "page.html"
+    put(page, kind)
+    with pytest.raises(RunFolderError):
+        write_page([density], page)
+    with pytest.raises(RunFolderError):
+        require_ours(page, ["x"], "compare")
+    with pytest.raises(RunFolderError, match="File name too long"):
+        write_page([density], tmp_path / ("a" * 300))
+    with pytest.raises(RunFolderError, match="there is no folder"):
+        write_page([tmp_path / ("a" * 300)], tmp_path / "other.html")

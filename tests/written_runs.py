@@ -46,12 +46,12 @@ def write_run(root: Path, config, seed=0, **more) -> Path:
 
 
 def write_run_on_gpu(root: Path, config, seed=0, *, swaps=0, **more) -> Path:
-    """A run such as tables are made of: 90 s on a GPU, a day for each seed, `swaps` swaps in 100
-    tests of each pair of rungs.
+    """A run such as tables are made of: 90 s on a GPU, a day for each seed, `swaps` swaps in at
+    least 100 tests of each pair of rungs.
     """
-    pairs = [
-        {"pair": [0, 1], "proposed": 100, "accepted": swaps, "acceptance_rate": swaps / 100}
-    ] * (config.n_rungs - 1)
+    n = max(100, swaps)
+    pair = {"pair": [0, 1], "proposed": n, "accepted": swaps, "acceptance_rate": swaps / n}
+    pairs = [pair] * (config.n_rungs - 1)
     about = {"date": f"2026-01-0{seed + 1}T00:00:00+00:00", "wall_seconds": 90.0, "device": "a GPU"}
     return write_run(root, config, seed, swaps=pairs, **about, **more)
 

@@ -60,6 +60,9 @@ def report(
 ) -> None:
     """Write one page about all runs in DIR: tables next to the paper's numbers, charts, advice, and
     how to repeat each run.
+
+    A folder that cannot be read is named on the page with the reason. Exit code: 0 if there is a
+    page, 2 if no run could be read.
     """
     with loading():
         from torchrex.cli.console import say
@@ -70,7 +73,7 @@ def report(
 
 
 def in_words(written: Written) -> str:
-    """`3 runs, 1 of them not complete (the page says what is missing), 2 empty folders`."""
+    """`3 runs, 1 of them not complete (the page says what is missing), 2 empty folders, ...`."""
     from torchrex.cli.console import count
 
     parts = [count(written.runs, "run")]
@@ -78,6 +81,7 @@ def in_words(written: Written) -> str:
         which = f"{written.not_whole} of them not complete"
         parts.append(f"{which} (the page says what is missing)")
     parts += [count(written.empty, "empty folder")] if written.empty else []
+    parts += [count(written.unreadable, "unreadable folder")] if written.unreadable else []
     return ", ".join(parts)
 
 
@@ -97,12 +101,13 @@ def doctor(
     several runs it says last how many have each finding.
 
     Exit code: 0 if runs were read, whatever was found (look at the verdicts of --json), 2 if DIR
-    holds no run.
+    holds no run that can be read. A folder that cannot be read next to others is a problem.
     """
     with loading():
         from rich.text import Text
 
         from torchrex.cli.console import stdout
+        from torchrex.durable import printable
         from torchrex.experiments.config import dumps
         from torchrex.report.doctor import as_json, as_text, diagnose_folder, roll_up
     diagnoses = diagnose_folder(folder)
@@ -120,7 +125,7 @@ def doctor(
         if k:
             stdout.print()
         show(as_text(diagnosis))
-        stdout.print(Text(f"  {diagnosis.path}", style="dim"), soft_wrap=True)
+        stdout.print(Text(f"  {printable(str(diagnosis.path))}", style="dim"), soft_wrap=True)
     if len(diagnoses) > 1:  # last, where a terminal that has scrolled far still shows it
         stdout.print()
         show(roll_up(diagnoses))
@@ -154,13 +159,9 @@ def compare(
         from torchrex.durable import replace_file, writing
         from torchrex.experiments.config import dumps
         from torchrex.report.compare import MARK, as_json, as_markdown, compare_folders, lines
-    ours = (MARK, '"not_comparable_because_of"', "paired t")  # every file of ours has one of them
-    if out is not None and out.exists():
-        there = out.read_text(errors="replace")
-        if not any(mark in there for mark in ours):
-            raise ConfigError(
-                f"--out {out} is a file that `torchrex compare` did not write; choose another name"
-            )
+        from torchrex.report.reader import require_ours
+    if out is not None:  # every file of ours has one of the marks
+        require_ours(out, (MARK, '"not_comparable_because_of"', "paired t"), "compare")
     comparisons = compare_folders(folders)
     width = stdout.width if stdout.is_terminal else None  # a pipe has no width
     for k, comparison in enumerate(comparisons):

@@ -223,7 +223,7 @@ def _is_missing(run: Run, options: RunOptions) -> bool:
 
 def _require_runs(what: str, found: object, unfinished: Sequence[str], out: Path) -> None:
     if not found:
-        but = f" (but {len(unfinished)} unfinished)" if unfinished else ""
+        but = f" (but {len(unfinished)} unfinished, such as {unfinished[0]})" if unfinished else ""
         raise RunFolderError(
             f"there is no finished run of {what} below {out}{but}; give the folder of the runs "
             "with --out"

@@ -48,7 +48,9 @@ def cut(n: int, parts: int) -> list[range]:
 
 def shard_folders(folder: Path) -> list[Path]:
     """The folders of the shards of a run whose checkpoints are there."""
-    return sorted(path for path in folder.glob("shard=*") if path.is_dir())
+    return sorted(
+        path for path in folder.glob("shard=*") if path.is_dir() and not path.is_symlink()
+    )
 
 
 def process_group_for(n_shards: int, n_runs: int) -> ProcessGroup:

@@ -24,10 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from torchrex.durable import one_line
 from torchrex.errors import InvalidArgumentError, RunFolderError
 from torchrex.experiments.config import to_json
 from torchrex.report.plots import FEWEST_SEEDS, p_of_pairs
-from torchrex.report.reader import LoadedRun, find_runs, load_run
+from torchrex.report.reader import LoadedRun, NotRead, read_tree
+from torchrex.report.tables import in_markdown, markdown_table
 
 LEVEL = 0.05
 HIGHER, LOWER = {"accuracy", "ess"}, {"nll", "brier", "ece", "w1", "w2", "error", "rhat"}
@@ -125,17 +127,25 @@ def compare_folders(paths: Sequence[Path]) -> list[Comparison]:
 
 def _load_side(path: Path) -> Side:
     """The finished runs in a folder of one recipe."""
-    found = [load_run(each) for each in find_runs(path)]
+    tree = list(read_tree(path))
+    found = [each for each in tree if isinstance(each, LoadedRun)]
+    left_out = [
+        f"{one_line(each.path.name)} is unreadable ({each.words})"
+        for each in tree
+        if isinstance(each, NotRead) and each.status == "unreadable"
+    ]
     if not found:
-        raise RunFolderError(f"{path} holds no run; give OUT/RECIPE or OUT/RECIPE/seed=S")
-    recipes = sorted({run.recipe for run in found})
+        reasons = f" ({left_out[0]})" if left_out else ""
+        raise RunFolderError(
+            f"{one_line(path)} holds no run{reasons}; give OUT/RECIPE or OUT/RECIPE/seed=S"
+        )
+    usable = with_known_settings([run for run in found if run.status == "finished"])
+    recipes = sorted({run.recipe for run in usable or found})
     if len(recipes) > 1:
         shown = ", ".join(recipes[:3]) + (", ..." if len(recipes) > 3 else "")
         several = f"{len(recipes)} recipes ({shown})"
         raise RunFolderError(f"{path} holds runs of {several}; give the folder of one of them")
     runs: dict[int, LoadedRun] = {}
-    left_out = []
-    usable = with_known_settings([run for run in found if run.status == "finished"])
     for run in found:
         name = run.path.name
         if run.status != "finished":
@@ -407,11 +417,10 @@ def as_markdown(comparisons: Sequence[Comparison]) -> str:
     parts = [MARK]
     for each in comparisons:
         rows, shown = _cells(each)
-        made = [f"## {each.other.name} against {each.first.name}", ""]
-        made += [*(f"- {line}" for line in _about(each)), ""]
-        table = [[COLUMNS[k] for k in shown], *([row[k] for k in shown] for row in rows)]
-        head, *body = ["| " + " | ".join(row) + " |" for row in table]
-        parts.append("\n".join([*made, head, "|---" * len(shown) + "|", *body]) + "\n")
+        made = ["## " + in_markdown(f"{each.other.name} against {each.first.name}"), ""]
+        made += [*(f"- {in_markdown(line)}" for line in _about(each)), ""]
+        body = ([row[k] for k in shown] for row in rows)
+        parts.append("\n".join([*made, *markdown_table([COLUMNS[k] for k in shown], body)]) + "\n")
     return "\n".join(parts)
 
 

@@ -7,6 +7,7 @@ but for the temperature of tall data and for large checkpoints, which a quick lo
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -27,7 +28,7 @@ from torchrex.diagnostics import (
     equipartition_temperature,
     hill,
 )
-from torchrex.errors import CheckpointError, MissingDependencyError, RunFolderError, TorchrexError
+from torchrex.errors import MissingDependencyError, RunFolderError, TorchrexError
 from torchrex.experiments.config import to_json
 from torchrex.posterior import Draws
 from torchrex.report.findings import (
@@ -42,14 +43,7 @@ from torchrex.report.findings import (
     several,
     tally,
 )
-from torchrex.report.reader import (
-    LoadedRun,
-    checkpoints_of,
-    command_to_repeat,
-    find_empty,
-    find_runs,
-    load_run,
-)
+from torchrex.report.reader import LoadedRun, NotRead, checkpoints_of, command_to_repeat, read_tree
 from torchrex.report.swap_checks import FEWEST_TESTS, WANTED, check_ladder
 
 BURN_IN = 0.1  # of the steps of a density is left out
@@ -407,7 +401,7 @@ def look_at_checkpoints(run: LoadedRun) -> list[Saved]:
                     saved.sound.append(step)
                 except DamagedError as damage:
                     saved.damaged[step] = one_line(damage)
-        except CheckpointError as error:
+        except OSError as error:
             saved.refused = one_line(error)
         found.append(saved)
     return [saved for saved in found if saved.sound or saved.damaged or saved.refused]
@@ -415,9 +409,9 @@ def look_at_checkpoints(run: LoadedRun) -> list[Saved]:
 
 def are_large(run: LoadedRun) -> bool:
     """Reading its checkpoints may take a second or more."""
-    files = (run.path / "checkpoints").rglob("*.safetensors")
     with suppress(OSError):  # reading them says why
-        return sum(file.stat().st_size for file in files) > LARGE
+        folders = (each.path_of(step) for each in checkpoints_of(run.path) for step in each.steps())
+        return sum(file.lstat().st_size for path in folders for file in path.iterdir()) > LARGE
     return False
 
 
@@ -538,16 +532,18 @@ def check_state(run: LoadedRun, *, unusable: bool = False) -> Iterable[Finding]:
         words = f"{what}. {_go_on(run, unusable)}"
         yield Finding("warning", "the run is not finished", words, numbers)
     for problem in problems:
-        name = next((name for name in run.damaged if name in problem), None)
-        other = "of another version" if problem.startswith("config.json") else "missing"
+        newer = problem.startswith(("config.json is not", "config.json has", "config.json lacks"))
+        name = None if newer else next((name for name in run.damaged if name in problem), None)
+        other = "of another version" if newer else "missing"
         words = problem if "." in problem.split()[0] else f"{problem[0].upper()}{problem[1:]}"
         about = {"file": name} if name else {}
-        yield Finding("warning", "damaged" if name else other, f"{words}.", about)
+        title = "unreadable" if "cannot be read" in problem else "damaged"
+        yield Finding("warning", title if name else other, f"{words}.", about)
     if run.status == "finished" and run.settings is not None:
         density = run.settings.test_size is None
         name = "draws.safetensors" if density else "trace.safetensors"
         # Committed results of networks have curves in result.json in place of a trace.
-        if not (run.path / name).exists() and (density or not run.curves):
+        if not os.path.lexists(run.path / name) and (density or not run.curves):
             words = f"There is no {name}: what it would show is left out."
             yield Finding("note", "missing", words, {"file": name})
 
@@ -568,15 +564,26 @@ def diagnose(run: LoadedRun, *, quick: bool = False) -> Diagnosis:
 
 
 def diagnose_folder(root: Path) -> list[Diagnosis]:
-    """Every run at or below `root`, empty run folders included."""
-    found = [diagnose(load_run(path)) for path in find_runs(root)]
+    """Every run at or below `root`, then the folders that are empty or cannot be read."""
+    found, others = list[Diagnosis](), list[NotRead]()
+    for each in read_tree(root):
+        if isinstance(each, LoadedRun):
+            found.append(diagnose(each))
+        else:
+            others.append(each)
+    if not found and all(each.status == "unreadable" for each in others):
+        reason = f" ({one_line(others[0].path)}: {others[0].words})" if others else ""
+        advice = "give OUT/RECIPE/seed=S, or a folder above some"
+        raise RunFolderError(f"{one_line(root)} holds no run{reason}; {advice}")
+    return found + [_not_read(each) for each in others]
+
+
+def _not_read(folder: NotRead) -> Diagnosis:
     words = "The folder holds nothing of a run. Run it again, or remove the folder."
-    empty = (Finding("problem", "empty", words),)
-    for path in find_empty(root):
-        found.append(Diagnosis(path, f"{path.parent.name}/{path.name}", "empty", empty))
-    if not found:
-        raise RunFolderError(f"{root} holds no run; give OUT/RECIPE/seed=S, or a folder above some")
-    return found
+    if folder.status != "empty":
+        words = f"Nothing of it is shown: {folder.words}."
+    name = one_line(f"{folder.path.parent.name}/{folder.path.name}")
+    return Diagnosis(folder.path, name, folder.status, (Finding("problem", folder.status, words),))
 
 
 def as_json(diagnoses: Sequence[Diagnosis]) -> list[dict[str, Any]]:

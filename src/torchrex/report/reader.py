@@ -11,16 +11,18 @@ import os
 import re
 import shlex
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from torchrex.checkpoint import Checkpoints, one_line, parse_json, printable, read_file
+import torchrex
+from torchrex.checkpoint import Checkpoints, one_line, require_file
 from torchrex.density import shard_folders
 from torchrex.diagnostics import History
+from torchrex.durable import LONGEST_NAME, open_file, read_object
 from torchrex.errors import RecipeError, RunFolderError, TorchrexError
 from torchrex.exchange import Ladder
 from torchrex.experiments import ExperimentConfig, get_recipe
@@ -43,6 +45,7 @@ OPTIONAL: dict[str, Any] = {
     "config_sha256": str,
 }
 LARGEST = 1e150  # of a number: its square is finite
+LARGEST_FILE = 2**30  # bytes; of the recipes none has draws of more than 2**24
 # Of a trace: axes, and whether its numbers are integers.
 TRACE = {
     **dict.fromkeys(("steps", "swap_steps", "swap_pairs", "accepted", "proposed"), (1, True)),
@@ -110,42 +113,102 @@ class LoadedRun:
 # Finding run folders
 
 
+class NotRead(NamedTuple):
+    """A folder of which nothing but its name is shown."""
+
+    path: Path
+    status: str  # "empty" or "unreadable"
+    words: str  # why
+
+
+def read_tree(root: Path) -> Iterator[LoadedRun | NotRead]:
+    """Everything at or below `root`, sorted by recipe and seed, without replaced runs. A folder
+    that cannot be read stops none of the others.
+    """
+    for path, unreadable in _folders(root):
+        if unreadable:
+            yield NotRead(path, "unreadable", unreadable)
+        elif holds_a_run(path):
+            try:
+                yield load_run(path)
+            except (TorchrexError, OSError, MemoryError) as error:
+                yield NotRead(path, "unreadable", why(error, path))
+        elif seed_in(path) is not None:
+            yield NotRead(path, "empty", "it holds nothing of a run")
+
+
 def find_runs(root: Path) -> list[Path]:
     """Run folders at or below `root`, sorted by recipe and seed, without replaced ones."""
-    return [path for path in _folders(root) if holds_a_run(path)]
-
-
-def find_empty(root: Path) -> list[Path]:
-    """Folders at or below `root` with the name of a run folder that hold nothing of a run."""
-    return [path for path in _folders(root) if seed_in(path) is not None and not holds_a_run(path)]
+    return [path for path, unreadable in _folders(root) if not unreadable and holds_a_run(path)]
 
 
 def holds_a_run(path: Path) -> bool:
-    return any((path / name).exists() for name in FILES)
+    try:
+        return not set(FILES).isdisjoint(os.listdir(path))
+    except OSError:
+        return False
 
 
 def seed_in(path: Path) -> int | None:
     """The seed in the name of a folder, such as seed=3."""
-    found = re.match(r"seed=(\d+)", path.name)
+    found = re.match(r"seed=(\d+)", path.name, re.ASCII)
     return int(found[1]) if found else None
 
 
 def recipe_in(path: Path) -> str:
     """The recipe in the path of a run folder: OUT/digits/sghmc/seed=0 has digits/sghmc."""
-    return "/".join(path.resolve().parts[-3:-1])
+    return "/".join(Path(os.path.realpath(path)).parts[-3:-1])
 
 
-def _folders(root: Path) -> list[Path]:
-    if not root.is_dir():
-        raise RunFolderError(f"there is no folder {root}; give a run folder, or one above some")
-    found = []
-    for folder, inner, _ in os.walk(root):
-        path = Path(folder)
-        found.append(path)
+def _folders(root: Path) -> list[tuple[Path, str]]:
+    """The folders at or below `root`, and why one cannot be looked into. Of links only `root` is
+    followed. Without recursion, so that any depth will do.
+    """
+    if not os.path.isdir(root):  # False as well for a name that is too long, or a link in a circle
+        reason = f"there is no folder {one_line(root)}"
+        raise RunFolderError(f"{reason}; give a run folder, or one above some")
+    found, left = list[tuple[Path, str]](), [root]
+    while left:
+        path, inner, unreadable = left.pop(), set[str](), ""
+        try:
+            with os.scandir(path) as entries:
+                below = {each.name: each.is_dir(follow_symlinks=False) for each in entries}
+            if set(FILES).isdisjoint(below):
+                inner = {name for name, is_folder in below.items() if is_folder}
+        except OSError as error:
+            unreadable = why(error, path)
+        found.append((path, unreadable))
         # Next to a run are those that replace it or were replaced by it.
         waiting = {f"{name}{end}" for name in inner for end in (".new", ".old", ".replaced")}
-        inner[:] = [] if holds_a_run(path) else set(inner) - waiting
-    return sorted(found, key=lambda path: (str(path.parent), seed_in(path) or 0, path.name))
+        left += [path / name for name in inner - waiting]
+    return sorted(
+        found, key=lambda each: (str(each[0].parent), seed_in(each[0]) or 0, each[0].name)
+    )
+
+
+def why(error: BaseException, path: Path) -> str:
+    """What is wrong with a file or folder that the words need not name again."""
+    if isinstance(error, MemoryError):
+        return "there is not enough memory to read it"
+    words = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return one_line(str(words).replace(str(path), "it"))
+
+
+def require_ours(out: Path, marks: Sequence[str], command: str, within: int = 2**20) -> None:
+    """Refuse to replace a file that has none of `marks` near its beginning."""
+    try:
+        with open_file(out) as file:
+            start = file.read(within).decode(errors="replace")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RunFolderError(
+            f"--out {one_line(out)} cannot be used ({error.strerror}); choose another name"
+        ) from None
+    if not any(mark in start for mark in marks):
+        raise RunFolderError(
+            f"--out {out} is a file that `torchrex {command}` did not write; choose another name"
+        )
 
 
 # Reading one
@@ -153,36 +216,39 @@ def _folders(root: Path) -> list[Path]:
 
 def load_run(path: Path) -> LoadedRun:
     """Read a run folder; `problems` says what is missing or damaged."""
-    if not path.is_dir() or not holds_a_run(path):
-        raise RunFolderError(f"{path} holds no run ({', '.join(FILES)}); give OUT/RECIPE/seed=S")
+    if not holds_a_run(path):
+        raise RunFolderError(
+            f"{one_line(path)} holds no run ({', '.join(FILES)}); give OUT/RECIPE/seed=S"
+        )
     if not str(path).isprintable():  # terminals and pages would obey what is in the name
         raise RunFolderError(f"{one_line(path)} has control characters in its name; rename it")
     problems: list[str] = []
     damaged: list[str] = []
 
     def read(name: str, how: Callable[[Path], T]) -> T | None:
-        file = path / name
-        if not file.exists() and not file.is_symlink():  # a link that leads nowhere is damage
-            return None
+        file, what = path / name, "cannot be read"
         try:
+            require_file(file, LARGEST_FILE)
+            what = "is damaged and not used"
             return how(file)
-        except (TorchrexError, *UNREADABLE) as error:
-            why = error.strerror if isinstance(error, OSError) and error.strerror else error
-            said = one_line(why).replace(str(file), "it")
-            problems.append(f"{name} is damaged and not used: {said}")
+        except FileNotFoundError:
+            return None
+        except (TorchrexError, MemoryError, *UNREADABLE) as error:
+            said = why(error, file).removeprefix("it is damaged: ")
+            problems.append(f"{name} {what}: {said}")
             damaged.append(name)
             return None
 
-    config = read("config.json", _read_object) or {}
+    config = read("config.json", read_object) or {}
     if not config and not damaged:
         problems.append("there is no config.json: its settings are not known")
-    result = read("result.json", _read_result)
+    result = read("result.json", read_result)
     if result is not None and config and not belongs_to(result, config):
         problems.append(f"result.json is not used: {OF_ANOTHER_CONFIG}")
         damaged.append("result.json")
         result = None
     names: tuple[Any, ...] = (config.get("recipe"), (result or {}).get("recipe"), recipe_in(path))
-    recipe = next(each for each in names if isinstance(each, str) and each)
+    recipe = next(each for each in names if isinstance(each, str) and 0 < len(each) <= LONGEST_NAME)
     seed = (result or {}).get("seed", seed_in(path))
     if seed is None:
         problems.append("the seed is not known: no result.json and no folder name such as seed=0")
@@ -192,10 +258,14 @@ def load_run(path: Path) -> LoadedRun:
             settings = config_from_json(get_recipe(recipe), config, problems)
             ladder = settings.ladder()
     except RecipeError as error:
-        problems.append(f"{one_line(error)}; so its ladder is not known")
+        problems.append(f"config.json is not of this version: {one_line(error)}")
     except (TorchrexError, ValueError, TypeError, ArithmeticError, RuntimeError) as error:
         settings = None
-        problems.append(f"the settings in config.json cannot be used: {one_line(error)}")
+        wrote = ((result or {}).get("versions") or {}).get("torchrex", torchrex.__version__)
+        about = "the settings in config.json cannot be used"
+        if wrote != torchrex.__version__:
+            about = f"config.json is not of this version but of {one_line(wrote, 40)}"
+        problems.append(f"{about}: {one_line(error)}")
         damaged.append("config.json")
     status = "damaged" if "result.json" in damaged else "unfinished"
     if result is None and status == "unfinished":
@@ -228,31 +298,31 @@ def load_run(path: Path) -> LoadedRun:
 def checkpoints_of(path: Path) -> list[Checkpoints]:
     """The folders of checkpoints of a run: its own, and those of its shards."""
     saved = path / "checkpoints"
-    return [Checkpoints(each) for each in (saved, *shard_folders(saved))] if saved.is_dir() else []
+    there = os.path.isdir(saved) and not os.path.islink(saved)
+    return [Checkpoints(each) for each in (saved, *shard_folders(saved))] if there else []
 
 
 def _saved(path: Path) -> str:
     """The newest checkpoint; of shards, which resume one by one, the oldest of the newest."""
-    newest = [max(steps) for each in checkpoints_of(path) if (steps := each.steps())]
+    try:
+        newest = [max(steps) for each in checkpoints_of(path) if (steps := each.steps())]
+    except OSError as error:
+        return f"its checkpoints cannot be read ({why(error, path)})"
     return f"its newest checkpoint has step {min(newest):,}" if newest else "it has no checkpoint"
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, with what a terminal would obey as its escape."""
-    found = printable(parse_json(read_file(path)))
-    if not isinstance(found, dict):
-        raise ValueError(f"it holds a {type(found).__name__} and not an object")
-    return found
-
-
-def _read_result(path: Path) -> dict[str, Any]:
-    result = _read_object(path)
-    if lacking := [name for name in NEEDED if name not in result]:
+def read_result(path: Path, *, complete: bool = True) -> dict[str, Any]:
+    """The content of a result.json; OSError or ValueError if no run can have written it. If it need
+    not be `complete`, it may lack anything, and only its types are looked at.
+    """
+    result = read_object(path)
+    if complete and (lacking := [name for name in NEEDED if name not in result]):
         raise ValueError(f"it lacks {', '.join(lacking)}")
     for name, kind in {**NEEDED, **OPTIONAL}.items():
         if name in result and not _is(result[name], kind):
             raise ValueError(f"{name} is {one_line(repr(result[name]), 80)}")
-        if name in result and not _is_possible(name, result[name]):
+        checked = complete or name == "swaps"
+        if name in result and checked and not _is_possible(name, result[name]):
             raise ValueError(f"{name} has a value that no run gives")
     return result
 

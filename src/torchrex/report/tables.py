@@ -23,12 +23,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from torchrex.durable import new_file
-from torchrex.errors import MissingDependencyError, RunFolderError
+from torchrex.durable import new_file, read_object
+from torchrex.errors import MissingDependencyError
 from torchrex.experiments import RunFolder
 from torchrex.experiments.config import Column, to_json
+from torchrex.experiments.folder import OF_ANOTHER_CONFIG, belongs_to
 from torchrex.experiments.networks import Difference, Line, NetworkConfig, PaperTable
 from torchrex.report.plots import FEWEST_SEEDS, p_of_pairs
+from torchrex.report.reader import LARGEST, config_from_json, read_result, why
 
 PAPER_SEEDS = 5
 NO_MATTER = ("recipe", "epochs", "steps", "checkpoint_every")  # the length is shown in any case
@@ -68,7 +70,7 @@ class FinishedRun:
     def settings(self) -> Settings:
         usual = {k: value for k, value in to_json(self.recipe).items() if k not in NO_MATTER}
         others = ((name, self.config.get(name, value)) for name, value in usual.items())
-        differ = tuple((name, value) for name, value in others if value != usual[name])
+        differ = tuple((name, _plain(value)) for name, value in others if value != usual[name])
         return Settings(self.config[f"{self.recipe.unit}s"], differ)
 
     @property
@@ -77,13 +79,18 @@ class FinishedRun:
 
     def number(self, metric: str, *, percent: bool = True) -> float | None:
         value = (self.result.get("metrics") or {}).get(metric)
-        if not isinstance(value, int | float):
+        if not isinstance(value, int | float) or abs(value) > LARGEST:
             return None
         return float(value) * (100 if percent else 1)
 
     def curve(self, name: str) -> list[Any]:
         found = (self.result.get("curves") or {}).get(name)
         return found if isinstance(found, list) else []
+
+
+def _plain(value: Any) -> Any:
+    """Something that can be compared and hashed."""
+    return str(value) if isinstance(value, list | dict) else value
 
 
 def finished_runs(
@@ -94,19 +101,33 @@ def finished_runs(
     for name, recipe in recipes.items():
         seeds = (re.fullmatch(r"seed=(\d+)", path.name) for path in (out / name).glob("seed=*"))
         for seed in sorted(int(found[1]) for found in seeds if found):
-            folder = RunFolder.of(out, name, seed)
-            config, result = folder.config, folder.result
-            if result is None or result.get("status") != "finished":
-                status = "no result" if result is None else result.get("status")
+            path = RunFolder.of(out, name, seed).path
+            try:
+                status, found = _read_run(path, recipe)
+            except (OSError, ValueError, TypeError, ArithmeticError) as error:
+                status, found = f"unreadable: {why(error, path)}", None
+            if found is None:
                 unfinished.append(f"{name} seed {seed} ({status})")
-            elif config is None or not isinstance(config.get(f"{recipe.unit}s"), int):
-                raise RunFolderError(
-                    f"{folder.path / 'config.json'} does not say how many {recipe.unit}s were run; "
-                    f"restore it"
-                )
             else:
-                runs.append(FinishedRun(recipe, seed, config, result))
+                runs.append(FinishedRun(recipe, seed, *found))
     return runs, unfinished
+
+
+def _read_run(path: Path, recipe: NetworkConfig) -> tuple[str, tuple[Any, Any] | None]:
+    """Status, and the config and result of a finished run; raises if one of them cannot be used."""
+    try:
+        result = read_result(path / "result.json", complete=False)
+    except FileNotFoundError:
+        return "no result", None
+    if (status := result.get("status", "no status")) != "finished":
+        return status, None
+    config = read_object(path / "config.json")
+    if not isinstance(config.get(f"{recipe.unit}s"), int):
+        raise ValueError(f"config.json does not say how many {recipe.unit}s were run")
+    if not belongs_to(result, config):
+        raise ValueError(f"result.json is not used: {OF_ANOTHER_CONFIG}")
+    config_from_json(recipe, config, [])  # its settings are of the right types
+    return status, (config, result)
 
 
 def devices(runs: Iterable[FinishedRun]) -> list[str]:
@@ -448,13 +469,19 @@ def missing_words(not_run: Sequence[str], unfinished: Sequence[str]) -> list[str
     return [f"{head}: {', '.join(names)}" for head, names in both if names]
 
 
+def in_markdown(text: str) -> str:
+    """Text that no reader of Markdown takes for a table, a link, HTML or code."""
+    return re.sub(r"([\\`|<>\[\]*&])", r"\\\1", text)
+
+
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [heads, ["---"] * len(heads), *rows]
+    lines = [heads, ["---"] * len(heads), *([in_markdown(cell) for cell in row] for row in rows)]
     return ["| " + " | ".join(line) + " |" for line in lines]
 
 
 def markdown_page(title: str, table: Sequence[str], said: Sequence[str]) -> str:
-    return "\n".join([f"# {title}", "", *table, "", *(f"- {note}" for note in said)]) + "\n"
+    notes = [f"- {in_markdown(note)}" for note in said]
+    return "\n".join([f"# {title}", "", *table, "", *notes]) + "\n"
 
 
 def as_markdown(built: BuiltTable) -> str:

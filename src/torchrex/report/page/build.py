@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,19 +20,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torchrex
-from torchrex.durable import replace_file, writing
+from torchrex.durable import one_line, printable, replace_file, writing
 from torchrex.errors import RunFolderError
 from torchrex.report import doctor
 from torchrex.report.findings import several, tally
 from torchrex.report.page.charts import overlays
 from torchrex.report.page.details import details_of, link_to, within_the_page
 from torchrex.report.page.rows import Family, cell, columns, families, label, paper_of
-from torchrex.report.reader import LoadedRun, find_empty, find_runs, load_run, recipe_in, seed_in
+from torchrex.report.reader import LoadedRun, NotRead, read_tree, recipe_in, require_ours, seed_in
 
 MARK = "<!-- torchrex report -->"
 HERE = Path(__file__).parent
 ASSETS = ("charts.js", "tables.js", "page.js")
-STATUSES = ("finished", "paused", "interrupted", "failed", "unfinished", "damaged", "empty")
+STATUSES = (
+    *("finished", "paused", "interrupted", "failed", "unfinished", "damaged"),
+    *("empty", "unreadable"),
+)
 SECONDS = 8.0  # for doctor, all runs together; importing ArviZ takes half of it on a busy machine
 OPEN = 8  # so many lines are shown without a click
 FIRST_SHOWN = 2  # runs whose charts are open at the start
@@ -71,6 +75,7 @@ class Written(NamedTuple):
     runs: int
     not_whole: int  # of those runs
     empty: int  # folders that hold nothing of a run
+    unreadable: int  # folders that cannot be read
 
 
 def write_page(
@@ -79,25 +84,32 @@ def write_page(
     """Read all runs at or below `roots` and write the page; doctor begins no run after
     `doctor_seconds`.
     """
-    if out.is_dir():
+    if os.path.isdir(out):
         raise RunFolderError(f"--out {out} is a folder; give a file, such as {out / 'page.html'}")
-    if out.exists() and MARK.encode() not in out.read_bytes()[:200]:
-        raise RunFolderError(f"--out {out} is not a report of torchrex; give another name")
-    paths, empty = list[Path](), list[Path]()
-    for root in roots:
-        runs, bare = find_runs(root), find_empty(root)
-        paths += [path.resolve() for path in runs if path.resolve() not in paths]
-        empty += [path.resolve() for path in (bare if runs or bare else [root])]
-    if not paths:
-        named = f"{', '.join(map(str, roots))} (run folders without a run: {len(empty)})"
-        raise RunFolderError(f"there is no run in {named}; give a folder with RECIPE/seed=S")
-    loaded = [load_run(path) for path in paths]
-    title = title or f"torchrex: {', '.join(root.resolve().name for root in roots)}"
-    text = page_of(loaded, out, title=title, empty=empty, doctor_seconds=doctor_seconds)
+    require_ours(out, [MARK], "report", within=200)
+    places = [Path(os.path.realpath(root)) for root in roots]
+    found: dict[Path, LoadedRun | NotRead] = {}
+    for place in places:
+        nothing = NotRead(place, "empty", "it holds nothing of a run")
+        for each in list(read_tree(place)) or [nothing]:
+            found.setdefault(each.path, each)
+    loaded = [each for each in found.values() if isinstance(each, LoadedRun)]
+    others = [each for each in found.values() if isinstance(each, NotRead)]
+    if not loaded:
+        named = f"{', '.join(map(str, roots))} (run folders without a run: {len(others)}"
+        first = [f"{each.path}: {each.words}" for each in others if each.status == "unreadable"]
+        named += "".join(f"; {words}" for words in first[:1])
+        raise RunFolderError(
+            f"there is no run in {one_line(named)}); give a folder with RECIPE/seed=S"
+        )
+    title = printable(title or f"torchrex: {', '.join(place.name for place in places)}")
+    text = page_of(loaded, out, title=title, others=others, doctor_seconds=doctor_seconds)
     with writing(out, RunFolderError, "choose another --out"):
         out.parent.mkdir(parents=True, exist_ok=True)
         replace_file(out, text.encode())
-    return Written(len(loaded), sum(not is_complete(run) for run in loaded), len(empty))
+    statuses = Counter(each.status for each in others)
+    not_whole = sum(not is_complete(run) for run in loaded)
+    return Written(len(loaded), not_whole, statuses["empty"], statuses["unreadable"])
 
 
 def page_of(
@@ -105,20 +117,20 @@ def page_of(
     out: Path,
     *,
     title: str,
-    empty: Sequence[Path] = (),
+    others: Sequence[NotRead] = (),
     doctor_seconds: float = SECONDS,
 ) -> str:
     """The page as text. Links to run folders are relative to `out`."""
     advice = advice_for(runs, doctor_seconds)
     details = {id(run): {**details_of(run, out), "doctor": advice[id(run)]} for run in runs}
     within_the_page([each["pictures"] for each in details.values()])
-    parts = [_summary(runs, details, empty, out)]
+    parts = [_summary(runs, details, others, out)]
     data = {f"run-{k}": details[id(run)] for k, run in enumerate(runs)}
-    for k, family in enumerate(families(runs, empty)):
+    for k, family in enumerate(families(runs, others)):
         charts = overlays(family, {key: each["charts"] for key, each in details.items()})
         data[f"family-{k}"] = {"charts": charts, "shared": {}}
         parts.append(_family(family, k, bool(charts)))
-    parts.append(_runs_table(runs, details, empty, out))
+    parts.append(_runs_table(runs, details, others, out))
     style = (HERE / "page.css").read_text()
     script = "\n".join((HERE / name).read_text() for name in ASSETS)
     own = f"style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:"
@@ -190,7 +202,7 @@ def unknown(why: str) -> Advice:
 # The top
 
 
-def _summary(runs: Runs, details: Details, empty: Sequence[Path], out: Path) -> str:
+def _summary(runs: Runs, details: Details, others: Sequence[NotRead], out: Path) -> str:
     n, finished = len(runs), sum(run.status == "finished" for run in runs)
     n_recipes = len({run.recipe for run in runs})
     facts: dict[str, Any] = {
@@ -198,7 +210,7 @@ def _summary(runs: Runs, details: Details, empty: Sequence[Path], out: Path) -> 
         "recipe" if n_recipes == 1 else "recipes": n_recipes,
         "finished": finished,
         "not finished": n - finished,
-        **({"empty": len(empty)} if empty else {}),
+        **Counter(each.status for each in others),
         "of computing (runs that train together count once)": in_words(total_seconds(runs)),
     }
     tiles = "".join(f"<li><b>{value}</b> {name}</li>" for name, value in facts.items())
@@ -211,12 +223,12 @@ def _summary(runs: Runs, details: Details, empty: Sequence[Path], out: Path) -> 
             link = f'<a href="#runs" data-show="{k}">{escape(run.name)}</a>'
             folder = escape(details[id(run)]["folder"]["text"])
             lines.append(f"<li>{link} {badges(run)} in {folder}<ul>{inner}</ul></li>")
-    for path in empty:
-        name = escape(link_to(path, out)["text"])
-        lines.append(f"<li>{name} {badge('empty')} it holds nothing of a run</li>")
+    for each in others:
+        name = escape(link_to(each.path, out)["text"])
+        lines.append(f"<li>{name} {badge(each.status)} {escape(each.words)}</li>")
     listed, opened = "", " open" if len(lines) <= OPEN else ""
     if lines:
-        head = f"Not complete: {len(lines)} of {n + len(empty)} folders; tables use finished runs."
+        head = f"Not complete: {len(lines)} of {n + len(others)} folders; tables use finished runs."
         listed = f'<details class="problems"{opened}><summary>{head}</summary>'
         listed += f"<ul>{''.join(lines)}</ul></details>"
     return (
@@ -301,8 +313,8 @@ def _family(family: Family, k: int, has_charts: bool) -> str:
     )
 
 
-def _runs_table(runs: Runs, details: Details, empty: Sequence[Path], out: Path) -> str:
-    """All runs and empty folders, from which a reader chooses what is shown below."""
+def _runs_table(runs: Runs, details: Details, others: Sequence[NotRead], out: Path) -> str:
+    """All runs and other folders, from which a reader chooses what is shown below."""
     first: dict[str, int] = {}  # at the start runs of different recipes that have swaps
     for k, run in enumerate(runs):
         if run.history is not None and (run.swap_counts or (0, 0))[0]:
@@ -313,12 +325,13 @@ def _runs_table(runs: Runs, details: Details, empty: Sequence[Path], out: Path) 
     for k, run in enumerate(runs):
         rows.append(_row(k, run, details[id(run)], k in chosen, clocks[clock(run)] > 1))
     blank: Cell = ("", None)
-    for path in empty:
+    for path, status, _ in others:
         name: list[Cell] = [blank, blank]
         if (seed := seed_in(path)) is not None:
-            name = [(escape(recipe_in(path)), recipe_in(path)), (str(seed), seed)]
-        status: Cell = (badge("empty"), "empty")
-        rows.append([blank, *name, status, *[blank] * 5, _link(link_to(path, out))])
+            recipe = printable(recipe_in(path))
+            name = [(escape(recipe), recipe), (str(seed), seed)]
+        shown: Cell = (badge(status), status)
+        rows.append([blank, *name, shown, *[blank] * 5, _link(link_to(path, out))])
     return (
         '<section id="runs"><h2>Runs one by one</h2><p class="tools">'
         '<label>Filter <input type="search" id="filter"></label> '

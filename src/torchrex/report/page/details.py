@@ -13,7 +13,7 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
-from torchrex.checkpoint import read_file
+from torchrex.checkpoint import printable, read_file
 from torchrex.diagnostics import (
     acceptance_from_energies,
     allowed_acceptance,
@@ -70,8 +70,9 @@ def details_of(run: LoadedRun, page: Path) -> dict[str, Any]:
 
 def link_to(folder: Path, page: Path) -> dict[str, str]:
     """A relative address, so that page and runs can be moved together, and the words to show."""
-    text = Path(os.path.relpath(folder.resolve(), page.resolve().parent)).as_posix()
-    return {"href": f"./{quote(text)}/", "text": text}  # "./" keeps javascript:... a path
+    text = os.path.relpath(os.path.realpath(folder), os.path.dirname(os.path.realpath(page)))
+    address = quote(os.fsencode(text))
+    return {"href": f"./{address}/", "text": printable(text)}  # "./" keeps javascript:... a path
 
 
 def table(title: str, head: Sequence[str], rows: list[list[str]], note: str = "") -> dict[str, Any]:
@@ -166,11 +167,11 @@ def pictures_of(run: LoadedRun) -> tuple[list[Picture], str]:
     Anybody may have put anything into a run folder: a picture is a complete PNG of moderate size.
     """
     path = run.path / SAMPLES
-    if not path.exists() and not path.is_symlink():  # a link that leads nowhere is damage
-        return [], ""
     try:
         data = read_file(path, LARGEST)
         width, _ = size_of(data)
+    except FileNotFoundError:
+        return [], ""
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         return [], f"{SAMPLES} is not shown: {why}"

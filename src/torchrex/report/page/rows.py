@@ -8,6 +8,7 @@ not in their numbers: nobody knows whether it was made as they were.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from torchrex.experiments import recipes
 from torchrex.experiments.config import COLUMNS, Column, ExperimentConfig, to_json
 from torchrex.report.compare import ABSENT, differing, with_known_settings
 from torchrex.report.plots import error_of_mean
-from torchrex.report.reader import LoadedRun
+from torchrex.report.reader import LoadedRun, NotRead
 from torchrex.report.tables import value_and_error
 
 MANY = 10_000  # from here on a number without an error is written out
@@ -35,7 +36,7 @@ class Row:
     runs: list[LoadedRun] = field(default_factory=list)
     difference: str = ""  # to the other rows of the recipe
     title: str = ""  # in the table, with all settings that are not the recipe's
-    empty: list[Path] = field(default_factory=list)  # folders of further seeds that hold nothing
+    others: list[NotRead] = field(default_factory=list)  # folders of further seeds, not read
 
     @property
     def short(self) -> str:
@@ -71,13 +72,13 @@ class Row:
     @property
     def seeds(self) -> str:
         """How many seeds are in the means, and what became of the others."""
-        finished, n = self.finished, len(self.runs) + len(self.empty)
+        finished, n = self.finished, len(self.runs) + len(self.others)
         out = [run for run in self.runs if run not in finished]
         damaged = [run for run in out if run.status == "damaged" or "config.json" in run.damaged]
         counts = {
             "damaged": len(damaged),
             "without config.json": sum(not run.config and run not in damaged for run in out),
-            "empty": len(self.empty),
+            **Counter(each.status for each in self.others),
             "of the same seed": self.again,
         }
         marks = [f"{count} {word}" for word, count in counts.items() if count]
@@ -99,8 +100,8 @@ class Family:
     rows: list[Row] = field(default_factory=list)
 
 
-def families(runs: Sequence[LoadedRun], empty: Sequence[Path] = ()) -> list[Family]:
-    """Rows of runs with the same settings, in families, each with the empty folders next to it."""
+def families(runs: Sequence[LoadedRun], others: Sequence[NotRead] = ()) -> list[Family]:
+    """Rows of runs with the same settings, in families, each with the other folders next to it."""
     rows: list[Row] = []
     for run in sorted(runs, key=lambda run: not run.settings_known):  # those that join others last
         row = _row_of(run, rows)
@@ -112,7 +113,7 @@ def families(runs: Sequence[LoadedRun], empty: Sequence[Path] = ()) -> list[Fami
     found: dict[str, Family] = {}
     for row in rows:
         row.runs.sort(key=lambda run: place[id(run)])
-        row.empty = [path for path in empty if path.parent == row.runs[0].path.parent]
+        row.others = [each for each in others if each.path.parent == row.runs[0].path.parent]
     for row in sorted(rows, key=lambda row: place[id(row.runs[0])]):
         name = row.recipe.split("/", 1)[0]
         found.setdefault(name, Family(name)).rows.append(row)
