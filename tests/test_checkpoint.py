@@ -593,6 +593,16 @@ def test_another_schema(three, third, warnings_of, change):
     assert not warnings_of()
 
 
+def test_another_torch_is_noticed(three, third, warnings_of):
+    three.load_newest()
+    reseal(third, lambda manifest: manifest.__delitem__("torch"))  # as older versions wrote it
+    three.load_newest()
+    assert not warnings_of()
+    reseal(third, lambda manifest: manifest.update(torch="2.8.0"))
+    assert three.load_newest().step == 3
+    assert f"torch 2.8.0 and this is {torch.__version__}" in "".join(warnings_of())
+
+
 def test_another_setting_names_what_differs(three, warnings_of):
     assert three.load_newest(setting={**SETTING, "temperatures": [1, 10.0]}).step == 3  # the same
     prior = {"precision": "x\n" * 500}

@@ -84,6 +84,8 @@ ANSWERS = [
     ("report --help", 0, f"Ask doctor about runs for {build.SECONDS:g} s"),
     ("rnu", 2, "Did you mean 'run'?"),
     ("run digits/sghmc --seedz 3", 2, "--seedz"),
+    (f"run digits/sghmc --seed {2**64}", 2, "'--seed': Input should be less than"),
+    ("run digits/sghmc --seeds 99999999999", 2, "'--seeds': Input should be less than"),
     ("run digits/sghmc --set a=1 b=1 c", 2, "(b=1 c); repeat --set for each setting: --set b=1"),
     ("run digits/sghmc sgld", 2, "Got unexpected extra argument(s) (sgld)"),
     ("doctor . epochs=1", 2, "Got unexpected extra argument(s) (epochs=1)"),  # has no --set
@@ -268,8 +270,12 @@ def test_other_recipes_run(ok, tmp_path):
     [
         ("run figure1/case1-regsld", "did you mean figure1/case1-resgld"),
         (f"run {SGLD} --set n_stepz=3", "did you mean n_steps"),
-        (f"run {SGLD} --set n_steps=three", "'n_steps' must be a whole number, got 'three'"),
+        (f"run {SGLD} --set n_steps=three", "'n_steps' must be a whole number < 2^63, got 'three'"),
         (f"run {SGLD} --set n_steps=0", "n_steps"),
+        (f"run {SGLD} --set checkpoint_every=1e30", "must be a whole number < 2^63, got '1e30'"),
+        (f"run {SGLD} --set n_steps={'9' * 5000}", "must be a whole number < 2^63, got '999"),
+        (f"run {SGLD} --set n_steps=1e18", "has not enough memory for"),
+        (f"run {SGLD} --set n_runs=1e18", "has not enough memory for"),
         (f"run {SGLD} --set thin=1000 --set n_steps=10", "keeps no draw"),
         (f"run {SGLD} --set temperatures=3,1", "rise from cold to hot"),
         (f"run {SGLD} --set lr=-1", "lrs must be finite and >= 0"),

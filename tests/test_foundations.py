@@ -22,7 +22,7 @@ def test_streams_are_reproducible_and_independent():
     assert not torch.equal(x, torch.randn(1000, generator=Streams(4)["move"]))
     names = ("move", "swap", "target")
     assert len({derive_seed(seed, name) for seed in range(200) for name in names}) == 600
-    for bad in (-1, 1.5, True, "0"):
+    for bad in (-1, 1.5, True, "0", 2**63, 10**5000):
         with pytest.raises(errors.InvalidArgumentError, match="seed"):
             Streams(bad)
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import nn
 from torch.distributions import Normal
 
 import torchrex as tr
-from modules import N_DATA, N_FEATURES, classes, cross_entropy, mlp, with_dropout
+from modules import classes, cross_entropy, mlp, with_dropout
 from torchrex.density.loop import few_threads
 from torchrex.targets.tall import simulate_logistic
 
@@ -85,52 +83,6 @@ def torch_compiled():
     model = with_dropout()
     model.compile(backend="aot_eager")
     return model
-
-
-class Meeting(nn.Module):
-    """A linear map whose passes wait for those of another run, as many as `n`."""
-
-    def __init__(self, barrier, passes, *, draws_from=10**9):
-        super().__init__()
-        self.linear, self.barrier = nn.Linear(N_FEATURES, 3), barrier
-        self.left, self.draws_from, self.passes = passes, draws_from, 0
-
-    def __deepcopy__(self, memo):
-        return Meeting(self.barrier, self.left, draws_from=self.draws_from)
-
-    def forward(self, x):
-        self.passes += 1
-        if 0 < self.passes - 4 <= self.left:  # the first batch is tried alone
-            self.barrier.wait()
-        noise = torch.rand(len(x), 1) if self.passes >= self.draws_from else 0.0
-        return self.linear(x) + noise
-
-
-def both(run_of, n=2):
-    with ThreadPoolExecutor(n) as pool:
-        return [future.result() for future in [pool.submit(run_of, k) for k in range(n)]]
-
-
-def one_rung(model, seed, n_steps):
-    ensemble = tr.ModuleEnsemble(model, cross_entropy())
-    run = tr.ModuleExchange(ensemble, tr.Ladder((1.0,), 1e-3), seed=seed)
-    for _ in range(n_steps):
-        run.step(classes(N_DATA))
-
-
-def test_models_without_randomness_do_not_wait_for_each_other():
-    """The two meet inside their forward passes: a lock there would never let both in."""
-    barrier = threading.Barrier(2, timeout=20)
-    both(lambda k: one_rung(Meeting(barrier, 5), k, 12))
-
-
-def test_a_model_that_begins_to_draw_among_threads_is_reported():
-    barrier = threading.Barrier(2, timeout=20)
-    with pytest.warns(UserWarning, match="default generator was used during a step"):
-        both(lambda k: one_rung(Meeting(barrier, 5, draws_from=12), k, 40))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # alone it has its own generator all the time
-        one_rung(Meeting(barrier, 0, draws_from=12), 0, 20)
 
 
 def test_a_thread_that_begins_during_a_small_run_gets_all_cores_back():

@@ -17,6 +17,8 @@ from typing import Any, Literal, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
+LARGEST_WHOLE = 2**63 - 1  # of tensors and files; a larger number could be written but not read
+
 # What Ctrl-C does to `train`, `sample` and `collect`, once everything is saved.
 OnInterrupt = Literal["raise", "return"]
 
@@ -138,7 +140,7 @@ class RunInterrupted(KeyboardInterrupt):
 def is_out_of_memory(error: BaseException) -> bool:
     """Is memory exhausted, on a CPU or a GPU? For a CPU torch raises a plain RuntimeError."""
     if isinstance(error, RuntimeError):
-        words = ("DefaultCPUAllocator", "bad_alloc")
+        words = ("DefaultCPUAllocator", "bad_alloc", "size calculation overflowed")
         is_of_gpu = type(error).__name__ == "OutOfMemoryError"
         return is_of_gpu or any(word in str(error) for word in words)
     return isinstance(error, MemoryError)
@@ -164,6 +166,9 @@ def require_whole(name: str, value: Any, least: int = 0) -> None:
     """Refuse an argument that is not a whole number of at least `least`; True and 1.0 are not."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InvalidArgumentError(f"{name} must be a whole number >= {least}, got {value!r}")
+    if value > LARGEST_WHOLE:
+        bits = value.bit_length()
+        raise InvalidArgumentError(f"{name} must be a whole number < 2^63, got one of {bits} bits")
 
 
 def require_names(given: Iterable[str], names: Sequence[str], function: str) -> None:

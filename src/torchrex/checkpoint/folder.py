@@ -123,6 +123,7 @@ class Checkpoints:
                     "schema": SCHEMA,
                     "version": VERSION,
                     "step": step,
+                    "torch": torch.__version__,
                     "setting": encoded,
                     "setting_sha256": fingerprint(encoded),
                 }
@@ -206,6 +207,8 @@ class Checkpoints:
             if wrong and process_group.is_main:
                 words = "damaged checkpoint skipped in %s: %s; using %s instead"
                 log.warning(words, self.folder, "; ".join(wrong), path.name)
+            if process_group.is_main:
+                _warn_of_another_torch(path)
             return Checkpoint(step, state, path)
         if wrong:
             raise CheckpointError(
@@ -321,6 +324,13 @@ def read(
         reason = one_line(f"{type(error).__name__}: {error}")
         raise DamagedError(f"has a {MANIFEST} of another form ({reason})") from None
     return state
+
+
+def _warn_of_another_torch(path: Path) -> None:
+    wrote = parse_json(_bytes(path / MANIFEST)).get("torch")  # older checkpoints do not say
+    if wrote is not None and wrote != torch.__version__:
+        words = "%s was written with torch %s and this is %s: the run goes on, but not bit for bit"
+        log.warning(words, path, one_line(wrote, 40), torch.__version__)
 
 
 @contextlib.contextmanager

@@ -24,8 +24,11 @@ Set = Annotated[
         help="Override a setting of `torchrex list RECIPE`. May be repeated.",
     ),
 ]
-Seed = Annotated[int, typer.Option(min=0, help="First seed.")]
-Seeds = Annotated[int, typer.Option(min=1, help="How many seeds to run, counted up from --seed.")]
+MOST_SEEDS = 100_000
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1 - MOST_SEEDS, help="First seed.")]
+Seeds = Annotated[
+    int, typer.Option(min=1, max=MOST_SEEDS, help="How many seeds to run, counted up from --seed.")
+]
 Out = Annotated[Path, typer.Option(help="Folder for run folders.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace finished runs.")]
@@ -121,7 +124,9 @@ def reproduce(
     seed: Seed = 0,
     seeds: Annotated[
         int | None,
-        typer.Option(min=1, help="How many seeds; by default 5 for digits, 1 for the others."),
+        typer.Option(
+            min=1, max=MOST_SEEDS, help="How many seeds; by default 5 for digits, 1 for the others."
+        ),
     ] = None,
     only: Annotated[
         str,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from torchrex.errors import InvalidArgumentError
+from torchrex.errors import InvalidArgumentError, explain_memory
 from torchrex.exchange.algorithm import Exchanged
 from torchrex.exchange.assignment import Selects
 from torchrex.exchange.momentum import MomentumPolicy, after_swap
@@ -51,12 +51,17 @@ class TensorEnsemble:
         shape = (n_rungs, n_runs, target.dim)
         start = torch.as_tensor(initial, dtype=dtype, device=device)
         try:
-            position = start.expand(shape).clone()
+            expanded = start.expand(shape)
         except RuntimeError:
             raise InvalidArgumentError(
                 f"initial must be a number or broadcast to (rungs, runs, dim) = {shape}, "
                 f"got shape {tuple(start.shape)}"
             ) from None
+        many = f"{n_runs:,} runs of {n_rungs} rungs in {target.dim:,} dimensions"
+        with explain_memory(
+            lambda: f"{start.device} has not enough memory for {many}; lower n_runs"
+        ):
+            position = expanded.clone()
         if not bool(position.isfinite().all()):
             raise InvalidArgumentError("initial must be finite")
         target = target.to(device, dtype)

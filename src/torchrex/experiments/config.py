@@ -25,6 +25,7 @@ from torchrex.errors import ConfigError
 from torchrex.exchange import Ladder, resolve_device
 from torchrex.network import Outcome
 from torchrex.recording import Callback, Observer
+from torchrex.settings import shown
 
 if TYPE_CHECKING:
     from torchrex.experiments.folder import Run, RunResult
@@ -326,7 +327,7 @@ def parse(text: str, kind: Any, key: str) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
 
     def expected(what: str) -> ConfigError:
-        return ConfigError(f"setting {key!r} must be {what}, got {text!r}")
+        return ConfigError(f"setting {key!r} must be {what}, got {shown(text)}")
 
     if origin is types.UnionType:
         if text.lower() in ("none", "null") and type(None) in args:
@@ -346,14 +347,13 @@ def parse(text: str, kind: Any, key: str) -> Any:
     if kind not in (int, float):
         return kind(text)
     try:
-        if kind is int and re.fullmatch(r"[+-]?[\d_]+", text):
-            return int(text.replace("_", ""))
-        value = float(text.replace("_", ""))
-        if math.isnan(value) or (kind is int and not value.is_integer()):
+        whole = kind is int and re.fullmatch(r"[+-]?[\d_]+", text)
+        value = (int if whole else float)(text.replace("_", ""))  # 1e5 is an integer too
+        if math.isnan(value) or (kind is int and not abs(int(value)) == abs(value) < 2**63):
             raise ValueError
-        return kind(value)  # 1e5 is an integer too
+        return kind(value)
     except (ValueError, OverflowError):
-        raise expected("a whole number" if kind is int else "a number") from None
+        raise expected("a whole number < 2^63" if kind is int else "a number") from None
 
 
 def descriptions(config: Any) -> dict[str, str]:

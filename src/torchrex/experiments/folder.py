@@ -32,7 +32,7 @@ import torchrex
 from torchrex.checkpoint import Checkpoints, one_line, require_file
 from torchrex.density import shard_folders
 from torchrex.durable import printable, read_object, replace_file
-from torchrex.errors import NonFiniteEnergyError, RunFolderError
+from torchrex.errors import LARGEST_WHOLE, NonFiniteEnergyError, RunFolderError
 from torchrex.experiments.config import ExperimentConfig, RunOptions, dumps, to_json
 from torchrex.lock import one_owner
 from torchrex.posterior import checksums, with_another_sha256
@@ -64,10 +64,11 @@ class RunFolder:
     @staticmethod
     def of(out: Path, recipe: str, seed: int) -> RunFolder:
         named = isinstance(recipe, str) and RECIPE.fullmatch(recipe)
-        if not named or isinstance(seed, bool) or not isinstance(seed, int):
+        if not named or type(seed) is not int or not 0 <= seed <= LARGEST_WHOLE:
             raise RunFolderError(
                 f"recipe {one_line(repr(recipe), 80)} with seed {one_line(repr(seed), 80)} names "
-                "no run folder: a recipe is letters, digits, . _ + - and slashes, a seed an integer"
+                "no run folder: a recipe is letters, digits, . _ + - and slashes, a seed a whole "
+                "number from 0 to 2^63 - 1"
             )
         return RunFolder(out / recipe / f"seed={seed}")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -96,9 +95,7 @@ class ForwardRandomness:
     replicas there from one. Ranks that share a replica's minibatch draw different masks for their
     shares, from a number that they draw together.
 
-    The default generators belong to all threads, so runs whose models draw take turns. A model on a
-    CPU that drew nothing on its first batch does not wait: while another run has the generators, it
-    leaves them alone.
+    The default generators belong to all threads, so runs in several threads take turns here.
     """
 
     def __init__(self, seed: int, device: torch.device, mesh: ReplicaMesh) -> None:
@@ -115,15 +112,9 @@ class ForwardRandomness:
         if self._gpu is not None:
             self._gpu_state = torch.Generator(self._gpu.device).manual_seed(seeds[0]).get_state()
         self._outside: list[Tensor] = []
-        self._waits = True  # for runs in other threads
-        self._has = False  # the default generators
-        self._went_without = False  # in an earlier step
 
     def __enter__(self) -> None:
-        self._has = DEFAULT_GENERATORS.acquire(blocking=self._waits)
-        if not self._has:
-            self._went_without = True
-            return
+        DEFAULT_GENERATORS.acquire()
         self._outside = [self._cpu.get_state()]
         if self._gpu is not None and self._gpu_state is not None:
             self._outside.append(self._gpu.get_state())
@@ -135,8 +126,6 @@ class ForwardRandomness:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self._has:
-            return
         try:
             self._cpu.set_state(self._outside[0])
             if self._gpu is not None:
@@ -145,15 +134,11 @@ class ForwardRandomness:
                 finally:  # a capture that failed may have left a generator that cannot be asked
                     self._gpu.set_state(self._outside[1])
         finally:
-            self._has = False
             DEFAULT_GENERATORS.release()
 
     @contextlib.contextmanager
     def turn_of(self, k: int) -> Iterator[None]:
         """The forward pass of the k-th replica of this process."""
-        if not self._has:
-            yield
-            return
         self._cpu.set_state(self._states[k])
         if self._share is not None:
             number = int(torch.randint(2**62, ()))
@@ -164,19 +149,7 @@ class ForwardRandomness:
         try:
             yield
         finally:
-            before, self._states[k] = self._states[k], self._cpu.get_state()
-            if not self._waits and not torch.equal(before, self._states[k]):
-                self._wait_from_now_on()
-
-    def _wait_from_now_on(self) -> None:
-        self._waits = True
-        if self._went_without:
-            warnings.warn(
-                "torch's default generator was used during a step, by another thread or by a model "
-                "that drew no random numbers before; runs in threads with such a model cannot be "
-                "repeated exactly: run them one after another, or in processes",
-                stacklevel=2,
-            )
+            self._states[k] = self._cpu.get_state()
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -188,20 +161,8 @@ class ForwardRandomness:
             for k, state in enumerate(states):
                 self.load_state_of(k, state)
 
-    @contextlib.contextmanager
-    def trial(self) -> Iterator[list[bool]]:
-        """A forward pass of the first replica, without consequences; afterwards the list holds
-        whether it drew random numbers.
-        """
-        drew: list[bool] = []
-        self._waits = True
-        with self.restored(), self, self.turn_of(0):
-            before = self._now()
-            yield drew
-            drew.append(not all(map(torch.equal, before, self._now())))
-        self._waits = drew[0] or self._gpu is not None or self._share is not None
-
-    def _now(self) -> list[Tensor]:
+    def now(self) -> list[Tensor]:
+        """The states of the default generators now: they change if a forward pass draws."""
         return [
             generator.get_state() for generator in (self._cpu, self._gpu) if generator is not None
         ]

@@ -311,20 +311,23 @@ class ModuleExchange(ReplicaExchange):
             )
         module, (mine, n) = replicas.modules[0], network.batch_of({"batch": batch}, 0)
         with (
-            self.forward.trial() as drew,
+            self.forward.restored(),
             torch.no_grad(),
+            self.forward,
+            self.forward.turn_of(0),
             untouched_buffers(module),
             replicas.casting(),
             explain_batchnorm_error(),
         ):
+            before = self.forward.now()
             losses = replicas.energy.tried(module, mine)
+            if not all(map(torch.equal, before, self.forward.now())):
+                self.random_losses.note("model")
             if self.device.type == "cpu":
                 began = time.perf_counter()
                 replicas.energy.per_example(module, mine)
                 quick = time.perf_counter() - began < QUICK
                 self._network = dataclasses.replace(network, backward_at_once=quick)
-        if drew[0]:
-            self.random_losses.note("model")
         if len(losses) > replicas.n_data:
             raise TargetError(
                 f"a minibatch of {len(losses)} examples is larger than n_data={replicas.n_data}, "
