@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import platform
+import random
 import signal
 import subprocess
 import sys
@@ -16,15 +17,14 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 import torchrex as tr
 import torchrex.lock
 from command import refused, run_command
 from densities import MIXTURE
 from faults import jobs
-from ranks import CONTEXT, Ranks, run_ranks
-from torchrex.cli.main import main
+from faults.fighting import RECIPE, Fights, at_once, only_run
+from ranks import Ranks, run_ranks
 from torchrex.errors import RunFolderError
 from torchrex.experiments import RunFolder, get_recipe, override, run_recipe
 from torchrex.experiments.config import RunOptions, to_json
@@ -37,9 +37,6 @@ SOURCE = str(Path(torchrex.lock.__file__).parents[1])
 HOLD = """
 import os, subprocess, sys
 from pathlib import Path
-from torchrex.experiments.config import RunOptions, to_json
-from torchrex.experiments.folder import RunResult, RunWriter, added_later, config_sha256
-from torchrex.experiments.runner import run_in
 from torchrex.lock import one_owner
 
 with one_owner(Path(sys.argv[1]), Path("folder")):
@@ -177,9 +174,6 @@ FIGHT = """
 import os, sys
 from pathlib import Path
 from torchrex.errors import RunFolderError
-from torchrex.experiments.config import RunOptions, to_json
-from torchrex.experiments.folder import RunResult, RunWriter, added_later, config_sha256
-from torchrex.experiments.runner import run_in
 from torchrex.lock import one_owner
 
 lock, inside, count = (Path(word) for word in sys.argv[1:4])
@@ -255,7 +249,7 @@ def test_train_and_sample_refuse_a_folder_that_is_in_use(tmp_path, run):
     assert all(name.startswith("step=") for name in os.listdir(tmp_path / "run"))
 
 
-SGLD, SMALL = "figure1/case1-sgld", ("n_steps=400", "n_runs=4")
+SGLD, SMALL = RECIPE, ("n_steps=400", "n_runs=4")
 
 
 def contents(folder):
@@ -282,36 +276,6 @@ def test_every_command_that_writes_a_run_is_refused(monkeypatch, capsys, tmp_pat
     assert os.listdir(folder.path.parent) == ["seed=0"]
 
 
-def command(words, out, barrier, errors):
-    """In a process of its own: the command, at the same time as others."""
-    torch.set_num_threads(1)
-    sys.argv = ["torchrex", "run", SGLD, *words, "--set", "n_runs=4", "--out", str(out)]
-    with open(errors, "w") as sys.stderr:
-        barrier.wait(60)
-        main()
-
-
-def at_once(out, *commands):
-    """Exit code and stderr of each."""
-    barrier, processes = CONTEXT.Barrier(len(commands)), []
-    for k, words in enumerate(commands):
-        target = (words.split(), out, barrier, out.parent / f"{k}.txt")
-        processes.append(CONTEXT.Process(target=command, args=target))
-        processes[-1].start()
-    for each in processes:
-        each.join(120)
-    errors = [(out.parent / f"{k}.txt").read_text() for k in range(len(commands))]
-    return [(each.exitcode, words) for each, words in zip(processes, errors, strict=True)]
-
-
-def require_one_run(out, n_steps):
-    """The folder holds a finished run of so many steps, and nothing of another one."""
-    (folder,) = (out / SGLD).iterdir()
-    run = load_run(folder)
-    assert (run.status, run.problems) == ("finished", ())
-    assert run.config["n_steps"] == run.draws.n_steps == n_steps
-
-
 def test_two_threads_at_once_leave_the_run_of_one(tmp_path):
     barrier, ends = threading.Barrier(2), {}
 
@@ -332,7 +296,7 @@ def test_two_threads_at_once_leave_the_run_of_one(tmp_path):
             each.join()
         last = [n_steps for n_steps, end in ends.items() if end == "finished"][-1]
         assert all(end == "finished" or "is used by" in end for end in ends.values()), ends
-        require_one_run(tmp_path, last)
+        assert only_run(tmp_path).draws.n_steps == last
 
 
 @pytest.mark.slow
@@ -345,7 +309,14 @@ def test_two_commands_at_once_leave_the_run_of_one(tmp_path):
         assert all(
             code == 0 or "is used by" in words or "already holds" in words for code, words in ends
         ), ends
-        require_one_run(out, 300 if ends[1][0] == 0 else 400)
+        assert only_run(out).draws.n_steps == (300 if ends[1][0] == 0 else 400)
+
+
+@pytest.mark.slow
+def test_six_fights_for_one_folder(tmp_path):
+    """The same as benchmarks/kills.py, which has a hundred."""
+    fights = Fights(tmp_path, random.Random())
+    assert all(fights.fight() for _ in range(6))
 
 
 @pytest.mark.slow

@@ -511,7 +511,7 @@ def test_the_command(tmp_path):
         (tmp_path / "none", page, "there is no folder"),
         (tmp_path, tmp_path, "is a folder"),
         (tmp_path, folder / "result.json", "did not write"),
-        (tmp_path / "empty", page, "run folders without a run: 1"),
+        (tmp_path / "empty", page, "it holds nothing of a run"),
     ):
         with pytest.raises(RunFolderError, match=words):
             write_page([root], out)

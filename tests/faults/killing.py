@@ -1,27 +1,41 @@
 """Random `kill -9` of random ranks at random moments, and the proof that nothing was lost.
 
-A job is killed and resumed, perhaps on another number of ranks, until it finishes; then it begins
-anew. After every kill the survivors must end by themselves and name the rank, no process may be
-left, and the newest checkpoint that counts must be, byte for byte, one of the run that was never
-disturbed.
+`Killer` kills a call of `train` or `sample`, which resumes, perhaps on another number of ranks,
+until it finishes; then it begins anew. After every kill the survivors must end by themselves and
+name the rank, no process may be left, and the newest checkpoint that counts must be, byte for byte,
+one of the run that was never disturbed.
+
+`CommandKiller` kills the command line, alone or under torchrun, from its first instruction on,
+while it replaces a finished run. After every kill all processes must end by themselves, and a
+finished run must be there: the old one or the new one, nothing mixed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import random
+import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 import torchrex as tr
+from command import set_words
 from faults.jobs import alone, contents_of, folders_of
 from ranks import Ranks
+from torchrex.experiments import RunFolder
+from torchrex.report.reader import load_run
 
 LONGEST = 120.0  # seconds in which a run or its survivors must end
 ALL = 10**6  # checkpoints to keep
+SOON = 15.0  # seconds after a kill in which all processes of a command must be gone
+MARK = "TORCHREX_KILLED_JOB"  # in the environment of a command, by which its processes are known
 
 
 def announced(job, sign, folder):
@@ -202,4 +216,121 @@ class Killer:
             "longest_seconds_until_all_had_ended": max(
                 kill["seconds_until_all_had_ended"] for kill in kills
             ),
+        }
+
+
+class CommandKiller:
+    """Kills `torchrex run RECIPE --overwrite` where a finished run of other settings is."""
+
+    def __init__(self, recipe, settings, old, folder, *, sizes=(1, 2, 4), seed=0):
+        self.recipe, self.settings, self.sizes = recipe, settings, sizes
+        self.folder, self.random = Path(folder), random.Random(seed)
+        self.kills, self.missed, self.runs = [], 0, 0
+        self._took = {}
+        for size in sizes:
+            began = time.monotonic()
+            self._start(size, f"whole-{size}", "--overwrite").wait(LONGEST)
+            self._took[size] = time.monotonic() - began
+        self._start(1, "old", settings=[*settings, *old]).wait(LONGEST)
+        self.old, self.new = self._content("old"), self._content("whole-1")
+        assert self.old != self.new
+        for size in sizes:
+            assert self._content(f"whole-{size}") == self.new
+
+    def kill(self, n_kills, tell=lambda kill: None):
+        while len(self.kills) < n_kills:
+            out = f"run-{self.runs}"
+            shutil.copytree(self.folder / "old", self.folder / out)
+            while self._content(out) != self.new:
+                self._one_life(out, tell, kills=len(self.kills) < n_kills)
+            shutil.rmtree(self.folder / out)
+            self.runs += 1
+        return self.kills
+
+    def _one_life(self, out, tell, *, kills):
+        size, found = self.random.choice(self.sizes), RunFolder.of(*self._run(out))
+        how = "--resume" if found.active != found else "--overwrite"
+        job, began = self._start(size, out, how), time.monotonic()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(self.random.uniform(0, 1.1 * self._took[size]) if kills else LONGEST)
+        if (code := job.poll()) is not None:
+            assert code == 0, self._said(out)
+            self.missed += kills
+            assert not self._processes(out)
+            return
+        victim = self.random.choice(self._processes(out) or [job.pid])
+        before = time.monotonic()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+        while left := self._processes(out):
+            assert time.monotonic() - before < SOON, f"processes {left} are left: {self._said(out)}"
+            time.sleep(0.02)
+        job.wait()
+        if job.returncode == 0:  # the victim was on its way out
+            self.missed += 1
+            return
+        ours = f'File "{Path(tr.__file__).parent}'  # torchrun has a traceback of its own
+        assert ours not in self._said(out), self._said(out)
+        assert self._content(out) in (self.old, self.new)
+        kill = {"ranks": size, "how": how, "torchrun": size > 1 and victim == job.pid}
+        kill["seconds_after_start"] = round(before - began, 3)
+        kill["seconds_until_all_had_ended"] = round(time.monotonic() - before, 3)
+        self.kills.append(kill)
+        tell(kill)
+
+    def _start(self, size, out, *how, settings=None):
+        python = [sys.executable, "-m", "torchrex"]
+        if size > 1:
+            python = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            python += ["--nproc-per-node", str(size), "-m", "torchrex"]
+        words = [*python, "run", self.recipe, *set_words(settings or self.settings), *how]
+        environment = {**os.environ, MARK: str(self.folder / out), "OMP_NUM_THREADS": "1"}
+        with open(self.folder / f"{out}.log", "w") as log:
+            return subprocess.Popen(
+                [*words, "--out", str(self.folder / out)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+
+    def _processes(self, out):
+        """Those of a command that live. Ranks of torchrun are in sessions of their own."""
+        mark, found = f"{MARK}={self.folder / out}".encode(), []
+        for pid in processes():
+            with contextlib.suppress(OSError):
+                if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    found.append(pid)
+        return found
+
+    def _said(self, out):
+        return (self.folder / f"{out}.log").read_text()
+
+    def _run(self, out):
+        return self.folder / out, self.recipe, 0
+
+    def _content(self, out):
+        """All numbers of the finished run that is there, and its settings."""
+        run = load_run(RunFolder.of(*self._run(out)).path)
+        assert (run.status, run.problems) == ("finished", ()), (run.status, run.problems)
+        names = ("metrics", "swaps", "curves", "steps_done", "config_sha256")
+        numbers = {name: run.result.get(name) for name in names}
+        arrays = {file.name: file.read_bytes() for file in run.path.glob("*.safetensors")}
+        saved = sorted(run.path.glob("checkpoints/step=*"))
+        weights = [contents_of(each.parent, int(each.name[5:])) for each in saved]
+        return json.dumps([run.config, numbers]), arrays, weights
+
+    def summary(self):
+        ends = [kill["seconds_until_all_had_ended"] for kill in self.kills]
+        return {
+            "kills": len(self.kills),
+            "exact_resumes": len(self.kills),  # another would have raised
+            "runs": self.runs,
+            "kills_on_ranks": {n: sum(k["ranks"] == n for k in self.kills) for n in self.sizes},
+            "kills_of_torchrun": sum(kill["torchrun"] for kill in self.kills),
+            "kills_in_the_first_two_seconds": sum(
+                kill["seconds_after_start"] < 2 for kill in self.kills
+            ),
+            "kills_of_a_run_that_resumed": sum(kill["how"] == "--resume" for kill in self.kills),
+            "too_late_to_hit": self.missed,
+            "longest_seconds_until_all_had_ended": max(ends),
         }

@@ -96,12 +96,10 @@ def write_page(
     loaded = [each for each in found.values() if isinstance(each, LoadedRun)]
     others = [each for each in found.values() if isinstance(each, NotRead)]
     if not loaded:
-        named = f"{', '.join(map(str, roots))} (run folders without a run: {len(others)}"
-        first = [f"{each.path}: {each.words}" for each in others if each.status == "unreadable"]
-        named += "".join(f"; {words}" for words in first[:1])
-        raise RunFolderError(
-            f"there is no run in {one_line(named)}); give a folder with RECIPE/seed=S"
-        )
+        others.sort(key=lambda each: each.status != "unreadable")
+        first = [f" (such as {each.path}: {each.words})" for each in others]
+        named = f"there is no run in {', '.join(map(str, roots))}{''.join(first[:1])}"
+        raise RunFolderError(f"{one_line(named)}; give a folder with RECIPE/seed=S")
     title = printable(title or f"torchrex: {', '.join(place.name for place in places)}")
     text = page_of(loaded, out, title=title, others=others, doctor_seconds=doctor_seconds)
     with writing(out, RunFolderError, "choose another --out"):
