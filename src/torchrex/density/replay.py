@@ -19,7 +19,6 @@ import ctypes
 import shutil
 import subprocess
 import tempfile
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 
 from torchrex.errors import TargetError
+from torchrex.rng import DEFAULT_GENERATORS
 
 # What Inductor's code may call besides its own kernels: allocation and checks.
 ALLOWED = [
@@ -42,10 +42,6 @@ ALLOWED = [
 # Numbers in a tensor up to which scalar code is faster than masked vectors (0.07 against 0.13 us).
 LARGEST_SCALAR = 8
 LARGEST_PRODUCT = 2**20  # multiplications of a matrix product that is unrolled into the kernels
-
-
-# Tracing and compiling patch what all threads share, also Inductor's settings: one at a time.
-COMPILING = threading.RLock()
 
 
 class CannotReplayError(RuntimeError):
@@ -188,7 +184,9 @@ class Replay:
         self._examples = [_own(example) for example in inputs]
         self._measure = None
         self._measure_examples = [_own(example) for example in measure_inputs]
-        with COMPILING:
+        # Tracing and compiling save and restore what all threads share: Inductor's settings, and
+        # torch's default generators.
+        with DEFAULT_GENERATORS:
             self._step = record(step, [*self.carry, *self._examples])
             if measure is not None:
                 self._measure = record(measure, [*self.carry, *self._measure_examples])
