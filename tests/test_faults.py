@@ -15,14 +15,17 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import torchrex as tr
 from faults import jobs, script, strikes
 from faults.killing import LONGEST, Killer, left_over, processes
 from ranks import Ranks, run_ranks
+from torchrex.distributed.watch import Watch
 
 pytestmark = pytest.mark.slow
 
@@ -337,7 +340,22 @@ def test_a_stranger_does_not_join_the_job(tmp_path, stranger, words):
     assert re.search(rf"found another job at 127.0.0.1:\d+: .*{words}", said[2]["said"]), said[2]
 
 
+def test_ranks_that_are_one_call_apart_name_a_dead_rank_once(monkeypatch):
+    """The death cut off a collective that rank 1 had completed and rank 0 had not."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    watches = [Watch(rank, 3) for rank in range(3)]
+    watches[1].forget_faults()  # it has begun the next call
+    watches[2].stop()
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda watch: watch.find_fault("x", OSError()), watches[:2]))
+    for watch in watches[:2]:
+        watch.stop()
+    assert all(str(error).startswith("rank 2 ") for error in found), found
+    assert sum(error.speaks for error in found) == 1
+
+
 def test_twenty_random_kills(tmp_path):
-    """The same as benchmarks/kills.py, which does a hundred."""
+    """The same as benchmarks/kills.py, which does a thousand."""
     killer = Killer(jobs.digits, tmp_path, seed=int.from_bytes(os.urandom(4)))
     assert len(killer.kill(20)) == 20, killer.summary()

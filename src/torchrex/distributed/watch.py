@@ -92,7 +92,9 @@ class Watch:
         else:
             text = f"the connection of {names[self._rank]} to the other ranks broke in the {what}"
             text += f" ({short(error)})"
-        return RankError(text, speaks=self._is_first_to_report())
+        # Ranks may be one call apart when another dies, and a process dies only once.
+        fault = text if text.endswith(GONE) else str(self._faults)
+        return RankError(text, speaks=self._is_first_to_report(fault))
 
     def store_lost(self) -> RankError:
         """The error where no rank can be asked."""
@@ -127,9 +129,9 @@ class Watch:
     def _of_all(self, what: str) -> list[Any]:
         return [self.get(what, rank) for rank in range(self._size)]
 
-    def _is_first_to_report(self) -> bool:
+    def _is_first_to_report(self, fault: str) -> bool:
         try:
-            return int(self._store.add(f"reported/{self._faults}", 1)) == 1
+            return int(self._store.add(f"reported/{fault}", 1)) == 1
         except RuntimeError:
             return self._rank == 0
 
