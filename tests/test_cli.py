@@ -10,6 +10,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -837,7 +838,7 @@ def test_what_a_killed_process_left_is_completed(cli, ok, tmp_path, caplog):
     """Killed before the first step of a replacement, and at each moment of the last rename."""
     ok(f"run {SGHMC}", *QUICK, out=tmp_path)
     folder, again = folder_of(tmp_path, SGHMC), (f"run {SGHMC} --resume", *QUICK)
-    new, old = folder.replacement, folder.path.with_name("seed=0.old")
+    new, old = folder.replacement, folder.path.with_name(".seed=0.old")
     before = (folder.path / "result.json").read_bytes()
 
     def names():
@@ -857,6 +858,71 @@ def test_what_a_killed_process_left_is_completed(cli, ok, tmp_path, caplog):
     folder.path.with_name("seed=0.replaced").mkdir()  # of an older version
     ok(*again, out=tmp_path)
     assert "an older version kept" in caplog.text
+
+
+def test_what_somebody_else_put_there_stays(cli, ok, tmp_path):
+    """Next to a run, inside of it, and where a replacement is written."""
+    ok(f"run {SGHMC}", *QUICK, out=tmp_path)
+    folder = folder_of(tmp_path, SGHMC)
+    for name in ("seed=0.old", "seed=0/notes", "seed=0.new"):
+        (folder.path.parent / name).mkdir()
+        (folder.path.parent / name / "mine.txt").write_text(name)
+    shutil.copy(folder.path / "config.json", folder.path.parent / "seed=0.old")
+    before = (folder.path / "result.json").read_bytes()
+    for more in ("", " --resume", " --resume --set epochs=3", " --overwrite"):
+        cli(f"run {SGHMC}{more}", *QUICK, out=tmp_path)
+    names = sorted(str(each.relative_to(folder.path.parent)) for each in tmp_path.rglob("mine.txt"))
+    # The replacement has taken its place with what was put into it.
+    assert names == ["seed=0.old/mine.txt", "seed=0/mine.txt", "seed=0/notes/mine.txt"]
+    assert (folder.path / "result.json").read_bytes() != before
+    assert (folder.path.with_name("seed=0.old") / "config.json").exists()
+
+
+def test_an_interrupt_before_the_first_step_removes_only_what_this_process_made(
+    tmp_path, monkeypatch
+):
+    """A run that was copied by half: its checkpoints are not complete."""
+    config = override(get_recipe(SGHMC), QUICK)
+    folder = RunFolder.of(tmp_path, config.recipe, 0)
+    folder.checkpoints.mkdir(parents=True)
+    (folder.checkpoints / "mine.txt").write_text("x")
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(config), "execute", interrupted)
+    for written in (False, True):
+        if written:
+            folder.write_text("config.json", dumps(config))
+        with pytest.raises(KeyboardInterrupt):
+            run_recipe(config, 0, tmp_path, resume=True)
+        assert (folder.checkpoints / "mine.txt").exists()
+        assert (folder.path / "config.json").exists() == written
+
+
+def test_checkpoints_that_are_no_folder_are_refused(cli, tmp_path):
+    folder = folder_of(tmp_path, SGHMC)
+    folder.path.mkdir(parents=True)
+    os.mkfifo(folder.checkpoints)
+    code, _, said = cli(f"run {SGHMC} --resume", *QUICK, out=tmp_path)
+    assert (code, said.count("\n")) == (2, 1)
+    assert "is no folder" in said
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [({"seed": 3}, "the result of seed 3"), ({"metrics": {"accuracy": 7.5}}, "no run gives")],
+)
+def test_a_result_that_is_not_of_this_run_is_not_taken(cli, ok, tmp_path, changed, words):
+    """A copy of another seed counted as a run of this one, and 7.5 as an accuracy."""
+    ok(f"run {SGHMC}", *QUICK, out=tmp_path)
+    folder = folder_of(tmp_path, SGHMC)
+    folder.write_text("result.json", json.dumps({**folder.result, **changed}))
+    code, _, said = cli(f"run {SGHMC} --resume", *QUICK, out=tmp_path)
+    assert code == 2
+    assert words in said
+    assert "--overwrite" in said
+    ok(f"run {SGHMC} --overwrite", *QUICK, out=tmp_path)
 
 
 # Several processes

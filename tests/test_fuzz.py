@@ -216,15 +216,16 @@ def test_a_link_between_out_and_the_run_is_refused(tmp_path, link, how):
     pytest.importorskip("sklearn")
     config = replace(get_recipe("digits/sghmc"), epochs=1, burn_in_epochs=0, hidden=2)
     other, out = tmp_path / "other", tmp_path / "out"
-    for suffix in ("", ".new", ".old"):
-        folder = RunFolder.of(other, config.recipe, 0).path.with_name(f"seed=0{suffix}")
+    names = ("seed=0", "seed=0.new", ".seed=0.old")
+    for name in names:
+        folder = RunFolder.of(other, config.recipe, 0).path.with_name(name)
         folder.mkdir(parents=True)
         (folder / "config.json").write_text('{"epochs": 7}')
-    for suffix in ("", ".new", ".old") if link.endswith("0") else ("",):
+    for name in names if link.endswith("0") else (Path(link).name,):
         shutil.rmtree(out, ignore_errors=True)
-        path = out / f"{link}{suffix}"
+        path = (out / link).with_name(name)
         path.parent.mkdir(parents=True)
-        path.symlink_to(other / f"{link}{suffix}")
+        path.symlink_to((other / link).with_name(name))
         before = standing(tmp_path)
         assert "is a link" in message(lambda: run_recipe(config, 0, out, **how), RunFolderError)
         assert standing(tmp_path) == before

@@ -5,6 +5,7 @@ happened.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import multiprocessing
@@ -193,6 +194,33 @@ def test_where_it_looks_does_not_matter(monkeypatch):
         monkeypatch.setattr("torchrex.network.training.SECONDS_BETWEEN_LOOKS", seconds)
         runs.append(go(None, 100)[0])
     assert torch.equal(runs[0].ensemble.position, runs[1].ensemble.position)
+
+
+IMPOSSIBLE = {
+    "seconds": (["seconds"], -1e300),
+    "the step": (["run", "n_steps"], -1),
+    "the number of draws": (["averages", 0, "n_draws"], 10**15),
+    "the last draw": (["averages", 0, "last_step"], 10**9),
+}
+
+
+@pytest.mark.parametrize("what", IMPOSSIBLE)
+def test_a_sealed_checkpoint_with_impossible_numbers_is_refused_by_its_name(tmp_path, what):
+    go(tmp_path, 40)
+    newest = max(tmp_path.glob("step=*"))
+    manifest = json.loads((newest / "manifest.json").read_text())
+    (*way, last), value = IMPOSSIBLE[what]
+    node = manifest["state"]["dict"]
+    for key in way:
+        node = node[key]
+        node = node.get("dict", node) if isinstance(node, dict) else node
+    assert last in node
+    node[last] = value
+    data = json.dumps(manifest).encode()
+    (newest / "manifest.json").write_bytes(data)
+    (newest / "DONE").write_text(hashlib.sha256(data).hexdigest() + "\n")
+    with pytest.raises(CheckpointError, match=f"{newest.name} is not a checkpoint of such a run"):
+        go(tmp_path, 80)
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path):

@@ -11,12 +11,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from torchrex.errors import require_whole
+
+T = TypeVar("T")
 
 # All threads share torch's default generators, from which dropout, the first weights of layers and
 # distributions draw. Code that puts them into a state of its own holds this lock meanwhile.
@@ -29,6 +32,21 @@ def default_seed(seed: int, devices: Sequence[int] | None = None) -> Iterator[No
     with DEFAULT_GENERATORS, torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         yield
+
+
+def taken(data: Iterable[T]) -> Iterator[T]:
+    """What `data` gives, taken while no other thread uses the default generators: loaders and
+    transforms draw from them.
+    """
+    with DEFAULT_GENERATORS:
+        source = iter(data)
+    while True:
+        with DEFAULT_GENERATORS:
+            try:
+                item = next(source)
+            except StopIteration:
+                return
+        yield item
 
 
 def derive_seed(seed: int, name: str) -> int:

@@ -102,7 +102,7 @@ class Fights:
 
     def _content(self, out):
         folder = out / RECIPE
-        for name in ("seed=0.new", "seed=0.old"):  # of the one that was killed
+        for name in ("seed=0.new", ".seed=0.old"):  # of the one that was killed
             shutil.rmtree(folder / name, ignore_errors=True)
         (folder / ".seed=0.lock").unlink(missing_ok=True)
         run = only_run(out)

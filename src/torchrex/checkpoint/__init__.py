@@ -7,6 +7,7 @@ from torchrex.checkpoint.folder import (
     expect_form,
     owned,
     read,
+    seconds_in,
 )
 from torchrex.durable import MOST_JSON, one_line, parse_json, printable, read_file, require_file
 
@@ -23,4 +24,5 @@ __all__ = [
     "read",
     "read_file",
     "require_file",
+    "seconds_in",
 ]

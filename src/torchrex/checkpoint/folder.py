@@ -63,6 +63,7 @@ log = logging.getLogger("torchrex")
 
 SCHEMA, VERSION = "torchrex.checkpoint", 5
 LARGE = 2**22  # bytes of a tensor that gets a file of its own: files stay small enough to be sent
+FOREVER = 1e12  # seconds, 30,000 years
 MANIFEST, DONE, SHARED = "manifest.json", "DONE", "shared.safetensors"
 
 
@@ -173,7 +174,8 @@ class Checkpoints:
             except OSError as failure:
                 raise CheckpointError(
                     f"cannot save {complete} ({failure.strerror or failure}); earlier checkpoints "
-                    "are unchanged. Free some space, permit writing, or choose another folder"
+                    "are unchanged, and a resume goes on from them. Free some space, permit writing, or "
+                    "choose another folder"
                 ) from None
 
     def load_newest(
@@ -363,6 +365,14 @@ def expect_form(path: Path) -> Iterator[None]:
         raise CheckpointError(
             f"{path} is not a checkpoint of such a run ({reason}); give another folder"
         ) from None
+
+
+def seconds_in(state: Mapping[str, Any]) -> float:
+    """The time that a run took until it was saved."""
+    seconds = float(state["seconds"])
+    if not 0 <= seconds < FOREVER:
+        raise ValueError(f"{seconds:g} seconds")
+    return seconds
 
 
 def _write_rest(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrex.checkpoint import Checkpoint, Checkpoints, expect_form
+from torchrex.checkpoint import Checkpoint, Checkpoints, expect_form, seconds_in
 from torchrex.density.loop import few_threads
 from torchrex.density.run import DensityExchange
 from torchrex.errors import (
@@ -158,7 +158,7 @@ class Drawing:
         self._found = None if checkpoints is None else self._find(checkpoints)
         self._pending: StepInfo | None = None  # steps that are done and not yet recorded
         self._saved = self.n_done
-        self._seconds = 0.0 if self._found is None else float(self._found.state["seconds"])
+        self._seconds = 0.0 if self._found is None else seconds_in(self._found.state)
         self._since = time.monotonic()
 
     @property
@@ -201,7 +201,7 @@ class Drawing:
             self.recorder.load_state_dict(found.state["recorder"])
             if self.n_done + self._first != found.step:
                 raise ValueError(f"draws up to step {self.n_done} with a run at step {found.step}")
-            float(found.state["seconds"])
+            seconds_in(found.state)
         return found
 
     def prepare(self, shared: DensityExchange | None = None) -> None:

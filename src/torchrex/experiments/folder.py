@@ -17,7 +17,7 @@ import shutil
 import stat
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +31,7 @@ from torch import Tensor
 import torchrex
 from torchrex.checkpoint import Checkpoints, one_line, require_file
 from torchrex.density import shard_folders
-from torchrex.durable import printable, read_object, replace_file
+from torchrex.durable import PART, printable, read_object, replace_file
 from torchrex.errors import LARGEST_WHOLE, NonFiniteEnergyError, RunFolderError
 from torchrex.experiments.config import ExperimentConfig, RunOptions, dumps, to_json
 from torchrex.lock import one_owner
@@ -43,6 +43,18 @@ logger = logging.getLogger("torchrex")
 
 # It names folders: none above OUT, none from the root.
 RECIPE = re.compile(r"[A-Za-z0-9][\w.+-]*(/[A-Za-z0-9][\w.+-]*)*", re.ASCII)
+NUMBER = int | float
+NEEDED: dict[str, Any] = {"recipe": str, "seed": int, "status": str, "metrics": dict, "swaps": list}
+OPTIONAL: dict[str, Any] = {
+    **{"date": str, "wall_seconds": NUMBER, "device": str, "versions": dict, "error": str},
+    **{"steps_done": int, "replicas_side_by_side": int, "curves": dict},
+    "config_sha256": str,
+}
+LARGEST = 1e150  # of a number: its square is finite
+# The files of a run, besides its logs and checkpoints; a killed process may leave a part of one.
+WRITTEN = re.compile(
+    rf"(config\.json|result\.json|(trace|draws)\.safetensors|page\.html|samples\.png)({PART})?"
+)
 OF_ANOTHER_CONFIG = "it is the result of another config.json"
 UNREADABLE = (
     OSError,
@@ -77,13 +89,14 @@ class RunFolder:
     @property
     def result(self) -> dict[str, Any] | None:
         """The result, or None if there is none yet."""
-        found = self._read("result.json")
-        if found is not None and not isinstance(found.get("status"), str | None):
-            raise self._unreadable("result.json", "its status is no text")
-        if found is not None and "config_sha256" in found:
-            config = self.config
-            if config is not None and not belongs_to(found, config):
-                raise self._unreadable("result.json", OF_ANOTHER_CONFIG)
+        found = self._read("result.json", lambda path: read_result(path, complete=False))
+        if found is None:
+            return None
+        own, config = seed_in(self.path), self.config if "config_sha256" in found else None
+        if own is not None and found.get("seed", own) != own:
+            raise self._unreadable("result.json", f"it is the result of seed {found['seed']}")
+        if config is not None and not belongs_to(found, config):
+            raise self._unreadable("result.json", OF_ANOTHER_CONFIG)
         return found
 
     @property
@@ -128,9 +141,11 @@ class RunFolder:
             message = f"cannot read {path} ({one_line(error)}); run it again with --overwrite"
             raise RunFolderError(message) from None
 
-    def _read(self, name: str) -> dict[str, Any] | None:
+    def _read(
+        self, name: str, how: Callable[[Path], dict[str, Any]] = read_object
+    ) -> dict[str, Any] | None:
         try:
-            return read_object(self.path / name)
+            return how(self.path / name)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
@@ -161,9 +176,11 @@ class RunFolder:
         if new.status == "finished":
             new.take_place()
         elif new.path.is_dir() and new.status is None and not new.begun:
-            shutil.rmtree(new.path, ignore_errors=True)
+            new.clear()
+            with contextlib.suppress(OSError):  # it holds something else
+                new.path.rmdir()
         if self.path.is_dir():
-            shutil.rmtree(self._old, ignore_errors=True)
+            self._remove_old()
         if (kept := self.path.with_name(f"{self.path.name}.replaced")).is_dir():
             logger.warning(
                 "%s holds a finished run that an older version kept; rename it to "
@@ -178,14 +195,35 @@ class RunFolder:
             return
         final = RunFolder(self.path.with_suffix(""))
         if final.path.exists():
-            shutil.rmtree(final._old, ignore_errors=True)
+            if final._old.exists():
+                final._remove_old()
             os.replace(final.path, final._old)
         os.replace(self.path, final.path)
-        shutil.rmtree(final._old, ignore_errors=True)
+        final._remove_old()
 
     @property
     def _old(self) -> Path:
-        return self.path.with_name(f"{self.path.name}.old")
+        return self.path.with_name(f".{self.path.name}.old")
+
+    def _remove_old(self) -> None:
+        """The run that was replaced; what somebody else has put there moves to the new one."""
+        RunFolder(self._old).clear()
+        with contextlib.suppress(OSError):
+            for each in self._old.iterdir():
+                if not os.path.lexists(self.path / each.name):
+                    os.rename(each, self.path / each.name)
+            self._old.rmdir()
+
+    def clear(self, keep: Container[str] = ()) -> None:
+        """Remove what runs write, and nothing else."""
+        if not keep:
+            remove_logs(self.path)
+        with contextlib.suppress(OSError):
+            for each in [path for path in self.path.iterdir() if path.name not in keep]:
+                if each.name == "checkpoints" and each.is_dir() and not each.is_symlink():
+                    shutil.rmtree(each, ignore_errors=True)
+                elif WRITTEN.fullmatch(each.name) and (each.is_symlink() or not each.is_dir()):
+                    each.unlink()
 
     # Writing
 
@@ -220,6 +258,10 @@ class RunFolder:
             raise RunFolderError(message) from None
         if links:
             raise _is_link(links[0])
+        if os.path.lexists(self.checkpoints) and not self.checkpoints.is_dir():
+            raise RunFolderError(
+                f"{one_line(self.checkpoints)} is no folder; remove it, or choose another --out"
+            )
 
     def write_text(self, name: str, text: str) -> None:
         replace_file(self.path / name, text.encode())
@@ -273,12 +315,13 @@ class RunWriter:
     def __init__(self, run: Run, options: RunOptions) -> None:
         self.run, self.folder, self.options = run, run.folder, options
         self.config_sha256 = config_sha256(to_json(run.config))
+        self._was_there = set[str]()
 
     def begin(self) -> None:
         """A new run begins in an empty folder, a resumed one in the folder as it is."""
         if self.options.overwrite:
-            shutil.rmtree(self.folder.path)
-            self.folder.path.mkdir()
+            self.folder.clear()
+        self._was_there = {each.name for each in self.folder.path.iterdir()}
         there = self.folder.config if self.options.resume else None
         if there is None:  # else a result, or an older version, names the config that is there
             self.folder.write_text("config.json", dumps(self.run.config))
@@ -290,10 +333,8 @@ class RunWriter:
         if self.folder.begun or self.folder.status is not None:
             return
         path = self.folder.path
-        shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
-        remove_logs(path)
-        with contextlib.suppress(OSError):  # as far as they are files, and empty folders
-            (path / "config.json").unlink(missing_ok=True)
+        self.folder.clear(keep=self._was_there)
+        with contextlib.suppress(OSError):  # as far as they are empty
             for each in (path, *path.parents[:2]):
                 each.rmdir()
 
@@ -340,6 +381,65 @@ class RunWriter:
             if not config.keeps_checkpoints:
                 shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
             self.folder.take_place()
+
+
+def seed_in(path: Path) -> int | None:
+    """The seed in the name of a folder, such as seed=3."""
+    found = re.match(r"seed=(\d+)", path.name, re.ASCII)
+    return int(found[1]) if found else None
+
+
+def read_result(path: Path, *, complete: bool = True) -> dict[str, Any]:
+    """The content of a result.json; OSError or ValueError if no run can have written it. If it need
+    not be `complete`, it may lack anything.
+    """
+    result = read_object(path)
+    if complete and (lacking := [name for name in NEEDED if name not in result]):
+        raise ValueError(f"it lacks {', '.join(lacking)}")
+    for name, kind in {**NEEDED, **OPTIONAL}.items():
+        if name in result and not has_type(result[name], kind):
+            raise ValueError(f"{name} is {one_line(repr(result[name]), 80)}")
+        if name in result and not _is_possible(name, result[name]):
+            raise ValueError(f"{name} has a value that no run gives")
+    return result
+
+
+def has_type(value: Any, kind: Any) -> bool:
+    """True and False are no numbers."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _is_possible(name: str, value: Any) -> bool:
+    """Are counts counts, and shares shares? What is computed from them relies on it."""
+    if name in ("seed", "steps_done", "wall_seconds", "replicas_side_by_side"):
+        return bool(0 <= value <= LARGEST)
+    if name == "swaps":
+        return all(isinstance(each, dict) and _is_pair(each) for each in value)
+    if name in ("metrics", "curves"):  # a curve is a list, or has one for each rung or pair
+        return all(_is_metric(key, each, name == "curves") for key, each in value.items())
+    return True
+
+
+def _is_metric(name: str, value: Any, curve: bool) -> bool:
+    """JSON has no NaN and no infinities: they are null and text."""
+    if curve and isinstance(value, list):
+        return all(_is_metric(name, each, curve) for each in value)
+    if value is None or isinstance(value, bool) or (value in ("inf", "-inf") and not curve):
+        return True
+    if not isinstance(value, NUMBER) or abs(value) > LARGEST:
+        return False
+    if name.endswith("_se"):
+        return value == 0 or value >= 1 / LARGEST
+    return not name.endswith(("accuracy", "acceptance_rate")) or 0 <= value <= 1
+
+
+def _is_pair(pair: dict[str, Any]) -> bool:
+    accepted, proposed, rungs = pair.get("accepted", -1), pair.get("proposed"), pair.get("pair")
+    if not (isinstance(rungs, list) and len(rungs) == 2):
+        return False
+    rate = pair.get("acceptance_rate")
+    counts = all(has_type(each, int) and each >= 0 for each in (accepted, proposed, *rungs))
+    return counts and bool(accepted <= proposed) and (rate is None or has_type(rate, NUMBER))
 
 
 def config_sha256(config: Mapping[str, Any]) -> str:

@@ -107,7 +107,7 @@ def _carry_out(runs: list[Run], options: RunOptions, device: str) -> None:
             runs[k] = replace(run, observers=watching)
     writers = [RunWriter(run, options) for run in runs] if group.is_main else []
     try:
-        with _explained(runs[0]):
+        with _explained(runs[0], options):
             with group.all_or_none("making of the run folders", RunFolderError):
                 for writer in writers:
                     writer.begin()
@@ -121,7 +121,7 @@ def _carry_out(runs: list[Run], options: RunOptions, device: str) -> None:
         for writer in writers:
             writer.undo()
         raise
-    with group.all_or_none("writing of the results", RunFolderError), _explained(runs[0]):
+    with group.all_or_none("writing of the results", RunFolderError), _explained(runs[0], options):
         _write(writers, outcome, results, group.size)
     failures = [result.failure for result in results if result.failure is not None]
     if len(failures) == len(results):
@@ -154,9 +154,11 @@ def _name(failure: NonFiniteEnergyError, run: Run | None) -> None:
         failure.args = (str(failure).replace(f"(run {failure.run})", f"({run.name})"),)
 
 
-def _explained(run: Run) -> contextlib.AbstractContextManager[None]:
+def _explained(run: Run, options: RunOptions) -> contextlib.AbstractContextManager[None]:
     """An error of the disk says which folder cannot be written."""
     advice, room = "choose another --out", "use --resume"
+    if options.overwrite:
+        room = "use --overwrite again, or --resume if a step was saved"
     return writing(run.folder.path, RunFolderError, advice, room=room)
 
 

@@ -31,6 +31,7 @@ from torchrex.exchange.noise import (
 from torchrex.exchange.run import joined, require_every
 from torchrex.network.capture import Graph, Graphs
 from torchrex.network.step import size_of
+from torchrex.rng import taken
 from torchrex.targets import Batch, DeviceLoader, Twice, require_no_dataset
 
 if TYPE_CHECKING:
@@ -415,7 +416,7 @@ def _batches_of(data: Any, n_at_once: int, *, twice: bool = False) -> Callable[[
 def _cycle(data: Iterable[Batch]) -> Iterator[Batch]:
     while True:
         empty = True
-        for batch in data:
+        for batch in taken(data):
             empty = False
             yield batch
         if empty:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrex.checkpoint import Checkpoint, Checkpoints, expect_form, owned
+from torchrex.checkpoint import Checkpoint, Checkpoints, expect_form, owned, seconds_in
 from torchrex.errors import (
     CheckpointError,
     InvalidArgumentError,
@@ -455,7 +455,7 @@ class _Loop:
 
     def _load(self, found: Sequence[Checkpoint]) -> None:
         extra_positions = []
-        for one, (_, state, path) in zip(self.runs, found, strict=True):
+        for one, (step, state, path) in zip(self.runs, found, strict=True):
             stored = _contents(len(state["averages"]), state["trace"] is not None)
             mine = _contents(len(one.averages), one.trace is not None)
             if stored != mine:
@@ -464,9 +464,15 @@ class _Loop:
                     f"same, or another folder"
                 )
             one.run.load_state_dict({**state["run"], "replicas": state["replicas"]})
+            if one.run.n_steps != step:
+                raise ValueError(f"a run at step {one.run.n_steps} in a checkpoint of {step}")
             for average, saved in zip(one.averages, state["averages"], strict=True):
                 with _naming(path):
                     average.load_state_dict(saved)
+                if not 0 <= average.n_draws <= max(0, saved["last_step"]) <= step:
+                    raise ValueError(
+                        f"{average.n_draws} draws up to step {saved['last_step']} of {step}"
+                    )
             if one.trace is not None:
                 one.trace.load_state_dict(state["trace"])
             # Only runs that measure move in the extra batches.
@@ -483,7 +489,7 @@ class _Loop:
                     "the data cannot restore their position, so the run goes on with a new epoch; "
                     "use DeviceLoader for an exact resume"
                 )
-        self.seconds = float(state["seconds"])
+        self.seconds = seconds_in(state)
 
 
 def _has_checkpoints(runs: Sequence[TrainingRun]) -> bool:

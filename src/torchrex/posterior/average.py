@@ -8,7 +8,7 @@ examples in the same order; a shuffled loader is noticed by its labels.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -72,7 +72,7 @@ class PosteriorAverage:
         if not 0 < len(set(rungs)) == len(rungs):
             raise InvalidArgumentError(f"rungs must be one or more different rungs, got {rungs!r}")
         require_no_dataset(data, shuffle=False)
-        if iter(data) is data:
+        if isinstance(data, Iterator):
             raise InvalidArgumentError(
                 f"data can be read only once ({type(data).__name__}); give a list of batches or a "
                 "DataLoader with shuffle=False"

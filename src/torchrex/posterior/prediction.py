@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torchrex.errors import InvalidArgumentError, import_extra
+from torchrex.rng import taken
 
 ECE_BINS = 15
 SUM_TOLERANCE = 1e-3  # of a row of probabilities; wide enough for float16
@@ -156,7 +157,7 @@ def predict_all(
     logits: list[list[Tensor]] = [[] for _ in names]
     marks: list[Tensor] = []
     labelled = True
-    for batch in data:
+    for batch in taken(data):
         for model, name in enumerate(names):
             output = predict(batch, model)
             is_matrix = isinstance(output, Tensor) and output.ndim == 2 and output.shape[1] >= 2

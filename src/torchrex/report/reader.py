@@ -28,23 +28,19 @@ from torchrex.exchange import Ladder
 from torchrex.experiments import ExperimentConfig, get_recipe
 from torchrex.experiments.config import override, parse, to_json
 from torchrex.experiments.folder import (
+    NUMBER,
     OF_ANOTHER_CONFIG,
     UNREADABLE,
     added_later,
     belongs_to,
+    has_type,
+    read_result,
     read_tensors,
+    seed_in,
 )
 from torchrex.posterior import Draws
 
 FILES = ("config.json", "result.json", "draws.safetensors", "trace.safetensors", "checkpoints")
-NUMBER = int | float
-NEEDED: dict[str, Any] = {"recipe": str, "seed": int, "status": str, "metrics": dict, "swaps": list}
-OPTIONAL: dict[str, Any] = {
-    **{"date": str, "wall_seconds": NUMBER, "device": str, "versions": dict, "error": str},
-    **{"steps_done": int, "replicas_side_by_side": int, "curves": dict},
-    "config_sha256": str,
-}
-LARGEST = 1e150  # of a number: its square is finite
 LARGEST_FILE = 2**30  # bytes; of the recipes none has draws of more than 2**24
 # Of a trace: axes, and whether its numbers are integers.
 TRACE = {
@@ -80,7 +76,7 @@ class LoadedRun:
     @property
     def numbers(self) -> dict[str, float]:
         """The finite metrics."""
-        return {name: float(v) for name, v in self.metrics.items() if _is(v, NUMBER)}
+        return {name: float(v) for name, v in self.metrics.items() if has_type(v, NUMBER)}
 
     @property
     def curves(self) -> dict[str, list[Any]]:
@@ -149,12 +145,6 @@ def holds_a_run(path: Path) -> bool:
         return False
 
 
-def seed_in(path: Path) -> int | None:
-    """The seed in the name of a folder, such as seed=3."""
-    found = re.match(r"seed=(\d+)", path.name, re.ASCII)
-    return int(found[1]) if found else None
-
-
 def recipe_in(path: Path) -> str:
     """The recipe in the path of a run folder: OUT/digits/sghmc/seed=0 has digits/sghmc."""
     return "/".join(Path(os.path.realpath(path)).parts[-3:-1])
@@ -175,11 +165,17 @@ def _folders(root: Path) -> list[tuple[Path, str]]:
                 below = {each.name: each.is_dir(follow_symlinks=False) for each in entries}
             if set(FILES).isdisjoint(below):
                 inner = {name for name, is_folder in below.items() if is_folder}
+                for name in below.keys() - inner:
+                    if re.fullmatch(r"seed=\d+", name, re.ASCII):
+                        link = os.path.islink(path / name)
+                        words = "it is a link, which is not followed" if link else "it is no folder"
+                        found.append((path / name, words))
         except OSError as error:
             unreadable = why(error, path)
         found.append((path, unreadable))
         # Next to a run are those that replace it or were replaced by it.
-        waiting = {f"{name}{end}" for name in inner for end in (".new", ".old", ".replaced")}
+        ends = (".new", ".old", ".replaced")
+        waiting = {f"{dot}{name}{end}" for name in inner for dot in ("", ".") for end in ends}
         left += [path / name for name in inner - waiting]
     return sorted(
         found, key=lambda each: (str(each[0].parent), seed_in(each[0]) or 0, each[0].name)
@@ -309,59 +305,6 @@ def _saved(path: Path) -> str:
     except OSError as error:
         return f"its checkpoints cannot be read ({why(error, path)})"
     return f"its newest checkpoint has step {min(newest):,}" if newest else "it has no checkpoint"
-
-
-def read_result(path: Path, *, complete: bool = True) -> dict[str, Any]:
-    """The content of a result.json; OSError or ValueError if no run can have written it. If it need
-    not be `complete`, it may lack anything, and only its types are looked at.
-    """
-    result = read_object(path)
-    if complete and (lacking := [name for name in NEEDED if name not in result]):
-        raise ValueError(f"it lacks {', '.join(lacking)}")
-    for name, kind in {**NEEDED, **OPTIONAL}.items():
-        if name in result and not _is(result[name], kind):
-            raise ValueError(f"{name} is {one_line(repr(result[name]), 80)}")
-        checked = complete or name == "swaps"
-        if name in result and checked and not _is_possible(name, result[name]):
-            raise ValueError(f"{name} has a value that no run gives")
-    return result
-
-
-def _is(value: Any, kind: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _is_possible(name: str, value: Any) -> bool:
-    """Are counts counts, and shares shares? What is computed from them relies on it."""
-    if name in ("seed", "steps_done", "wall_seconds", "replicas_side_by_side"):
-        return bool(0 <= value <= LARGEST)
-    if name == "swaps":
-        return all(isinstance(each, dict) and _is_pair(each) for each in value)
-    if name in ("metrics", "curves"):  # a curve is a list, or has one for each rung or pair
-        return all(_is_metric(key, each, name == "curves") for key, each in value.items())
-    return True
-
-
-def _is_metric(name: str, value: Any, curve: bool) -> bool:
-    """JSON has no NaN and no infinities: they are null and text."""
-    if curve and isinstance(value, list):
-        return all(_is_metric(name, each, curve) for each in value)
-    if value is None or isinstance(value, bool) or (value in ("inf", "-inf") and not curve):
-        return True
-    if not isinstance(value, NUMBER) or abs(value) > LARGEST:
-        return False
-    if name.endswith("_se"):
-        return value == 0 or value >= 1 / LARGEST
-    return not name.endswith(("accuracy", "acceptance_rate")) or 0 <= value <= 1
-
-
-def _is_pair(pair: dict[str, Any]) -> bool:
-    accepted, proposed, rungs = pair.get("accepted", -1), pair.get("proposed"), pair.get("pair")
-    if not (isinstance(rungs, list) and len(rungs) == 2):
-        return False
-    rate = pair.get("acceptance_rate")
-    counts = all(_is(each, int) and each >= 0 for each in (accepted, proposed, *rungs))
-    return counts and bool(accepted <= proposed) and (rate is None or _is(rate, NUMBER))
 
 
 def _read_trace(path: Path) -> dict[str, Tensor]:

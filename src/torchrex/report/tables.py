@@ -27,10 +27,10 @@ from torchrex.durable import new_file, read_object
 from torchrex.errors import MissingDependencyError
 from torchrex.experiments import RunFolder
 from torchrex.experiments.config import Column, to_json
-from torchrex.experiments.folder import OF_ANOTHER_CONFIG, belongs_to
+from torchrex.experiments.folder import LARGEST, OF_ANOTHER_CONFIG, belongs_to, read_result, seed_in
 from torchrex.experiments.networks import Difference, Line, NetworkConfig, PaperTable
 from torchrex.report.plots import FEWEST_SEEDS, p_of_pairs
-from torchrex.report.reader import LARGEST, config_from_json, read_result, why
+from torchrex.report.reader import config_from_json, why
 
 PAPER_SEEDS = 5
 NO_MATTER = ("recipe", "epochs", "steps", "checkpoint_every")  # the length is shown in any case
@@ -121,6 +121,8 @@ def _read_run(path: Path, recipe: NetworkConfig) -> tuple[str, tuple[Any, Any] |
         return "no result", None
     if (status := result.get("status", "no status")) != "finished":
         return status, None
+    if (seed := result.get("seed", seed_in(path))) != seed_in(path):
+        raise ValueError(f"result.json is not used: it is the result of seed {seed}")
     config = read_object(path / "config.json")
     if not isinstance(config.get(f"{recipe.unit}s"), int):
         raise ValueError(f"config.json does not say how many {recipe.unit}s were run")
