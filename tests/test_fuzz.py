@@ -292,7 +292,7 @@ def test_numbers_that_no_run_gives(copy, changes):
 def test_deep_json_and_a_status_that_is_no_text(copy):
     folder = copy("run of a density")
     edit(folder / "result.json", status=["finished"])
-    assert "status is no text" in message(lambda: RunFolder(folder).finished, RunFolderError)
+    assert "status is ['finished']" in message(lambda: RunFolder(folder).finished, RunFolderError)
     assert load_run(folder).status == "damaged"
     (folder / "result.json").write_text("[" * 100_000)
     assert "cannot read" in message(lambda: RunFolder(folder).result, RunFolderError)

@@ -174,8 +174,8 @@ class Checkpoints:
             except OSError as failure:
                 raise CheckpointError(
                     f"cannot save {complete} ({failure.strerror or failure}); earlier checkpoints "
-                    "are unchanged, and a resume goes on from them. Free some space, permit writing, or "
-                    "choose another folder"
+                    "are unchanged, and a resume goes on from them. Free some space, permit "
+                    "writing, or choose another folder"
                 ) from None
 
     def load_newest(

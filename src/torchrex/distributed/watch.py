@@ -92,9 +92,10 @@ class Watch:
         else:
             text = f"the connection of {names[self._rank]} to the other ranks broke in the {what}"
             text += f" ({short(error)})"
-        # Ranks may be one call apart when another dies, and a process dies only once.
-        fault = text if text.endswith(GONE) else str(self._faults)
-        return RankError(text, speaks=self._is_first_to_report(fault))
+        # Ranks may be one call apart when another dies: the first to say so in one of the calls
+        # speaks, unless the same was said in the other.
+        speaks = self._is_first_to_report(str(self._faults)) and self._is_first_to_report(text)
+        return RankError(text, speaks=speaks)
 
     def store_lost(self) -> RankError:
         """The error where no rank can be asked."""
