@@ -46,25 +46,29 @@ def posterior(dim: int) -> torchrex.TallPosterior:
     return torchrex.TallPosterior(log_likelihood, log_prior, (data,), dim, batch_size=BATCH)
 
 
-def temperatures(noise_std: float, n_rungs: int, dim: int) -> tuple[float, ...]:
+def temperatures(
+    noise_std: float, n_rungs: int, dim: int, swap_batch: int = 0
+) -> tuple[float, ...]:
     """Equal ratios r, such that the coldest pair has the noise s: s^2 = (1 - 1/r)^2 (N/n) dim (1 +
-    r).
+    r), with 1 / n less 1 / N for a swap batch of n different examples.
     """
     low, high = 1.0, 100.0
+    per_example = N / swap_batch - 1.0 if swap_batch else N / BATCH
     for _ in range(100):
         ratio = math.sqrt(low * high)
-        below = (1 - 1 / ratio) ** 2 * (N / BATCH) * dim * (1 + ratio) < noise_std**2
+        below = (1 - 1 / ratio) ** 2 * per_example * dim * (1 + ratio) < noise_std**2
         low, high = (ratio, high) if below else (low, ratio)
     return tuple(low**rung for rung in range(n_rungs))
 
 
 def variance_of_rung0(
-    noise: torchrex.exchange.NoiseEstimator,
+    noise: torchrex.exchange.NoiseEstimator | None,
     noise_std: float,
     n_rungs: int,
     *,
     dim: int = 1,
     pairing: torchrex.exchange.Pairing | None = None,
+    swap_batch: int | None = None,
     n_runs: int = 4_000,
     tests: int = 60,
     seed: int = 0,
@@ -72,13 +76,15 @@ def variance_of_rung0(
     """Variance of rung 0 over the right one after many tests of each pair, its standard error, and
     the acceptance rate.
     """
-    ladder = torchrex.Ladder(temperatures(noise_std, n_rungs, dim), STILL)
+    ladder = torchrex.Ladder(temperatures(noise_std, n_rungs, dim, swap_batch or 0), STILL)
     z = torch.randn(n_rungs, n_runs, dim, generator=torch.Generator().manual_seed(seed))
     start = z * torch.tensor(ladder.temperatures).sqrt()[:, None, None] / math.sqrt(N)
     ensemble = torchrex.TensorEnsemble.start(
         posterior(dim), n_rungs=n_rungs, n_runs=n_runs, initial=start
     )
-    run = torchrex.DensityExchange(ensemble, ladder, noise=noise, pairing=pairing, seed=seed)
+    run = torchrex.DensityExchange(
+        ensemble, ladder, noise=noise, pairing=pairing, swap_batch=swap_batch, seed=seed
+    )
     one_by_one = isinstance(run.rules.pairing, torchrex.RandomPair)
     n_steps = tests * (n_rungs - 1 if one_by_one else min(2, n_rungs - 1))
     total, accepted, proposed = torch.zeros(n_runs, dtype=torch.float64), 0.0, 0.0
@@ -110,10 +116,11 @@ def steps_one_by_one(
 
 
 def bias_on_exponential_data(
-    noise: torchrex.exchange.NoiseEstimator,
+    noise: torchrex.exchange.NoiseEstimator | None,
     noise_std: float,
     n_rungs: int,
     *,
+    swap_batch: int | None = None,
     n_runs: int,
     tests: int = 60,
     seed: int = 0,
@@ -125,7 +132,7 @@ def bias_on_exponential_data(
         generator=torch.Generator().manual_seed(1)
     )
     total = float(data.sum())
-    ladder = torchrex.Ladder(temperatures(noise_std, n_rungs, 1), STILL)
+    ladder = torchrex.Ladder(temperatures(noise_std, n_rungs, 1, swap_batch or 0), STILL)
     # At temperature T exp(x) ~ Gamma(N / T, total / T).
     shapes = (N / torch.tensor(ladder.temperatures, dtype=torch.float64))[:, None].expand(
         n_rungs, n_runs
@@ -142,7 +149,7 @@ def bias_on_exponential_data(
     ensemble = torchrex.TensorEnsemble.start(
         target, n_rungs=n_rungs, n_runs=n_runs, initial=start, dtype=torch.float64
     )
-    run = torchrex.DensityExchange(ensemble, ladder, noise=noise, seed=seed)
+    run = torchrex.DensityExchange(ensemble, ladder, noise=noise, swap_batch=swap_batch, seed=seed)
     n_steps = tests * (n_rungs - 1 if n_rungs > 3 else min(2, n_rungs - 1))
     mean = torch.zeros(n_runs, dtype=torch.float64)
     for info in steps_one_by_one(run, n_steps):

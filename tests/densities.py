@@ -19,6 +19,11 @@ def tall():
     return logistic_regression(*simulate_logistic(500, 3)[:2], batch_size=32)
 
 
+def with_prior():
+    features, labels, _ = simulate_logistic(500, 3)
+    return logistic_regression(features, labels, batch_size=32, prior_precision=0.25)
+
+
 SETUPS = {
     "the paper's": {
         "target": lambda: tr.Noisy(MIXTURE, tr.Gaussian(2.0)),
@@ -50,6 +55,23 @@ SETUPS = {
         "correction_factor": tr.ProportionalToGap(4.0, per_swap=0.99),
         "swap_start": 20,
         "swap_rest": 3,
+    },
+    "tall data, swap batch": {
+        "target": tall,
+        "sampler": tr.SGHMC(0.1),
+        "ladder": tr.Ladder((1.0, 1.5, 2.0), (1e-4, 2e-4, 3e-4)),
+        "momentum": "refresh",
+        "swap_batch": 100,
+        "swap_interval": 3,
+        "swap_start": 10,
+    },
+    "tall data, all data in turn, likelihood": {
+        "target": with_prior,
+        "ladder": tr.Ladder.for_likelihood((1.0, 10.0, float("inf")), 1e-4, prior_variance=4.0),
+        "tempering": "likelihood",
+        "pairing": tr.AllInTurn(),
+        "swap_batch": "full",
+        "swap_interval": 7,
     },
     "tall data, paired, annealed": {
         "target": tall,

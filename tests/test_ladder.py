@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
             r"rise from cold to hot, but rung 1 \(1\).*from_inverse",
         ),
         (lambda: tr.Ladder((0.0, 1.0), 0.1), "rung 0 has 0.*descent"),
-        (lambda: tr.Ladder((1.0, float("nan")), 0.1), "positive and finite"),
+        (lambda: tr.Ladder((1.0, float("nan")), 0.1), "positive, but rung 1 has nan"),
         (lambda: tr.Ladder((1.0, 2.0), (0.1, -0.1)), "rung 1 has -0.1"),
         (lambda: tr.Ladder((1.0, 2.0), (0.1, 0.1, 0.1)), "3 lrs for 2"),
         (lambda: tr.Ladder((1.0, 2.0), "12"), "lrs must be numbers"),

@@ -433,11 +433,14 @@ def test_unequal_learning_rates_on_the_minibatch_of_the_swap_are_warned_of(caplo
         start = tr.TensorEnsemble.start(options.pop("target", target), n_rungs=2)
         ladder = tr.Ladder((1.0, 2.0), lrs, anneal=options.pop("anneal", None))
         tr.DensityExchange(start, ladder, **options)
-        return "swap_interval=20" in caplog.text
+        return "or a swap_batch" in caplog.text
 
     assert warned((1e-4, 3e-4))
     assert not warned(1e-4)
     assert not warned((1e-4, 3e-4), swap_interval=20)
+    assert not warned((1e-4, 3e-4), swap_batch=20)
+    assert warned(1e-4, tempering="likelihood")  # the gradient of the data is multiplied by lr / T
+    assert not warned((1e-4, 2e-4), tempering="likelihood")
     assert not warned((1e-4, 3e-4), pairing=tr.NoSwaps())
     assert not warned((1e-4, 3e-4), anneal=tr.schedules.geometric(0.99))
     exact = tr.GaussianMixture([1.0], [0.0], [1.0])

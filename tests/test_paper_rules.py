@@ -52,7 +52,7 @@ def corrections_of(rules, epoch, variance, n_swaps=1):
         inputs = StepInputs(*(values[k] for values in table), torch.tensor(k), ({},), move_noise={})
         higher_on_rung_0 = torch.where(state.replica_at.argsort(0) == 0, 1e9, 0.0)  # by replica
         energy = Energy(higher_on_rung_0.double())
-        new, _, info = exchange_rungs(state, energy, [], inputs, rules, 50_000, False)
+        new, _, info = exchange_rungs(state, energy, [energy], inputs, rules, 50_000, False)
         state = new._replace(noise_variance=state.noise_variance)
         assert bool(info.accepted)
         found.append(float(info.correction))

@@ -327,7 +327,7 @@ def test_mutants_miss_it(monkeypatch):
 
     def cold(*given):
         *rest, exchanged, policy, sampler = given
-        coldest = (each[:1].expand_as(each) for each in exchanged)
+        coldest = (each[:1].expand_as(each) for each in exchanged if each is not None)
         return plain(*rest, type(exchanged)(*coldest), policy, sampler)
 
     monkeypatch.setattr("torchrex.network.step.update_rows", cold)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` 
         ReplicaExchange,
         RunningMean,
         Smoothing,
+        SwapBatchVariance,
         TargetAcceptance,
         expected_acceptance,
         log_swap_ratio,
@@ -78,7 +79,8 @@ _HOMES = {
     "exchange": (
         "AllInTurn BatchVariance ConstantFactor EvenOdd KnownVariance Ladder NoSwaps "
         "PairedVariance PerExample ProportionalToGap RandomPair RepeatedDraws ReplicaExchange "
-        "RunningMean Smoothing TargetAcceptance expected_acceptance log_swap_ratio"
+        "RunningMean Smoothing SwapBatchVariance TargetAcceptance "
+        "expected_acceptance log_swap_ratio"
     ),
     "posterior": "Draws DrawStore PosteriorAverage classification_metrics",
     "recording": "JsonLines LiveDisplay Observer TensorBoard Trace",
@@ -146,6 +148,7 @@ __all__ = [
     "SideBySide",
     "Smoothing",
     "StudentT",
+    "SwapBatchVariance",
     "TallPosterior",
     "Target",
     "TargetAcceptance",

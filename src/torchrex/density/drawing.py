@@ -265,6 +265,8 @@ class Drawing:
         last = self.run.temperatures_at(max(0, self.run.n_steps - 1))
         now: dict[str, Any] = {"temperatures": last.tolist()}
         now |= {"annealed": True} if self.run.rules.ladder.anneal else {}
+        if (size := self.run.rules.swap_batch) is not None:
+            now |= {"swap_batch": size, "swap_batch_every": self.run.rules.swap_interval}
         if self.run.rules.ladder.n_pairs:
             now["correction_factor"] = self.run.correction_factor.log().mean(1).exp().tolist()
         return self.recorder.draws(status, {**settings, **now})

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -20,9 +20,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchrex.density.replay import CannotReplayError, Replay
+from torchrex.density.replay import CannotReplayError, Occasions, Replay
 from torchrex.density.tensor_ensemble import TensorEnsemble
-from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo, StepInputs, measure, step
+from torchrex.exchange.algorithm import (
+    ExchangeState,
+    Rules,
+    StepInfo,
+    StepInputs,
+    measure,
+    step,
+    swap,
+)
 from torchrex.exchange.inputs import draw_exchange_inputs, n_usable
 from torchrex.exchange.noise import RepeatedDraws
 from torchrex.rng import Streams
@@ -74,6 +82,7 @@ class Block(NamedTuple):
     length: int
     inputs: StepInputs
     measure_noise: Noise | None  # one entry for each step of the block at which sigma2 is measured
+    swap_noise: tuple[Noise, ...] | None  # of each round, one entry for each step with a swap batch
     n_usable: int  # steps from the first on for which the schedules have values
 
 
@@ -91,6 +100,14 @@ def measured_steps(rules: Rules, start: int, stop: int) -> range:
     return range(first, stop, feed.every)
 
 
+def swapped_steps(rules: Rules, start: int, stop: int) -> range:
+    """The steps in [start, stop) that begin with a swap batch."""
+    if rules.swap_batch is None or not rules.swaps:
+        return range(0)
+    every = rules.swap_interval
+    return range(-(-max(start, rules.swap_start) // every) * every, stop, every)
+
+
 def draw_block(
     streams: Streams, rules: Rules, ensemble: TensorEnsemble, start: int, length: int
 ) -> Block:
@@ -101,6 +118,13 @@ def draw_block(
         streams, rules, start, length, runs=runs, device=device, dtype=dtype
     )
     target, n_rounds = ensemble.target, max(1, rules.pairing.n_rounds(rules.ladder.n_pairs))
+    swap_noise = None
+    if rules.swap_batch is not None and rules.swaps:
+        n, size = len(swapped_steps(rules, start, start + length)), rules.swap_batch
+        swap_noise = tuple(
+            target.draw_swap_batch(streams["swap batch"], n, shape, size) for _ in range(n_rounds)
+        )
+        n_rounds = 1  # of the step's own energies
     rounds = tuple(
         target.draw_noise(streams["target"], length, shape, dtype) for _ in range(n_rounds)
     )
@@ -113,7 +137,13 @@ def draw_block(
     steps = torch.arange(start, start + length, device=device)
     inputs = StepInputs(*common, step=steps, target_noise=rounds, move_noise=move_noise)
     usable = n_usable(common) if rules.ladder.has_schedules else length
-    return Block(start, length, inputs, measure_noise, usable)
+    return Block(start, length, inputs, measure_noise, swap_noise, usable)
+
+
+def first_of_its_kind(rules: Rules) -> int:
+    """A step that has all that steps can have: a measurement, or a swap batch."""
+    feed = measures(rules)
+    return feed.every if feed else -(-rules.swap_start // rules.swap_interval) * rules.swap_interval
 
 
 def block_length(rules: Rules, ensemble: TensorEnsemble) -> int:
@@ -125,11 +155,31 @@ def block_length(rules: Rules, ensemble: TensorEnsemble) -> int:
 
     feed = measures(rules)
     every = feed.every if feed else 1  # a step with a measurement, if there are any
-    one = draw_block(Streams(0, ensemble.position.device), rules, ensemble, every, 1)
+    first = first_of_its_kind(rules)
+    one = draw_block(Streams(0, ensemble.position.device), rules, ensemble, first, 1)
     # Without the number of the step, which is not random: it must not change the stream.
     inputs = one.inputs._replace(step=one.inputs.step[:0])
-    fitting = int(BYTES_PER_BLOCK // (n_bytes(inputs) + n_bytes(one.measure_noise) / every))
+    now_and_then = (
+        n_bytes(one.measure_noise) / every + n_bytes(one.swap_noise) / rules.swap_interval
+    )
+    fitting = int(BYTES_PER_BLOCK // (n_bytes(inputs) + now_and_then))
     return min(LONGEST, max(SHORTEST, 1 << (max(1, fitting).bit_length() - 1)))
+
+
+def one_step(
+    ensemble: TensorEnsemble,
+    state: ExchangeState,
+    inputs: StepInputs,
+    swap_noise: tuple[Noise, ...] | None,
+    rules: Rules,
+) -> tuple[TensorEnsemble, ExchangeState, StepInfo]:
+    """A step; where there is a swap batch, after its swaps, which its information reports."""
+    if swap_noise is None:
+        return step(ensemble, state, inputs, rules)
+    energies = [ensemble.energies(noise) for noise in swap_noise]
+    ensemble, state, swapped = swap(ensemble, state, energies, inputs, rules)
+    ensemble, state, info = step(ensemble, state, inputs, rules)
+    return ensemble, state, swapped._replace(position=info.position)
 
 
 class Loop(Protocol):
@@ -155,14 +205,18 @@ class EagerLoop:
     def run(
         self, ensemble: TensorEnsemble, state: ExchangeState, block: Block, first: int, n: int
     ) -> tuple[TensorEnsemble, ExchangeState, StepInfo]:
-        measured = measured_steps(self.rules, block.start, block.start + block.length)
+        span = (block.start, block.start + block.length)
+        measured, swapped = measured_steps(self.rules, *span), swapped_steps(self.rules, *span)
         infos = []
         with torch.no_grad():  # a target takes its own gradients; its parameters need none
             for k in range(first, first + n):
+                inputs, noise = _row(block.inputs, k), None
                 if block.start + k in measured:
-                    noise = _row(block.measure_noise, measured.index(block.start + k))
-                    state = measure(ensemble, state, noise, self.rules)
-                ensemble, state, info = step(ensemble, state, _row(block.inputs, k), self.rules)
+                    measured_noise = _row(block.measure_noise, measured.index(block.start + k))
+                    state = measure(ensemble, state, measured_noise, self.rules)
+                if block.start + k in swapped:
+                    noise = _row(block.swap_noise, swapped.index(block.start + k))
+                ensemble, state, info = one_step(ensemble, state, inputs, noise, self.rules)
                 infos.append(info)
         stacked = StepInfo(*(torch.stack(values) for values in zip(*infos, strict=True)))
         return ensemble, state, stacked
@@ -181,12 +235,18 @@ class CompiledLoop:
         measure_inputs: list[Tensor] = []
         if feed is not None:
             measure_inputs, self._measure_form = pytree.tree_flatten(_row(block.measure_noise, 0))
+        swap_inputs: list[Tensor] = []
+        if block.swap_noise is not None:
+            swap_inputs, self._swap_form = pytree.tree_flatten(_row(block.swap_noise, 0))
+        self._n_inputs = len(inputs)
         self._replay = Replay(
             self._flat_step,
             [*ensemble.tensors, *state],
             inputs,
             self._flat_measure if feed is not None else None,
             measure_inputs,
+            self._flat_swap_step if block.swap_noise is not None else None,
+            swap_inputs,
         )
         self._buffers = self._replay.outputs(self.stretch)
 
@@ -195,12 +255,19 @@ class CompiledLoop:
     ) -> tuple[TensorEnsemble, ExchangeState, StepInfo]:
         for mine, given in zip(self._replay.carry, [*ensemble.tensors, *state], strict=True):
             mine.copy_(given)
-        measured = measured_steps(self.rules, block.start, block.start + block.length)
-        here = measured_steps(self.rules, block.start + first, block.start + first + n)
-        noise = _rows_from(block.measure_noise, measured.index(here[0])) if here else []
-        at, every = (here[0] - block.start - first, here.step) if here else (-1, 0)
+
+        def of(steps: Callable[..., range], noise: Any) -> Occasions:
+            """Where steps of a kind are among these, and what they take."""
+            whole = steps(self.rules, block.start, block.start + block.length)
+            here = steps(self.rules, block.start + first, block.start + first + n)
+            if not here:
+                return Occasions()
+            inputs = _rows_from(noise, whole.index(here[0]))
+            return Occasions(inputs, here[0] - block.start - first, here.step)
+
         inputs, outputs = _rows_from(block.inputs, first), [buffer[:n] for buffer in self._buffers]
-        self._replay.run(n, inputs, outputs, noise, measure_at=at, every=every)
+        measured = of(measured_steps, block.measure_noise)
+        self._replay.run(n, inputs, outputs, measured, of(swapped_steps, block.swap_noise))
         ensemble, state = self._unflatten([tensor.clone() for tensor in self._replay.carry])
         return ensemble, state, StepInfo(*outputs)
 
@@ -208,6 +275,14 @@ class CompiledLoop:
         ensemble, state = self._unflatten(tensors[: self._n_carried])
         inputs = pytree.tree_unflatten(tensors[self._n_carried :], self._input_form)
         ensemble, state, info = step(ensemble, state, inputs, self.rules)
+        return [*ensemble.tensors, *state, *info]
+
+    def _flat_swap_step(self, *tensors: Tensor) -> Sequence[Tensor]:
+        ensemble, state = self._unflatten(tensors[: self._n_carried])
+        given = tensors[self._n_carried :]
+        inputs = pytree.tree_unflatten(given[: self._n_inputs], self._input_form)
+        noise = pytree.tree_unflatten(given[self._n_inputs :], self._swap_form)
+        ensemble, state, info = one_step(ensemble, state, inputs, noise, self.rules)
         return [*ensemble.tensors, *state, *info]
 
     def _flat_measure(self, *tensors: Tensor) -> Sequence[Tensor]:
@@ -255,12 +330,11 @@ def make_loop(
 
 
 def trial_block(rules: Rules, ensemble: TensorEnsemble, length: int = 3) -> Block:
-    """A few steps with random numbers of their own; the first begins with a measurement if there
-    are any.
+    """A few steps with random numbers of their own; the first begins with a measurement or a swap
+    batch if there are any.
     """
-    feed = measures(rules)
     streams = Streams(0, ensemble.position.device)
-    return draw_block(streams, rules, ensemble, feed.every if feed else 0, length)
+    return draw_block(streams, rules, ensemble, first_of_its_kind(rules), length)
 
 
 def require_same_numbers(

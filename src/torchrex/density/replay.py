@@ -20,10 +20,10 @@ import shutil
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -162,12 +162,25 @@ def _require_only_kernels(source: str, kernels: set[str]) -> None:
                 )
 
 
-class Replay:
-    """A C loop over a recorded step, with an optional second program that runs before every
-    `every`-th step.
+class Occasions(NamedTuple):
+    """The steps of a call at which something else is done: from `first` on, counted from the
+    beginning of the call, every so many.
+    """
 
-    `carry` are the tensors that persist: both programs take them first and return their new values
-    first, in the same order.
+    inputs: Sequence[Tensor] = ()  # one row for each
+    first: int = -1
+    every: int = 0
+
+
+NEVER = Occasions()
+
+
+class Replay:
+    """A C loop over a recorded step, with two optional programs: `measure` runs before a step,
+    `swap_step` in its place.
+
+    `carry` are the tensors that persist: all programs take them first and return their new values
+    first, in the same order. `swap_step` takes what the step takes, and inputs of its own.
     """
 
     def __init__(
@@ -177,19 +190,26 @@ class Replay:
         inputs: Sequence[Tensor],
         measure: Callable[..., Sequence[Tensor]] | None = None,
         measure_inputs: Sequence[Tensor] = (),
+        swap_step: Callable[..., Sequence[Tensor]] | None = None,
+        swap_inputs: Sequence[Tensor] = (),
     ) -> None:
-        """`inputs` and `measure_inputs` are examples for one step, without the stacking axis."""
+        """All inputs are examples for one step, without the stacking axis."""
         # Clones: a tensor is known by its storage, so no two may share one.
         self.carry = [_own(tensor) for tensor in carry]
         self._examples = [_own(example) for example in inputs]
         self._measure = None
         self._measure_examples = [_own(example) for example in measure_inputs]
+        self._swap_step = None
+        self._swap_examples = [_own(example) for example in swap_inputs]
         # Tracing and compiling save and restore what all threads share: Inductor's settings, and
         # torch's default generators.
         with DEFAULT_GENERATORS:
             self._step = record(step, [*self.carry, *self._examples])
             if measure is not None:
                 self._measure = record(measure, [*self.carry, *self._measure_examples])
+            if swap_step is not None:
+                given = [*self.carry, *self._examples, *self._swap_examples]
+                self._swap_step = record(swap_step, given)
         self._output_like = self._step.outputs[len(self.carry) :]
         self._pointers: list[tuple[str, int]] = []
         self._function = self._build()
@@ -198,19 +218,30 @@ class Replay:
         """Write, compile and load the C loop."""
         from torch._inductor.cpp_builder import get_cpp_compiler
 
-        measure = ["    if (0) {"]
+        measure, other = ["    if (0) {"], ["    if (0) {"]
+        step = {"input": ("t", self._examples)}
         if self._measure is not None:
-            program = self._program(self._measure, self._measure_examples, "j", [])
-            measure = ["    if (t == next) {", *program, "      next += every; j++;"]
+            examples = {"measure": ("j", self._measure_examples)}
+            program = self._program(self._measure, examples, [])
+            measure = ["    if (t == at) {", *program, "      at += every; j++;"]
+        if self._swap_step is not None:
+            examples = {**step, "swap": ("k", self._swap_examples)}
+            outputs = self._swap_step.outputs[len(self.carry) :]
+            program = self._program(self._swap_step, examples, outputs)
+            other = ["    if (t == swap) {", *program, "      swap += swap_every; k++;"]
+        numbers = "long n, long at, long every, long swap, long swap_every"
         lines = [
             "#include <string.h>",
             "#include <exception>",
-            'extern "C" int replay(long n, long next, long every, char** p, char* why, long m) {',
+            f'extern "C" int replay({numbers}, char** p, char* why, long m) {{',
             "  try {",
-            "  for (long t = 0, j = 0; t < n; t++) {",
+            "  for (long t = 0, j = 0, k = 0; t < n; t++) {",
             *measure,
             "    }",
-            *self._program(self._step, self._examples, "t", self._output_like),
+            *other,
+            "    } else {",
+            *self._program(self._step, step, self._output_like),
+            "    }",
             "  }",
             "  } catch (const std::exception& e) { strncpy(why, e.what(), m - 1); return 1; }",
             '  catch (...) { strncpy(why, "unknown error", m - 1); return 1; }',
@@ -230,15 +261,20 @@ class Replay:
         return ctypes.CDLL(str(library)).replay
 
     def _program(
-        self, recording: Recording, examples: list[Tensor], index: str, outputs: list[Tensor]
+        self,
+        recording: Recording,
+        examples: Mapping[str, tuple[str, list[Tensor]]],
+        outputs: list[Tensor],
     ) -> list[str]:
-        """C statements of one program. A pointer is a row of `p`, plus a stride if stacked."""
-        role: dict[int, tuple[str, int]] = {}  # storage address -> (what it is, which one)
+        """C statements of one program. A pointer is a row of `p`, plus a stride if stacked.
+        `examples` are its inputs: kind -> the variable that counts their rows, and one row.
+        """
+        role: dict[int, tuple[str, int]] = {}  # storage address -> (what counts its rows, slot)
         for tensor in self.carry:
-            role[_storage(tensor)] = ("fixed", self._slot("address", tensor.data_ptr()))
-        kind = "input" if index == "t" else "measure"
-        for which, tensor in enumerate(examples):
-            role[_storage(tensor)] = (kind, self._slot(kind, which))
+            role[_storage(tensor)] = ("", self._slot("address", tensor.data_ptr()))
+        for kind, (index, rows) in examples.items():
+            for which, tensor in enumerate(rows):
+                role[_storage(tensor)] = (index, self._slot(kind, which))
         # An output that a kernel writes alone goes straight to its place; others are copied there.
         written = {_storage(tensor) for _, tensors in recording.kernels for tensor in tensors}
         shared = {_storage(tensor) for tensor in recording.outputs[: len(self.carry)]}
@@ -249,17 +285,16 @@ class Replay:
             slot, address = self._slot("output", which), _storage(tensor)
             alone = tensor.untyped_storage().nbytes() == tensor.nbytes
             if alone and address in written and address not in role and address not in shared:
-                role[address] = ("output", slot)
+                role[address] = ("t", slot)
             else:
                 copies.append((slot, tensor))
 
         def pointer(tensor: Tensor) -> str:
-            what, slot = role.get(_storage(tensor), ("", -1))
-            if slot < 0:
-                what, slot = "fixed", self._slot("address", _storage(tensor))
-                role[_storage(tensor)] = what, slot
+            if _storage(tensor) not in role:
+                role[_storage(tensor)] = ("", self._slot("address", _storage(tensor)))
+            index, slot = role[_storage(tensor)]
             start = f"p[{slot}] + {tensor.data_ptr() - _storage(tensor)}L"
-            return start if what == "fixed" else f"{start} + {index} * (long)p[{slot + 1}]"
+            return f"{start} + {index} * (long)p[{slot + 1}]" if index else start
 
         lines = []
         for address, tensors in recording.kernels:
@@ -267,7 +302,7 @@ class Replay:
             values = ", ".join(pointer(tensor) for tensor in tensors)
             lines.append(f"((void (*)({types}))p[{slot}])({values});")
         for slot, tensor in copies:
-            place = f"p[{slot}] + {index} * (long)p[{slot + 1}]"
+            place = f"p[{slot}] + t * (long)p[{slot + 1}]"
             lines.append(f"memcpy({place}, {pointer(tensor)}, {tensor.nbytes});")
         for old, new in zip(self.carry, recording.outputs, strict=False):
             if new.data_ptr() == old.data_ptr():
@@ -298,15 +333,12 @@ class Replay:
         n: int,
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
-        measure_inputs: Sequence[Tensor] = (),
-        *,
-        measure_at: int = -1,
-        every: int = 0,
+        measured: Occasions = NEVER,
+        swapped: Occasions = NEVER,
     ) -> None:
-        """`n` steps over stacked inputs. A measurement comes before step `measure_at`, counted from
-        here, and each `every` after.
-        """
-        stacked = {"input": inputs, "output": outputs, "measure": measure_inputs}
+        """`n` steps over stacked inputs, with measurements and swap batches at some of them."""
+        stacked: dict[str, Sequence[Tensor]] = {"input": inputs, "output": outputs}
+        stacked |= {"measure": measured.inputs, "swap": swapped.inputs}
         table = (ctypes.c_void_p * len(self._pointers))()
         for row, (kind, which) in enumerate(self._pointers):
             tensors = stacked.get(kind.removesuffix(" stride"))
@@ -316,7 +348,8 @@ class Replay:
                 tensor, is_stride = tensors[which], kind.endswith("stride")
                 stride = tensor.stride(0) * tensor.element_size()
                 table[row] = stride if is_stride else tensor.data_ptr()
-        why, numbers = ctypes.create_string_buffer(500), map(ctypes.c_long, (n, measure_at, every))
+        why = ctypes.create_string_buffer(500)
+        numbers = map(ctypes.c_long, (n, *measured[1:], *swapped[1:]))
         if self._function(*numbers, table, why, ctypes.c_long(len(why))):
             # A kernel checks the bounds of an index, say.
             reason = why.value.decode(errors="replace").splitlines()[0].split(", ")[-1]

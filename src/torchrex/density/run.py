@@ -4,6 +4,7 @@ compiled where it pays.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, Unpack
 
@@ -184,8 +185,14 @@ class DensityExchange(ReplicaExchange):
         replica_at = self._state.replica_at[:, :MOST_RUNS]
         seed = derive_seed(self.streams.seed, "noise shape")
         generator = torch.Generator(position.device).manual_seed(seed)
-        shape = (REPEATS if target.n_data is None else BATCHES, *position.shape[:2])
+        own, n_data = self.rules.swap_batch, target.n_data
+        if own is not None and own == n_data:
+            return None  # all data
+        shape = (REPEATS if n_data is None else BATCHES, *position.shape[:2])
         noise = target.draw_noise(generator, 1, shape, position.dtype)
+        if own is not None:
+            noise = target.draw_swap_batch(generator, 1, tuple(position.shape[:2]), own)
+            position = position[None]
         with torch.no_grad(), few_threads(position.numel()):
             energy = target.energy(position, {name: values[0] for name, values in noise.items()})
         gap = (1.0 / self.temperatures_at(max(0, self.n_steps - 1))).neg().diff()
@@ -193,13 +200,11 @@ class DensityExchange(ReplicaExchange):
             totals = Selects.take(energy.total.movedim(0, -1), replica_at).cpu()
             return NoiseShape.of(totals, gap, paired=True)
         terms = Selects.take(energy.per_example.movedim(0, -2).flatten(-2), replica_at).cpu()
-        return NoiseShape.of(
-            terms,
-            gap,
-            paired=target.shares_minibatch,
-            scale=float(target.n_data),
-            n_summed=energy.per_example.shape[-1],
-        )
+        if own is not None:
+            scale = target.n_data * math.sqrt(1.0 - own / target.n_data)
+            return NoiseShape.of(terms, gap, paired=True, scale=scale, n_summed=own)
+        n, paired = energy.per_example.shape[-1], target.shares_minibatch
+        return NoiseShape.of(terms, gap, paired=paired, scale=float(target.n_data), n_summed=n)
 
     # Compiled and eager steps agree to rounding only: a run that goes on exactly keeps its loop.
 

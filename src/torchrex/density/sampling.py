@@ -128,6 +128,9 @@ def sample(
         if temperatures is None or lr is None:
             raise InvalidArgumentError("give temperatures=... and lr=..., or ladder=Ladder(...)")
         ladder = Ladder(temperatures, lr)
+        known = target.prior_variance
+        if rules.get("tempering") == "likelihood" and isinstance(lr, int | float) and known:
+            ladder = Ladder.for_likelihood(temperatures, lr, prior_variance=known)
     elif temperatures is not None or lr is not None:
         raise InvalidArgumentError("give ladder=... or temperatures=... and lr=..., not both")
     rungs = ladder

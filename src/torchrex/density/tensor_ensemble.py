@@ -81,6 +81,10 @@ class TensorEnsemble:
     def finite_population(self) -> bool:
         return False  # targets draw their own minibatches with replacement
 
+    @property
+    def finite_swap_population(self) -> bool:
+        return True  # see `Target.draw_swap_batch`
+
     def evaluate(self, noise: Noise) -> tuple[Energy, Tensor]:
         """Energies and gradients, in the ensemble's precision whatever the target computes in."""
         energy, gradient = self.target.energy_and_gradient(self.position, noise)
@@ -96,6 +100,22 @@ class TensorEnsemble:
         """Position of one replica per run: replica (runs,) to (runs, dim)."""
         return Selects.take(self.position, replica[None]).squeeze(0)
 
+    def after_swap(
+        self, noise: Noise, exchanged: Exchanged, *, policy: MomentumPolicy
+    ) -> TensorEnsemble:
+        """Adjust the sampler states of the replicas that have changed rungs."""
+        swapped, before, after = (each.unsqueeze(-1) for each in exchanged[:3])
+        state = after_swap(
+            self.sampler,
+            self.sampler_state,
+            swapped,
+            policy=policy,
+            scale_before=before,
+            scale_after=after,
+            noise=noise.get("refresh"),
+        )
+        return replace(self, sampler_state=state)
+
     def move(
         self,
         gradient: Tensor,
@@ -106,16 +126,11 @@ class TensorEnsemble:
         step: Tensor,
     ) -> TensorEnsemble:
         """Adjust the sampler states after a swap, then move every replica with its rung's rates."""
-        swapped, before, after, lr, temperature = (each.unsqueeze(-1) for each in exchanged)
-        state = after_swap(
-            self.sampler,
-            self.sampler_state,
-            swapped,
-            policy=policy,
-            scale_before=before,
-            scale_after=after,
-            noise=noise.get("refresh"),
-        )
+        state = self.after_swap(noise, exchanged, policy=policy).sampler_state
+        lr, temperature = exchanged.lr.unsqueeze(-1), exchanged.temperature.unsqueeze(-1)
+        if exchanged.power is not None:
+            prior, power = self.target.prior_gradient(self.position), exchanged.power.unsqueeze(-1)
+            gradient = power * gradient + (1.0 - power) * prior
         position, state = self.sampler.move(
             self.position, state, gradient, noise["move"], lr=lr, temperature=temperature, step=step
         )

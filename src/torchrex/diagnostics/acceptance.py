@@ -56,6 +56,7 @@ def acceptance_from_energies(
     several rounds tests later pairs with fresh energies, which are not recorded: there this is an
     approximation.
     """
+    history = history.with_tests()
     probability = _probability(history, _corrections(history, correction_factor), swap_rate)
     return mean_of(probability.movedim(0, -1))
 
@@ -66,6 +67,7 @@ def factor_for_acceptance(history: History, wanted: float, *, iterations: int = 
     F is 1 where the unbiased test swaps that often already, and infinite where not even the naive
     test does: then the rungs are too far apart, and no F helps.
     """
+    history = history.with_tests()
     full = history.inverse_gap[:, :, None] * history.noise_variance.double()
 
     def rate(factor: Tensor) -> Tensor:
@@ -120,6 +122,7 @@ def correction_against_spread(
 
     Under annealing both change: use a part of the run that is short against it.
     """
+    history = history.with_tests()
     correction = _corrections(history, correction_factor).mean((0, 2))
     spread = history.energy_difference.movedim(1, 0).flatten(1).std(1)
     return CorrectionSize(correction, spread, correction / spread)

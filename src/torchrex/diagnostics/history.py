@@ -125,6 +125,8 @@ class History:
                 raise InvalidArgumentError(f"F must be positive, got {correction_factor}")
             sigma2 = draws.noise_variance.double()
             correction = _gaps(temperature)[:, :, None] * sigma2 / correction_factor
+            if interval := draws.settings.get("swap_batch_every"):
+                correction[steps % interval != 0] = math.nan
         names = ("energy", "replica_at", "noise_variance", "accepted", "proposed", "n_steps")
         same = {name: getattr(draws, name) for name in names}
         return cls(steps=steps, temperature=temperature, correction=correction, **same)
@@ -200,7 +202,17 @@ class History:
 
     def after(self, step: int) -> History:
         """The rows of steps >= `step` (no burn-in); swaps and totals stay those of all steps."""
-        kept = self.steps >= step
+        return self._rows(self.steps >= step)
+
+    def with_tests(self) -> History:
+        """The rows of steps at which swaps were tested: between the tests of swap batches a row has
+        the energies of a minibatch, and no correction.
+        """
+        if self.correction is None:
+            return self
+        return self._rows(~self.correction.isnan().flatten(1).all(1))
+
+    def _rows(self, kept: Tensor) -> History:
         names = ("steps", "energy", "replica_at", "noise_variance", "temperature", "correction")
         rows = {name: getattr(self, name) for name in names}
         return replace(self, **{name: x[kept] for name, x in rows.items() if x is not None})

@@ -19,6 +19,7 @@ from torchrex.exchange.noise import (
     RepeatedDraws,
     RunningMean,
     Smoothing,
+    SwapBatchVariance,
 )
 from torchrex.exchange.pairing import AllInTurn, EvenOdd, NoSwaps, Pairing, RandomPair
 from torchrex.exchange.run import ReplicaExchange, RuleOptions, resolve_device
@@ -57,6 +58,7 @@ __all__ = [
     "RunningMean",
     "Smoothing",
     "StepInfo",
+    "SwapBatchVariance",
     "TargetAcceptance",
     "acceptance_probability",
     "count_trips",

@@ -1,8 +1,9 @@
 """Algorithm 1 of Deng et al. (2020). A step here is: energies, SA step, swaps, move.
 
 A gradient does not depend on the temperature, so the energies that come with the gradients at the
-current positions serve the swap test too, and a step needs one evaluation. A swap exchanges rungs
-and moves no weights.
+current positions serve the swap test too, and a step needs one evaluation. With a swap batch the
+test has energies of its own: `swap` goes before the step, which then tests nothing. A swap
+exchanges rungs and moves no weights.
 
 Everything here is a pure function of tensors, random numbers included. It does not know the kind of
 ensemble, nor whether it runs eagerly or compiled.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import Literal, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,9 +30,12 @@ from torchrex.exchange.noise import (
     NoiseEstimator,
     PerExample,
     RepeatedDraws,
+    SwapBatchVariance,
 )
 from torchrex.exchange.pairing import EvenOdd, NoSwaps, Pairing
 from torchrex.targets import Energy, Noise
+
+Tempering = Literal["posterior", "likelihood"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ class Rules:
     factor: FactorRule = field(default_factory=ConstantFactor)
     pairing: Pairing = field(default_factory=EvenOdd)
     swap_interval: int = 1  # attempt swaps at every such step
+    swap_batch: int | None = None  # compare energies on so many examples; None: the step's own
+    tempering: Tempering = "posterior"  # or the likelihood alone: the prior keeps its temperature 1
     swap_start: int = 0  # and not before this one
     swap_rest: int = 0  # a pair that has swapped is not tested for so many steps
     swap_intensity: float | None = None  # r of the paper; None fixes r * lr = 1
@@ -54,6 +60,11 @@ class Rules:
     def swaps(self) -> bool:
         """Can any pair swap?"""
         return self.ladder.n_pairs > 0 and not isinstance(self.pairing, NoSwaps)
+
+    def swaps_with_own_batch(self, step: int) -> bool:
+        """Does a swap batch come before this step?"""
+        due = step % self.swap_interval == 0 and step >= self.swap_start
+        return self.swaps and self.swap_batch is not None and due
 
 
 class ExchangeState(NamedTuple):
@@ -105,7 +116,9 @@ class StepInfo(NamedTuple):
     """What a person may want to know of one step."""
 
     position: Tensor  # (runs, dim): rung 0 after the move; empty for modules
-    energy: Tensor  # (rungs, runs): the energies of the first round, before the swaps
+    # (rungs, runs): what the swaps of the first round compare, before them; of a likelihood that is
+    # tempered alone without the prior
+    energy: Tensor
     accepted: Tensor  # (pairs, runs): swaps made
     proposed: Tensor  # (pairs, runs or 1)
     noise_variance: Tensor  # (pairs, runs): sigma2
@@ -121,6 +134,9 @@ class Exchanged(NamedTuple):
     scale_after: Tensor  # and of the rung now
     lr: Tensor  # of the rung now
     temperature: Tensor
+    # If the likelihood alone is tempered: its power 1 / T at the rung now. The move is then one of
+    # temperature 1 along the gradient of power * likelihood + prior.
+    power: Tensor | None = None
 
 
 class Ensemble(Protocol):
@@ -128,11 +144,15 @@ class Ensemble(Protocol):
 
     @property
     def n_data(self) -> int | None: ...
+    # Is no example twice in a minibatch (in a swap batch), and nothing else random?
     @property
-    def finite_population(self) -> bool: ...  # no example twice, and nothing else random?
+    def finite_population(self) -> bool: ...
+    @property
+    def finite_swap_population(self) -> bool: ...
     def evaluate(self, noise: Noise) -> tuple[Energy, Tensor]: ...
     def energies(self, noise: Noise) -> Energy: ...
     def draw_of(self, replica: Tensor) -> Tensor: ...
+    def after_swap(self, noise: Noise, exchanged: Exchanged, *, policy: MomentumPolicy) -> Self: ...
     def move(
         self,
         gradient: Tensor,
@@ -159,40 +179,65 @@ def step(
     """One step of Algorithm 1 for every run. `exchange` may be a compiled `exchange_rungs`."""
     exchange = exchange_rungs if exchange is None else exchange
     energy, gradient = ensemble.evaluate(inputs.target_noise[0])
+    tests = rules.ladder.n_pairs > 0 and rules.swap_batch is None
     # Fresh energies for a later round: a noisy energy is used in one test only.
     later = [ensemble.energies(noise) for noise in inputs.target_noise[1:]]
     state, exchanged, info = exchange(
-        state, energy, later, inputs, rules, ensemble.n_data, ensemble.finite_population
+        state,
+        energy,
+        [energy, *later] if tests else [],
+        inputs,
+        rules,
+        ensemble.n_data,
+        ensemble.finite_population,
     )
-    policy = rules.momentum if rules.ladder.n_pairs else "keep"
+    policy = rules.momentum if tests else "keep"
     ensemble = ensemble.move(
         gradient, inputs.move_noise, exchanged, policy=policy, step=inputs.step
     )
     return ensemble, state, info._replace(position=ensemble.draw_of(state.replica_at[0]))
 
 
+def swap(
+    ensemble: E, state: ExchangeState, energies: Sequence[Energy], inputs: StepInputs, rules: Rules
+) -> tuple[E, ExchangeState, StepInfo]:
+    """Test and swap by the energies of swap batches, one for each round, before a step."""
+    state, exchanged, info = exchange_rungs(
+        state,
+        energies[0],
+        energies,
+        inputs,
+        rules,
+        ensemble.n_data,
+        ensemble.finite_swap_population,
+    )
+    ensemble = ensemble.after_swap(inputs.move_noise, exchanged, policy=rules.momentum)
+    return ensemble, state, info
+
+
 def exchange_rungs(
     state: ExchangeState,
     energy: Energy,
-    later: Sequence[Energy],
+    tested: Sequence[Energy],
     inputs: StepInputs,
     rules: Rules,
     n_data: int | None,
     finite_population: bool,
 ) -> tuple[ExchangeState, Exchanged, StepInfo]:
-    """SA step and swaps, from the energies (replicas, runs) of every round."""
+    """SA step and swaps, from the energies (replicas, runs) of every round that is `tested`; the
+    first, or `energy` if there is none, goes into the information.
+    """
     before, rested = state.replica_at, state.resting
     accepted = torch.zeros_like(state.noise_variance, dtype=torch.bool)
     correction, noise_variance = torch.zeros_like(state.noise_variance), state.noise_variance
-    for round_, (now, proposed) in enumerate(zip([energy, *later], inputs.proposed, strict=False)):
-        state, sigma2, degrees_of_freedom = noise_of_energies(
-            state, now, rules, n_data, finite_population
-        )
+    if rules.swap_batch is not None:  # of a step without a test nothing is known
+        correction = torch.full_like(correction, math.nan)
+    for round_, (now, proposed) in enumerate(zip(tested, inputs.proposed, strict=False)):
+        state, noise = noise_of_energies(state, now, rules, n_data, finite_population)
         state, made, needed = swap_step(
             state,
-            now.total,
-            sigma2,
-            degrees_of_freedom,
+            now.data_term if rules.tempering == "likelihood" else now.total,
+            noise,
             proposed,
             inputs.uniform[round_],
             inputs,
@@ -200,16 +245,18 @@ def exchange_rungs(
         )
         state = remember_pairs(state, now, rules, n_data)
         if round_ == 0:
-            accepted, correction, noise_variance = made, needed, sigma2
+            accepted, correction, noise_variance = made, needed, noise.sigma2
         else:
             accepted = accepted | made
 
     if rules.swap_rest:  # counted in steps, however many rounds a step has
-        state = state._replace(
-            resting=torch.where(accepted, float(rules.swap_rest), (rested - 1).clamp(min=0))
-        )
+        own = rules.swap_batch is not None and bool(tested)  # the step that follows counts
+        less = rested if own else (rested - 1).clamp(min=0)
+        resting = torch.where(accepted, float(rules.swap_rest + own), less)
+        state = state._replace(resting=resting)
     take = rules.assignment.take
     lr, temperature = inputs.lr[:, None], inputs.move_temperature[:, None]
+    power = 1.0 / inputs.temperature[:, None] if rules.tempering == "likelihood" else None
     if rules.ladder.n_pairs:
         invert = rules.assignment.invert
         rung_of, rung_before = invert(state.replica_at), invert(before)
@@ -220,13 +267,15 @@ def exchange_rungs(
             scale_after=take(scale, rung_of),
             lr=take(lr, rung_of),
             temperature=take(temperature, rung_of),
+            power=None if power is None else take(power, rung_of),
         )
     else:
-        exchanged = Exchanged(accepted, lr, lr, lr, temperature)  # nothing to swap with
-    proposed = inputs.proposed.any(0)
+        exchanged = Exchanged(accepted, lr, lr, lr, temperature, power)  # nothing to swap with
+    proposed = inputs.proposed.any(0) & bool(tested)
+    compared = energy.data_term if rules.tempering == "likelihood" else energy.total
     info = StepInfo(
         position=energy.total[:0],
-        energy=take(energy.total, before) if rules.ladder.n_pairs else energy.total,
+        energy=take(compared, before) if rules.ladder.n_pairs else compared,
         accepted=accepted,
         proposed=proposed & (rested <= 0) if rules.swap_rest else proposed,
         noise_variance=noise_variance,
@@ -236,28 +285,42 @@ def exchange_rungs(
     return state, exchanged, info
 
 
+class NoiseOfTest(NamedTuple):
+    """What a swap test must know of the noise of its energies."""
+
+    sigma2: Tensor  # (pairs, runs)
+    degrees_of_freedom: float = math.inf  # of sigma2
+    third_cumulant: Tensor | float = 0.0  # of the difference of the energies, cold minus hot
+
+
 def noise_of_energies(
     state: ExchangeState, energy: Energy, rules: Rules, n_data: int | None, finite_population: bool
-) -> tuple[ExchangeState, Tensor, float]:
-    """sigma2 (pairs, runs) for the tests of these energies, after an SA step where it is a running
-    one; and its degrees of freedom.
-    """
+) -> tuple[ExchangeState, NoiseOfTest]:
+    """The noise for the tests of these energies, after an SA step where sigma2 is a running one."""
     feed, noise = rules.noise.feed, rules.noise
     if not isinstance(feed, PerExample):
-        return state, state.noise_variance, math.inf
+        return state, NoiseOfTest(state.noise_variance)
     assert energy.per_example is not None
     assert n_data is not None
     n = energy.per_example.shape[-1]
+    scale = feed.scale(n, n_data, finite_population=finite_population)
+    if scale == 0.0:  # all data, and nothing random: there is no noise
+        return state, NoiseOfTest(torch.zeros_like(state.noise_variance))
     sample = variance_of_pairs(state, energy, feed, n_data, rules.assignment)
+    if isinstance(noise, SwapBatchVariance):
+        state = sa_step(state, scale * sample, rules)
+        terms = rules.assignment.take(energy.per_example, state.replica_at)
+        third = feed.third(terms, n_data)
+        return state, NoiseOfTest(state.noise_variance, noise.degrees_of_freedom(n), third)
     if isinstance(noise, BatchVariance):
         variance = noise.blended(state.noise_variance, state.noise_updates, sample)
     else:
         state = sa_step(state, sample, rules)
         variance = state.noise_variance
-    scale = feed.scale(n, n_data, finite_population=finite_population)
     # Before the first sample the estimator has its initial value, which is a sigma2 already.
     known = (state.noise_updates > 0) | sample.isfinite()
-    return state, torch.where(known, scale * variance, variance), noise.degrees_of_freedom(n)
+    sigma2 = torch.where(known, scale * variance, variance)
+    return state, NoiseOfTest(sigma2, noise.degrees_of_freedom(n))
 
 
 def remember_pairs(
@@ -306,8 +369,7 @@ def sa_step(state: ExchangeState, sample: Tensor, rules: Rules) -> ExchangeState
 def swap_step(
     state: ExchangeState,
     energy: Tensor,
-    sigma2: Tensor,
-    degrees_of_freedom: float,
+    noise: NoiseOfTest,
     proposed: Tensor,
     uniform: Tensor,
     inputs: StepInputs,
@@ -325,9 +387,10 @@ def swap_step(
         energy_at[:-1],
         energy_at[1:],
         inverse_gap=inverse_gap,
-        noise_variance=sigma2,
+        noise_variance=noise.sigma2,
         correction_factor=factor,
-        degrees_of_freedom=degrees_of_freedom,
+        degrees_of_freedom=noise.degrees_of_freedom,
+        third_cumulant=noise.third_cumulant,
     )
     swap_rate = 1.0 if rules.swap_intensity is None else rules.swap_intensity * inputs.lr[:-1, None]
     probability = acceptance_probability(log_ratio, swap_rate)
@@ -341,4 +404,4 @@ def swap_step(
     state = state._replace(
         replica_at=rules.assignment.swap(state.replica_at, accepted), correction_factor=learnt
     )
-    return state, accepted, inverse_gap * sigma2 / factor
+    return state, accepted, inverse_gap * noise.sigma2 / factor

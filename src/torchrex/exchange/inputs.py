@@ -43,6 +43,9 @@ def draw_exchange_inputs(
     temperature, lr, move_temperature = rules.ladder.table(
         start, length, device=device, dtype=dtype
     )
+    if rules.tempering == "likelihood":  # the moves have temperature 1, see `Exchanged.power`
+        cooled = torch.where(temperature.isfinite(), move_temperature / temperature, 1.0)
+        move_temperature = cooled if rules.ladder.noise else torch.ones_like(temperature)
     first_temperature, *_ = rules.ladder.table(0, 1, device=device, dtype=dtype)
     first_gap = (1.0 / first_temperature).neg().diff() if n_pairs else first_temperature[:, :0]
     steps = torch.arange(start, start + length, device=device)
@@ -65,5 +68,7 @@ def draw_exchange_inputs(
 def n_usable(inputs: ExchangeInputs | StepInputs) -> int:
     """How many steps from the first on have values of all schedules."""
     values = torch.cat([inputs.lr, inputs.move_temperature], 1)
-    unusable = (~values.isfinite().all(1)).nonzero()
+    # A temperature may be infinite, but not unknown.
+    usable = values.isfinite().all(1) & ~inputs.temperature.isnan().any(1)
+    unusable = (~usable).nonzero()
     return int(unusable[0]) if len(unusable) else len(values)

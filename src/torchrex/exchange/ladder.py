@@ -17,6 +17,8 @@ from torchrex import notebook
 from torchrex.errors import LadderError
 from torchrex.schedules import Schedule
 
+STEP_OF_PRIOR = 0.1  # lr on the prior alone over its variance: SGLD is then 5 % too wide there
+
 
 @dataclass(frozen=True, init=False)
 class Ladder:
@@ -60,11 +62,10 @@ class Ladder:
         if not temperatures:
             raise LadderError("a ladder needs at least one temperature, got none")
         for rung, temperature in enumerate(temperatures):
-            if not (math.isfinite(temperature) and temperature > 0):
+            if not temperature > 0:
                 raise LadderError(
-                    f"temperatures must be positive and finite, but rung {rung} has "
-                    f"{temperature:g}; got {temperatures}. For SGD (temperature 0) use "
-                    "Ladder.descent(lr)."
+                    f"temperatures must be positive, but rung {rung} has {temperature:g}; got "
+                    f"{temperatures}. For SGD (temperature 0) use Ladder.descent(lr)."
                 )
         for rung, (colder, hotter) in enumerate(pairwise(temperatures), start=1):
             if not hotter > colder:
@@ -114,6 +115,32 @@ class Ladder:
         top, ratio = n_rungs - 1, hot / cold
         temperatures = [cold * ratio ** (rung / top) for rung in range(top)]
         return cls([*temperatures, hot], lrs, anneal=anneal, decay=decay)
+
+    @classmethod
+    def for_likelihood(
+        cls, temperatures: Sequence[float], lr: float, *, prior_variance: float
+    ) -> Ladder:
+        """For `tempering="likelihood"`, where a rung moves at temperature 1 along the gradient of
+        its own minus log density, likelihood / T + prior.
+
+            lr_T = 1 / (1 / (lr T) + 1 / (0.1 prior_variance))
+
+        `lr` is that of temperature 1. A flatter likelihood bears larger steps, up to those that the
+        prior bears. The hottest temperature may be infinite: that rung samples the prior.
+        """
+        if not (prior_variance > 0 and lr > 0):
+            raise LadderError(
+                f"lr and prior_variance must be positive, got {lr} and {prior_variance}"
+            )
+        if math.isinf(prior_variance) and math.isinf(max(temperatures)):
+            raise LadderError(
+                "an infinite temperature needs a prior whose variance is known; give one lr per "
+                "rung, or a finite temperature"
+            )
+        lrs = [
+            1.0 / (1.0 / (lr * t) + 1.0 / (STEP_OF_PRIOR * prior_variance)) for t in temperatures
+        ]
+        return cls(temperatures, lrs)
 
     @classmethod
     def from_inverse(

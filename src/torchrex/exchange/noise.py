@@ -120,6 +120,19 @@ class PerExample:
         """
         return n_data**2 / n * (max(0.0, 1.0 - n / n_data) if finite_population else 1.0)
 
+    def third(self, terms: Tensor, n_data: int) -> Tensor:
+        """Third cumulant (pairs, runs) of the noise of the difference, cold minus hot, of terms
+        (rungs, runs, n) of n different examples at their rungs.
+
+            N^3 / n^2 (1 - n/N) (1 - 2 n/N) k3
+        """
+        n = terms.shape[-1]
+        share = n / n_data
+        unbiased = n * n / max(1, (n - 1) * (n - 2))
+        scale = unbiased * n_data**3 / n**2 * (1.0 - share) * (1.0 - 2.0 * share)
+        difference = terms[:-1] - terms[1:]
+        return scale * (difference - difference.mean(-1, keepdim=True)).pow(3).mean(-1)
+
     def degrees_of_freedom(self, n: int) -> float:
         """Those of the sample variance; unpaired it is the mean of two independent ones."""
         return float(n - 1 if self.paired else 2 * (n - 1))
@@ -226,6 +239,32 @@ class BatchVariance(NoiseEstimator):
 
     def degrees_of_freedom(self, n: int) -> float:
         return self.feed.degrees_of_freedom(n) / (self.own_share**2 + (1.0 - self.own_share) ** 2)
+
+
+@dataclass(frozen=True)
+class SwapBatchVariance(NoiseEstimator):
+    """sigma2 of the two replicas that are compared, from the swap batch on which they are compared.
+    The default with a swap batch.
+
+    Nothing is remembered: there are many examples, and the state at the swap before is an old one.
+    That mean and variance of the same skewed terms are correlated is corrected for by their third
+    cumulant (`criterion.log_swap_ratio`), which many examples show well.
+    """
+
+    feed: PerExample = field(default_factory=PerExample, init=False)  # all on the same examples
+    initial: float = field(default=0.0, init=False)
+
+    def gain(self, m: Tensor) -> Tensor | float:
+        return 1.0
+
+    def update(self, variance: Tensor, m: Tensor, sample: Tensor) -> Tensor:
+        return sample
+
+    def degrees_of_freedom(self, n: int) -> float:
+        return self.feed.degrees_of_freedom(n)
+
+    def check(self, target: SourceOfNoise) -> None:
+        """All replicas are compared on the same examples, whatever their own minibatches are."""
 
 
 @dataclass(frozen=True)

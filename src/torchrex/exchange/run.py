@@ -9,24 +9,33 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
-from typing import Any, TypedDict, Unpack
+from dataclasses import Field, fields
+from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import torch
 from torch import Tensor
 
 from torchrex import notebook
 from torchrex.errors import InvalidArgumentError, require_names, require_whole
-from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo
+from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo, Tempering
 from torchrex.exchange.correction import FactorRule, as_rule
 from torchrex.exchange.ladder import Ladder
 from torchrex.exchange.momentum import POLICIES, MomentumPolicy
-from torchrex.exchange.noise import KnownVariance, NoiseEstimator, NoiseShape, default_estimator
+from torchrex.exchange.noise import (
+    KnownVariance,
+    NoiseEstimator,
+    NoiseShape,
+    SwapBatchVariance,
+    default_estimator,
+)
 from torchrex.exchange.pairing import Pairing, default_pairing
 from torchrex.rng import Streams
 from torchrex.settings import require_same, settings_of
 
 logger = logging.getLogger("torchrex")
+
+
+LATER = ("swap_batch", "tempering")  # rules that older states do not name
 
 
 class RuleOptions(TypedDict, total=False):
@@ -40,6 +49,12 @@ class RuleOptions(TypedDict, total=False):
     noise: NoiseEstimator | None  # None: the one that fits the target, see `default_estimator`
     correction_factor: float | FactorRule  # F; 1 is unbiased, infinity is the naive test
     pairing: Pairing | None  # None: EvenOdd or RandomPair, see `default_pairing`
+    # Compare the energies of all replicas on so many other examples, or on all ("full"), instead of
+    # on the step's own minibatch.
+    swap_batch: int | Literal["full"] | None
+    # What the temperature of a rung divides: the whole energy, or minus the log likelihood alone.
+    # An infinite temperature is then the prior. See `Ladder.for_likelihood` for learning rates.
+    tempering: Tempering
     swap_interval: int  # swaps are tested at every such step,
     swap_start: int  # not before this one,
     swap_rest: int  # and not in so many steps after the pair has swapped
@@ -57,10 +72,12 @@ def make_rules(ladder: Ladder, target: Any, options: RuleOptions) -> Rules:
     ):
         if value is not None and not isinstance(value, kind):
             raise InvalidArgumentError(f"{name} must be {example}, got {value!r}")
+    given["swap_batch"] = _swap_batch(given.get("swap_batch"), target, given["noise"])
     if not ladder.n_pairs:
         given["noise"] = KnownVariance()  # nothing to swap, nothing to estimate
     elif given["noise"] is None:
-        given["noise"] = default_estimator(target)
+        own = given["swap_batch"] is None
+        given["noise"] = default_estimator(target) if own else SwapBatchVariance()
     if given["pairing"] is None:
         given["pairing"] = default_pairing(target, ladder.n_pairs)
     rules = Rules(ladder, factor=as_rule(given.pop("correction_factor", 1.0)), **given)
@@ -76,9 +93,61 @@ def make_rules(ladder: Ladder, target: Any, options: RuleOptions) -> Rules:
             "swap_intensity r must be positive with r * lr <= 1, which is a probability; "
             f"got r={r} with lrs={ladder.lrs}"
         )
+    _require_tempering(rules, target)
     rules.noise.check(target)
     _warn_of_biased_rules(rules, target)
     return rules
+
+
+def _swap_batch(size: int | str | None, target: Any, noise: NoiseEstimator | None) -> int | None:
+    """The number of examples, checked."""
+    if size is None:
+        if isinstance(noise, SwapBatchVariance):
+            raise InvalidArgumentError(f"{noise!r} needs swap_batch=..., got none")
+        return None
+    if target.n_data is None:
+        raise InvalidArgumentError(
+            f"swap_batch={size!r} is a number of examples, but {target!r} has no data; leave it out"
+        )
+    size = target.n_data if size == "full" else size
+    if isinstance(size, bool) or not isinstance(size, int) or not 2 <= size <= target.n_data:
+        raise InvalidArgumentError(
+            f'swap_batch must be "full" or a number of examples from 2 to {target.n_data}, which '
+            f"are all data, got {size!r}"
+        )
+    if noise is not None and not isinstance(noise, SwapBatchVariance | KnownVariance):
+        raise InvalidArgumentError(
+            f"{noise!r} is that of minibatches, but energies are compared on swap_batch={size} "
+            "examples; leave noise out"
+        )
+    return size
+
+
+def _require_tempering(rules: Rules, target: Any) -> None:
+    """Refuse a tempering that the target cannot have."""
+    kinds, hottest = get_args(Tempering), rules.ladder.temperatures[-1]
+    if rules.tempering not in kinds:
+        raise InvalidArgumentError(
+            f"tempering must be {' or '.join(kinds)}, got {rules.tempering!r}"
+        )
+    if rules.tempering == "posterior":
+        if not math.isfinite(hottest):
+            raise InvalidArgumentError(
+                'an infinite temperature needs tempering="likelihood" and a prior'
+            )
+        return
+    if not rules.ladder.temperatures[0] > 0:
+        raise InvalidArgumentError('tempering="likelihood" needs temperatures above 0')
+    if target.prior_variance is None:
+        raise InvalidArgumentError(
+            f'tempering="likelihood" needs data with a prior apart from them, which {target!r} '
+            "has not: use TallPosterior, or a module with a GaussianPrior"
+        )
+    if not math.isfinite(hottest) and not target.has_proper_prior:
+        raise InvalidArgumentError(
+            f"an infinite temperature samples the prior, but that of {target!r} is not known to be "
+            "proper; give it as a distribution, or a finite temperature"
+        )
 
 
 def require_known(options: Mapping[str, Any], function: str, others: Iterable[str]) -> None:
@@ -154,7 +223,7 @@ class ReplicaExchange:
         one.
         """
         now = self.temperatures_at(self.n_steps)
-        now = now if bool(now.isfinite().all()) else self.temperatures_at(self.n_steps - 1)
+        now = self.temperatures_at(self.n_steps - 1) if bool(now.isnan().any()) else now
         first_gap, gap = (
             (1.0 / each).neg().diff().unsqueeze(-1) for each in (self.temperatures_at(0), now)
         )
@@ -193,8 +262,11 @@ class ReplicaExchange:
         return {
             field.name: settings_of(getattr(self.rules, field.name))
             for field in fields(self.rules)
-            if field.compare
+            if field.compare and not (field.name in LATER and self._is_default(field))
         }
+
+    def _is_default(self, field: Field[Any]) -> bool:
+        return bool(getattr(self.rules, field.name) == field.default)
 
     @staticmethod
     def _require_same(stored: Any, mine: dict[str, Any]) -> None:
@@ -227,13 +299,18 @@ def _warn_of_biased_rules(rules: Rules, target: Any) -> None:
             rest,
             rest + 1,
         )
-    # A swap decides the lr of a replica; on the minibatch of the move the two are correlated.
-    if len(set(ladder.lrs)) > 1 and rules.swap_interval == 1 and target.n_data is not None:
+    # A swap decides the lr of a replica; on the minibatch of the move the two are correlated. What
+    # multiplies the gradient of the data is lr / T where the likelihood alone is tempered.
+    rates = ladder.lrs
+    if rules.tempering == "likelihood":
+        rates = tuple(lr / t for lr, t in zip(rates, ladder.temperatures, strict=True))
+    own = rules.swap_batch is None and target.n_data is not None
+    if max(rates) > 1.1 * min(rates) and rules.swap_interval == 1 and own:
         logger.warning(
             "the learning rates %s are unequal and swaps are tested on the minibatch of the move: "
             "rung 0 is biased (at a ratio of 3 its variance can be 0.91 of the right one). "
-            "Use equal learning rates, or swap_interval=20",
-            ladder.lrs,
+            "Use equal learning rates, or a swap_batch",
+            tuple(float(f"{rate:.3g}") for rate in rates),
         )
 
 

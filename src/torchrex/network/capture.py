@@ -30,7 +30,14 @@ from torchrex.exchange.algorithm import (
     exchange_rungs,
     step,
 )
-from torchrex.network.step import Functions, NetworkStep, SideStreams, assemble_energy, update_rows
+from torchrex.network.step import (
+    SWAP,
+    Functions,
+    NetworkStep,
+    SideStreams,
+    assemble_energy,
+    update_rows,
+)
 from torchrex.targets import Batch, DeviceLoader, Energy
 
 logger = logging.getLogger("torchrex")
@@ -93,6 +100,7 @@ class Graph:
     def __init__(
         self, work: Work, states: Sequence[CaptureState], source: Source, *, compiled: bool
     ) -> None:
+        self.work = work
         form = compiled_form if compiled else _as_it_is
         assemble, update = form(assemble_energy), form(update_rows)
         exchange = form(exchange_and_record)
@@ -176,9 +184,9 @@ def steps_of_runs(
         clock, info = run.network.replicas.clock, run.records
 
         def on_device(
-            state: ExchangeState, energy: Energy, later: Any, inputs: StepInputs, *rest: Any
+            state: ExchangeState, energy: Energy, tested: Any, inputs: StepInputs, *rest: Any
         ) -> tuple[ExchangeState, Exchanged, StepInfo]:
-            return state, exchange(state, energy, run.table, info, clock, *rest), info
+            return state, exchange(state, energy, tested, run.table, info, clock, *rest), info
 
         inputs = StepInputs(*run.table, clock, ({"batch": batch},), move_noise={})
         with torch.no_grad():
@@ -192,11 +200,11 @@ def steps_of_runs(
 
 def energies_of_runs(
     batch: Batch, runs: Runs, exchange: ExchangeFunction, streams: SideStreams | None
-) -> list[Tensor]:
-    """Energies of every run's replicas, without a move: what repeated draws measure."""
+) -> list[Energy]:
+    """Energies of every run's replicas, without a move: for repeated draws and swap batches."""
     with torch.no_grad():
         return [
-            run.network.energies({"batch": batch}).total
+            run.network.energies({SWAP: batch})
             for run in (runs if streams is None else streams.each(runs))
         ]
 
@@ -204,6 +212,7 @@ def energies_of_runs(
 def exchange_and_record(
     state: ExchangeState,
     energy: Energy,
+    tested: Sequence[Energy],
     table: ExchangeInputs,
     records: StepInfo,
     clock: Tensor,
@@ -216,7 +225,7 @@ def exchange_and_record(
     drawn = ExchangeInputs(*(values.index_select(0, row)[0] for values in table))
     inputs = StepInputs(*drawn, clock, target_noise=(), move_noise={})
     new, exchanged, info = exchange_rungs(
-        state, energy, [], inputs, rules, n_data, finite_population
+        state, energy, tested, inputs, rules, n_data, finite_population
     )
     for name in RECORDED:
         getattr(records, name).index_copy_(0, row, getattr(info, name)[None])
@@ -239,8 +248,10 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def for_batch(self, batch: Batch) -> Graph | None:
-        """The graph for batches of this form, with this batch in it; None: do it eagerly."""
+    def for_batch(self, batch: Batch, *, energies_of: Sequence[int] | None = None) -> Graph | None:
+        """The graph of a step, or of some runs' energies, on batches of this form, with this batch
+        in it; None: do it eagerly.
+        """
         leaves, form = pytree.tree_flatten(batch)
         plain = Tensor | bool | int | float | str | None
         strange = [leaf for leaf in leaves if not isinstance(leaf, plain)]
@@ -248,10 +259,10 @@ class Graphs:
             self._fail(f"a batch holds a {type(strange[0]).__name__} besides its tensors")
             return None
         shapes = [(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else t for t in leaves]
-        key = (str(form), *shapes)
+        key = (str(form), None if energies_of is None else tuple(energies_of), *shapes)
         if key not in self._graphs:
             inputs = pytree.tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, batch)
-            self._make(key, inputs, steps_of_runs, self._states, Source(lambda: inputs))
+            self._make(key, inputs, *self._work(energies_of), Source(lambda: inputs))
         if key not in self._graphs:
             return None
         graph, inputs = self._graphs[key]
@@ -271,20 +282,24 @@ class Graphs:
         """The graph of a step, or of some runs' energies, that takes batches from the loader."""
         key = (id(loader), size, twice, None if energies_of is None else tuple(energies_of))
         if key not in self._graphs:
-            work: Work = steps_of_runs if energies_of is None else energies_of_runs
-            states = self._states
-            if energies_of is not None:
-                states = [states[k] for k in energies_of]
+            work, states = self._work(energies_of)
             generators = [loader.generator, *([loader.repeat_generator] if twice else [])]
             select = functools.partial(loader.select, size, twice=twice)
             self._make(key, loader, work, states, Source(select, generators, [loader.cursor]))
         return self._graphs[key][0] if key in self._graphs else None
 
+    def _work(self, energies_of: Sequence[int] | None) -> tuple[Work, Runs]:
+        """What is captured, and of which runs."""
+        if energies_of is None:
+            return steps_of_runs, self._states
+        return energies_of_runs, [self._states[k] for k in energies_of]
+
     def _make(self, key: Any, inputs: Batch, work: Work, states: Runs, source: Source) -> None:
         """Capture with compiled parts, else without, else not at all, and log the reason."""
         if self.failed:
             return
-        if len(self._graphs) >= MOST_GRAPHS:
+        steps = sum(graph.work is steps_of_runs for graph, _ in self._graphs.values())
+        if steps >= MOST_GRAPHS and work is steps_of_runs:
             self._fail(
                 f"batches came in more than {MOST_GRAPHS} shapes or from more loaders, "
                 "and each is a graph of its own"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
 
 from torchrex.distributed import ProcessGroup
 from torchrex.errors import InvalidArgumentError, NonFiniteEnergyError
@@ -29,10 +30,10 @@ from torchrex.exchange.noise import (
     warn_of_shape,
 )
 from torchrex.exchange.run import joined, require_every
-from torchrex.network.capture import Graph, Graphs
-from torchrex.network.step import size_of
-from torchrex.rng import taken
-from torchrex.targets import Batch, DeviceLoader, Twice, require_no_dataset
+from torchrex.network.capture import RECORDED, Graph, Graphs
+from torchrex.network.step import joined_energies, size_of
+from torchrex.rng import derive_seed, taken
+from torchrex.targets import Batch, DeviceLoader, Energy, Twice, require_no_dataset
 
 if TYPE_CHECKING:
     from torchrex.network.run import ModuleExchange
@@ -191,13 +192,17 @@ class SideBySide:
         eager: list[list[StepInfo]] = [[] for _ in self.runs]
         for _ in range(n_steps):
             self._measure_if_due(feed)
+            swapped = self._swap_if_due(feed)
             if self._step_inside(feed):
+                self._report(swapped)
                 continue
             batch = self._first.to_device(feed.next_batch())
             for k, info in enumerate(self._step(batch)):
                 if info is not None and self.runs[k].records is None:
+                    info = swapped.get(k, info)._replace(position=info.position)
                     self._look(k, StepInfo(*(values[None] for values in info)), batch)
                     eager[k].append(info)
+            self._report(swapped)
         return [self._information(k, eager[k], n_steps) for k in range(len(self.runs))]
 
     def _information(self, k: int, eager: list[StepInfo], stretch: int) -> StepInfo | None:
@@ -317,10 +322,81 @@ class SideBySide:
             with self._first.forward:
                 graph.replay()
             extra.advanced(size)
-            repeated.append([energy.clone() for energy in graph.result])
+            repeated.append([energy.total.clone() for energy in graph.result])
         for k, energies in zip(measuring, zip(*repeated, strict=True), strict=True):
             if k in going:
                 going[k].learn_variance(torch.stack(energies))
+
+    def _swap_if_due(self, feed: Feed) -> dict[int, StepInfo]:
+        """Swaps on swap batches, of the runs for which it is time; what each did."""
+        step = next(iter(self._going.values())).n_steps
+        # Failed runs too: a graph of energies is one of the same runs every time.
+        due = [k for k, run in enumerate(self.runs) if run.rules.swaps_with_own_batch(step)]
+        due = [k for k in due if not self.runs[k].has_swapped]
+        if due and not self._batch_tried:  # which also finds out whether losses are random
+            size = self.runs[due[0]].rules.swap_batch
+            assert size is not None
+            self._try_one_part(next(_swap_batches(feed.extra, step, size, twice=False)))
+        together: dict[tuple[int, bool], list[int]] = {}  # by size, and whether it comes twice
+        for k in due:
+            run = self.runs[k]
+            size = run.rules.swap_batch
+            assert size is not None
+            source = run.ensemble.source
+            twice = run.random_losses.need_a_second_pass(size, source, swaps=True)
+            together.setdefault((size, twice), []).append(k)
+        done: dict[int, StepInfo] = {}
+        for (size, twice), ks in together.items():
+            done |= self.swap_on(_swap_batches(feed.extra, step, size, twice=twice), ks)
+        return done
+
+    def swap_on(self, batches: Iterable[Batch], ks: Sequence[int] = (0,)) -> dict[int, StepInfo]:
+        """Swaps of some runs by the energies on these examples, which all replicas share."""
+        energies, sizes = [], []
+        for batch in map(self._first.to_device, batches):
+            self._try_one_part(batch)
+            sizes.append(size_of(batch))
+            energies.append(self._energies(batch, ks))
+        done = {}
+        for k, parts in zip(ks, zip(*energies, strict=True), strict=True):
+            if k in self._going:
+                done[k] = self.runs[k].swap_by(joined_energies(parts, sizes))
+        return done
+
+    def _try_one_part(self, batch: Batch) -> None:
+        """The first examples that a run sees are those of a swap batch."""
+        if not self._batch_tried:
+            part = self._first.to_device(batch.batch if isinstance(batch, Twice) else batch)
+            self._try_batch(part if self._n_batches == 1 else [part] * self._n_batches)
+
+    def _energies(self, batch: Batch, ks: Sequence[int]) -> list[Energy]:
+        """Energies of some runs on a batch; of one that is there twice with the terms of both."""
+        if isinstance(batch, Twice):
+            both = [self._energies(part, ks) for part in batch]
+            return [
+                energy._replace(repeated=again.per_example)
+                for energy, again in zip(*both, strict=True)
+            ]
+        graphs = self._captured()
+        graph = None if graphs is None else graphs.for_batch(batch, energies_of=ks)
+        if graph is None:
+            return [self.runs[k].energies(batch, shared=True) for k in ks]
+        with self.runs[ks[0]].forward:
+            graph.replay()
+        return [
+            Energy(
+                each.total.clone(), None if each.per_example is None else each.per_example.clone()
+            )
+            for each in graph.result
+        ]
+
+    def _report(self, swapped: dict[int, StepInfo]) -> None:
+        """Write what swaps before the latest step did into the records of that step."""
+        for k, info in swapped.items():
+            run = self.runs[k]
+            for name in RECORDED if run.records is not None else ():
+                row = (run.n_steps - 1) % BLOCK
+                getattr(run.records, name)[row].copy_(getattr(info, name))
 
     def _replay(self, graph: Graph) -> None:
         for run in self.runs:
@@ -395,6 +471,33 @@ def _warn_of_size(counted: int, data: Any) -> None:
             f"and temperatures are off by their ratio; pass n_data={n_data}",
             stacklevel=5,
         )
+
+
+def _swap_batches(data: Any, step: int, size: int, *, twice: bool) -> Iterator[Batch]:
+    """`size` different examples of the data, in parts; they depend on the step alone."""
+    if isinstance(data, DeviceLoader):
+        return data.swap_batches(step, size, twice=twice)
+    dataset: Any = getattr(data, "dataset", None)
+    n = getattr(data, "batch_size", None)
+    has_items = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not isinstance(data, DataLoader) or not has_items or not n:
+        raise InvalidArgumentError(
+            f"swap_batch={size} needs examples besides those of the steps, which "
+            f"{type(data).__name__} cannot give; use a DeviceLoader, or a DataLoader over a "
+            "data set with numbered examples, or give one of them as extra=..."
+        )
+    if size > len(dataset):
+        raise InvalidArgumentError(
+            f"swap_batch={size} is more than the {len(dataset)} examples of the data"
+        )
+    generator = torch.Generator().manual_seed(derive_seed(0, f"swap.{step}"))
+    index = torch.randperm(len(dataset), generator=generator)[:size]
+
+    def part(places: list[int]) -> Batch:
+        return data.collate_fn([dataset[place] for place in places])
+
+    parts = (places.tolist() for places in index.tensor_split(-(-size // n)))
+    return (Twice(part(places), part(places)) if twice else part(places) for places in parts)
 
 
 def _batches_of(data: Any, n_at_once: int, *, twice: bool = False) -> Callable[[], Batch]:

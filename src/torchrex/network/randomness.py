@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchrex.distributed import ReplicaMesh
 from torchrex.exchange.algorithm import Rules
-from torchrex.exchange.noise import BatchVariance
+from torchrex.exchange.noise import BatchVariance, SwapBatchVariance
 from torchrex.rng import DEFAULT_GENERATORS, derive_seed
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ class RandomLosses:
 
     def __init__(self, given: bool | None, rules: Rules) -> None:
         self._given = given
-        self._separable = isinstance(rules.noise, BatchVariance)
+        self._separable = isinstance(rules.noise, BatchVariance | SwapBatchVariance)
+        self._tests_steps = rules.swap_batch is None
         self._seen: set[str] = set()
 
     def note(self, part: Literal["model", "data"]) -> None:
@@ -75,14 +76,16 @@ class RandomLosses:
     def in_data(self) -> bool:
         return "data" in self._seen
 
-    def need_a_second_pass(self, n: int, source: ModuleEnsemble) -> bool:
-        """Does a second pass on the same n examples have to separate this noise from their choice?
+    def need_a_second_pass(self, n: int, source: ModuleEnsemble, *, swaps: bool = False) -> bool:
+        """Does a second pass on the same n examples of a step (of a swap batch, with `swaps`) have
+        to separate this noise from their choice?
 
         Not if they are a small share of the data: the error is below that share.
         """
         seen = self._given is None and bool(self._seen)
         large = n > SMALL_SHARE * source.n_data
-        return seen and self._separable and not source.replacement and large
+        tested = swaps or (self._tests_steps and not source.replacement)
+        return seen and self._separable and tested and large
 
 
 class ForwardRandomness:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -104,6 +105,24 @@ class ModuleEnsemble:
     def source_of_noise(self) -> ModuleEnsemble:
         """What decides which noise estimators fit."""
         return self
+
+    @property
+    def prior_variance(self) -> float | None:
+        """The smallest of a parameter under a Gaussian prior; None without one."""
+        precisions = self._prior_precisions
+        return None if not precisions else 1.0 / max(precisions) if max(precisions) else math.inf
+
+    @property
+    def has_proper_prior(self) -> bool:
+        """Has every parameter a Gaussian prior?"""
+        return bool(self._prior_precisions) and min(self._prior_precisions) > 0
+
+    @property
+    def _prior_precisions(self) -> list[float]:
+        prior = self.energy.prior
+        if not isinstance(prior, GaussianPrior):
+            return []
+        return [prior.precision, *(precision for _, precision in prior.groups)]
 
     @property
     def n_data(self) -> int:

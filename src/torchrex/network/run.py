@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Unpack
@@ -20,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from torchrex.errors import InvalidArgumentError, NonFiniteEnergyError, TargetError
 from torchrex.exchange import ExchangeInputs, Ladder, draw_exchange_inputs, n_usable
-from torchrex.exchange.algorithm import ExchangeState, StepInfo, StepInputs, sa_step, step
+from torchrex.exchange.algorithm import ExchangeState, StepInfo, StepInputs, sa_step, step, swap
 from torchrex.exchange.assignment import Indexing
 from torchrex.exchange.noise import NoiseShape, PerExample, RepeatedDraws, warn_of_no_measurement
 from torchrex.exchange.run import ReplicaExchange, RuleOptions, require_known
@@ -41,7 +42,7 @@ from torchrex.network.replicas import (
     evaluating,
     untouched_buffers,
 )
-from torchrex.network.step import Functions, NetworkStep, explain_batchnorm_error
+from torchrex.network.step import SWAP, Functions, NetworkStep, explain_batchnorm_error
 from torchrex.rng import Streams
 from torchrex.targets import Batch, Energy
 
@@ -145,6 +146,7 @@ class ModuleExchange(ReplicaExchange):
         self._looking_writes: bool | None = None
         self._guest: nn.Module | None = None  # for a replica of another process
         self._replica_at: tuple[int, list[int]] | None = None  # at that step
+        self._swapped_before = -1  # which step was the latest swap on a swap batch?
         self._divergence = divergence
         self.respawns: list[dict[str, int]] = []
         # The step of the first measurement of repeated energies, until one is made or it is said
@@ -227,10 +229,12 @@ class ModuleExchange(ReplicaExchange):
         is_half = isinstance(output, Tensor) and output.dtype == torch.bfloat16
         return output.float() if is_half else output
 
-    def energies(self, batch: Batch) -> Energy:
-        """Energies (replicas, 1) on a batch, in the mode of a step; only dropout moves on."""
+    def energies(self, batch: Batch, *, shared: bool = False) -> Energy:
+        """Energies (replicas, 1) on a batch, in the mode of a step; only dropout moves on. With
+        `shared` all replicas see this batch, also if each has its own at a step.
+        """
         with self._working(), explain_batchnorm_error():
-            return self._network.energies({"batch": self.to_device(batch)})
+            return self._network.energies({SWAP if shared else "batch": self.to_device(batch)})
 
     def noise_shape(self, batch: Any = None, *more: Any) -> NoiseShape | None:
         """Is the energy noise Gaussian, by these batches' losses? On several processes all ask."""
@@ -240,15 +244,25 @@ class ModuleExchange(ReplicaExchange):
             )
         if not self.rules.swaps or not isinstance(self.rules.noise.feed, PerExample):
             return None
+        n_data, own = self.ensemble.n_data, self.rules.swap_batch
+        finite = own is not None and self._network.finite_swap_population
+        if finite and own == n_data:
+            return None  # all data
         with self.forward.restored():
-            seen = [self.energies(each).per_example for each in (batch, *more)]
-        losses = [each for each in seen if each is not None]
+            seen = [
+                self.energies(each[0] if own and isinstance(each, list) else each, shared=bool(own))
+                for each in (batch, *more)
+            ]
+        losses = [each.per_example for each in seen if each.per_example is not None]
         if not losses or losses[0].shape[-1] < 2:
             return None
         n, terms = losses[0].shape[-1], torch.cat(losses, -1)
         gap = (1.0 / self.temperatures_at(max(0, self.n_steps - 1))).neg().diff()
         at_rung = self.rules.assignment.take(terms, self._state.replica_at).cpu()
-        paired, scale = self.ensemble.source.shared_batches, float(self.ensemble.n_data)
+        paired, scale = self.ensemble.source.shared_batches, float(n_data)
+        if own is not None:
+            paired, n = True, own
+            scale *= math.sqrt(1.0 - own / n_data) if finite else 1.0
         return NoiseShape.of(at_rung, gap, paired=paired, scale=scale, n_summed=n)
 
     # Going on
@@ -257,6 +271,11 @@ class ModuleExchange(ReplicaExchange):
         """One step of every replica on a batch (or with own minibatches on a list of them)."""
         if batch is None:
             raise InvalidArgumentError("a step on a module needs a batch: run.step((x, y))")
+        if self.rules.swaps_with_own_batch(self.n_steps) and self._swapped_before != self.n_steps:
+            raise InvalidArgumentError(
+                f"step {self.n_steps} tests swaps on swap_batch={self.rules.swap_batch} other "
+                "examples: use run.advance or train with a loader, or call run.swap(batches) before"
+            )
         # A step later than it is due: a loop may measure behind the step as well as before it.
         if self._first_measurement is not None and self.n_steps > self._first_measurement:
             self._first_measurement, noise = None, self.rules.noise
@@ -283,6 +302,27 @@ class ModuleExchange(ReplicaExchange):
         for (infos,) in self.alone.advance(n_steps, data, extra, every=every):
             assert infos is not None
             yield infos
+
+    def swap(self, batches: Iterable[Batch]) -> StepInfo:
+        """Test and swap before the next step, by the energies of all replicas on other examples;
+        `advance` does it by itself if the run has a `swap_batch`.
+        """
+        if not self.rules.swaps_with_own_batch(self.n_steps):
+            raise InvalidArgumentError(
+                f"no swap is due before step {self.n_steps}: swap_batch={self.rules.swap_batch}, "
+                f"swap_interval={self.rules.swap_interval}, swap_start={self.rules.swap_start}"
+            )
+        if self.has_swapped:
+            raise InvalidArgumentError(
+                f"the swaps before step {self.n_steps} are made already; take the step"
+            )
+        (info,) = self.alone.swap_on(batches).values()
+        return info
+
+    @property
+    def has_swapped(self) -> bool:
+        """Are the swaps on a swap batch before the next step made?"""
+        return self._swapped_before == self.n_steps
 
     def measure(self, batches: Iterable[Batch]) -> None:
         """SA step of the paper from energies of extra batches; `advance` does it by itself."""
@@ -350,6 +390,16 @@ class ModuleExchange(ReplicaExchange):
         take = self.rules.assignment.take
         sample = feed.sample(energies, self._state.replica_at, take)
         self._set_state(sa_step(self._state, sample, self.rules))
+
+    def swap_by(self, energy: Energy) -> StepInfo:
+        """Test and swap by the energies of a swap batch, before a step."""
+        clock = self.ensemble.clock.fill_(self.n_steps)
+        inputs = StepInputs(*self.prepare(), clock, (), move_noise={})
+        with self._working():
+            _, state, info = swap(self._network, self._state, [energy], inputs, self.rules)
+        self._set_state(state)
+        self._replica_at, self._swapped_before = None, self.n_steps
+        return info
 
     def eager_step(self, batch: Batch) -> StepInfo:
         """One step on a batch that is on the device, not captured."""
@@ -456,6 +506,7 @@ class ModuleExchange(ReplicaExchange):
             "setting": self.setting,
             "seed": self.streams.seed,
             "n_steps": self.n_steps,
+            **({"swapped_before": self.n_steps} if self.has_swapped else {}),
             "exchange": {name: tensor.clone() for name, tensor in self._state._asdict().items()},
             "replicas": [here.get(replica) for replica in range(self.n_rungs)],
             "streams": {
@@ -503,6 +554,7 @@ class ModuleExchange(ReplicaExchange):
         self.streams.load_state_dict(streams)
         self.respawns = [dict(event) for event in state["respawns"]]
         self._block_start, self._replica_at = -1, None
+        self._swapped_before = int(state.get("swapped_before", -1))
         self.alone.begin_data_anew()
         if self.records is not None:
             for values in self.records:

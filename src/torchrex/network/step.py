@@ -29,6 +29,7 @@ from torchrex.samplers import Sampler, State
 from torchrex.targets import Batch, Energy, GaussianPrior, Noise, PosteriorEnergy, Twice
 
 Item = TypeVar("Item")
+SWAP = "swap batch"  # the name under which energies get a batch that all replicas share
 
 
 class Functions(NamedTuple):
@@ -90,6 +91,15 @@ class NetworkStep:
     def finite_population(self) -> bool:
         """Has the energy of all data no noise: no replacement, and nothing else random?"""
         return not (self.replicas.source.replacement or self.random_losses.any)
+
+    @property
+    def _prior_in_swaps(self) -> bool:
+        return self.replicas.energy.prior_in_swaps and self.rules.tempering == "posterior"
+
+    @property
+    def finite_swap_population(self) -> bool:
+        """The same for a swap batch, which has no example twice."""
+        return not self.random_losses.any
 
     def draw_of(self, replica: Tensor) -> Tensor:
         """Nothing: which weights make a draw is the recorders' choice."""
@@ -153,6 +163,8 @@ class NetworkStep:
             losses.append(self._losses_alone(module, batch))
             with torch.no_grad():
                 extra.append(self._function_prior(k))
+        if self.side_streams is not None:
+            self.side_streams.kept += losses
         if self.replicas.mesh.is_spread:
             return self._begin_gather(losses, extra, n)()
         return self._assembled(losses, extra)
@@ -193,7 +205,7 @@ class NetworkStep:
         """
         rows = self.replicas.rows
         precision = rows.precision
-        if not self.replicas.energy.prior_in_swaps:
+        if not self._prior_in_swaps:
             extra, precision = [None] * len(losses), None
         return self.functions.assemble(losses, extra, rows.position, precision, self.n_data)
 
@@ -208,7 +220,7 @@ class NetworkStep:
         mesh, rows = self.replicas.mesh, self.replicas.rows
         n, n_data = len(losses[0]) if n is None else n, self.n_data
         terms, prior = torch.stack(losses), None
-        if self.replicas.energy.prior_in_swaps:
+        if self._prior_in_swaps:
             prior = prior_terms(extra, rows.position, rows.precision)
         own = terms.new_zeros(len(terms), 1, dtype=torch.float64)
         own = own if prior is None else prior.double()[:, None]
@@ -261,8 +273,9 @@ class NetworkStep:
         """The examples of a replica; with `repeated` once more: augmented again, or as they are if
         only the model is random, or None if they are not known.
         """
-        shares, mesh = self.replicas.source.shared_batches, self.replicas.mesh
-        batch: Any = noise["batch"] if shares else noise["batch"][mesh.mine[k]]
+        shares, mesh = self.replicas.source.shared_batches or SWAP in noise, self.replicas.mesh
+        given: Any = noise.get(SWAP, noise.get("batch"))
+        batch: Any = given if shares else given[mesh.mine[k]]
         if mesh.is_spread and not shares:
             # What other processes gather must be as wide as what this one does.
             require_one_size([size_of(each) for each in noise["batch"]])
@@ -276,6 +289,32 @@ class NetworkStep:
 
     # The move
 
+    def after_swap(
+        self, noise: Noise, exchanged: Exchanged, *, policy: MomentumPolicy
+    ) -> NetworkStep:
+        """Adjust the sampler states of the replicas that have changed rungs, in place."""
+        rows, sampler = self.replicas.rows, self.replicas.sampler
+        if policy == "keep" or not sampler.velocity_std:
+            return self
+        at, fresh = self._own(exchanged), None
+        if policy == "refresh" and self.counted_noise:
+            clock, size = self.replicas.clock, rows.position.shape[1]
+            fresh = normals(rows.keys ^ MASK, clock, size).to(rows.position.dtype)
+        elif policy == "refresh":
+            fresh = self._drawn(rows, "refresh")
+        kept = after_swap(
+            sampler,
+            rows.state,
+            at.swapped,
+            policy=policy,
+            scale_before=at.scale_before,
+            scale_after=at.scale_after,
+            noise=fresh,
+        )
+        for old, new in zip(rows.state, kept, strict=True):
+            old.copy_(new)
+        return self
+
     def move(
         self,
         gradient: Tensor,
@@ -287,12 +326,15 @@ class NetworkStep:
     ) -> NetworkStep:
         """Move every replica in place with the lr and temperature (replicas, 1) of its rung."""
         replicas, common = self.replicas, self.replicas.common
-        own = Exchanged(*map(replicas.mesh.local, exchanged))
+        own = self._own(exchanged)
         self._update(replicas.rows, gradient, own, policy, step)
         if common is not None:
             # Which replica is at the coldest rung changes with the swaps.
             coldest = exchanged.temperature.argmin(0, keepdim=True)
             rates = {"lr": exchanged.lr, "temperature": exchanged.temperature}
+            if exchanged.power is not None:
+                coldest = exchanged.power.argmax(0, keepdim=True)
+                rates["power"] = exchanged.power
             cold = exchanged._replace(**{n: each.gather(0, coldest) for n, each in rates.items()})
             self._update(common, common.gradient, cold, "keep", step)
         return self
@@ -308,6 +350,11 @@ class NetworkStep:
             noise = (self._drawn(rows, "move"), fresh)
         given = (gradient, *noise, rows.keys, step, rows.precision, at, policy, sampler)
         self.functions.update(rows.position, rows.state, *given)
+
+    def _own(self, exchanged: Exchanged) -> Exchanged:
+        """Of the replicas of this process."""
+        local = self.replicas.mesh.local
+        return Exchanged(*(None if each is None else local(each) for each in exchanged))  # type: ignore[arg-type]
 
     def _drawn(self, rows: Rows, what: str) -> Tensor:
         """Each row has its own stream, so that a run does not depend on where its replicas are."""
@@ -331,6 +378,18 @@ def assemble_energy(
     prior = prior_terms(extra, position, precision)
     total = total if prior is None else total + prior
     return Energy(total[:, None], per_example[:, None].double())
+
+
+def joined_energies(parts: Sequence[Energy], sizes: Sequence[int]) -> Energy:
+    """Energies on a batch, from those on parts of it with so many examples each."""
+    n = sum(sizes)
+    total = torch.stack([size / n * part.total for size, part in zip(sizes, parts, strict=True)])
+
+    def all_of(name: str) -> Tensor | None:
+        terms = [getattr(part, name) for part in parts]
+        return None if terms[0] is None else torch.cat(terms, dim=-1)
+
+    return Energy(total.sum(0), all_of("per_example"), all_of("repeated"))
 
 
 def require_one_size(sizes: list[int]) -> None:
@@ -394,6 +453,8 @@ def update_rows(
             fresh = normals(keys ^ MASK, step, position.shape[1]).to(dtype)
     if len(gradient) > len(position):
         gradient = gradient.mean(0, keepdim=True)
+    if exchanged.power is not None:
+        gradient = exchanged.power.to(dtype) * gradient
     if precision is not None:
         gradient = gradient + precision * position
     kept = after_swap(

@@ -27,6 +27,12 @@ class Energy(NamedTuple):
     total: Tensor  # (...)
     per_example: Tensor | None = None  # (..., n): minus log likelihood of each example
     repeated: Tensor | None = None  # (..., n): the same with other random numbers (dropout)
+    prior: Tensor | float = 0.0  # (...): the part of the total that is minus the log prior
+
+    @property
+    def data_term(self) -> Tensor:
+        """Minus the log likelihood."""
+        return self.total - self.prior
 
 
 class Target(ABC):
@@ -37,6 +43,14 @@ class Target(ABC):
     batch_size: int | None = None  # how many are in a minibatch, where that is known before
     has_noise: bool = False  # are energies only estimates?
     shares_minibatch: bool = False  # do the replicas of a run see the same minibatch?
+    # The smallest variance of a coordinate under the prior; infinite if that is not known, None if
+    # there is no prior apart from the data.
+    prior_variance: float | None = None
+
+    @property
+    def has_proper_prior(self) -> bool:
+        """Is the prior known to be a law that can be sampled?"""
+        return False
 
     @abstractmethod
     def energy(self, position: Tensor, noise: Noise) -> Energy:
@@ -45,18 +59,31 @@ class Target(ABC):
     def energy_and_gradient(self, position: Tensor, noise: Noise) -> tuple[Energy, Tensor]:
         """Energy and its gradient, by automatic differentiation unless a target overrides it."""
 
-        def summed(position: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        def summed(position: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             energy = self.energy(position, noise)
-            return energy.total.sum(), tuple(term for term in energy if term is not None)
+            terms = {name: term for name, term in energy._asdict().items() if term is not None}
+            return energy.total.sum(), {n: t for n, t in terms.items() if isinstance(t, Tensor)}
 
         gradient, terms = torch.func.grad(summed, has_aux=True)(position)
-        return Energy(*terms), gradient
+        return Energy(**terms), gradient
+
+    def prior_gradient(self, position: Tensor) -> Tensor:
+        """Gradient of minus the log prior, for targets that have one apart from the data."""
+        raise NotImplementedError
 
     def draw_noise(
         self, generator: torch.Generator, n: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Noise:
         """Randomness of `n` evaluations at positions of batch shape `shape`; first axis n."""
         return {}
+
+    def draw_swap_batch(
+        self, generator: torch.Generator, n: int, shape: tuple[int, ...], size: int
+    ) -> Noise:
+        """`n` times `size` different examples on which to compare the replicas of a run; all data
+        need no choice. Only a target with data has them.
+        """
+        raise NotImplementedError
 
     def draw_initial(self, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor | None:
         """Starting points (*shape, dim), draws of the prior; None if there is none to draw from."""

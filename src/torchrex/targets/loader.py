@@ -118,14 +118,36 @@ class DeviceLoader:
         """
         index = self._order.index_select(0, self.cursor + self._places[:size])
         self.cursor += size
+        first = self._chosen(index, self.generator)
+        return Twice(first, self._chosen(index, self.repeat_generator)) if twice else first
 
-        def chosen(generator: torch.Generator) -> Any:
-            batch = {name: t.index_select(0, index) for name, t in self._tensors.items()}
-            form = batch if self._is_dict else tuple(batch.values())
-            return form if self.augment is None else self.augment(form, generator)
+    def swap_batches(self, step: int, size: int, *, twice: bool = False) -> Iterator[Any]:
+        """`size` different examples on which to compare replicas before a step, in parts of at most
+        `batch_size`. They depend on the seed and the step alone, and the position stays.
+        """
+        if size > self.n_data:
+            raise InvalidArgumentError(
+                f"swap_batch={size} is more than the {self.n_data} examples of the data"
+            )
+        order, *augment = (
+            torch.Generator(device).manual_seed(derive_seed(self.seed, f"{name}.{step}"))
+            for name, device in (
+                ("swap", "cpu"),
+                ("swap.augment", self.device),
+                ("swap.augment.repeat", self.device),
+            )
+        )
+        index = torch.randperm(self.n_data, generator=order)[:size].to(
+            self.device, non_blocking=True
+        )
+        for part in index.tensor_split(-(-size // self.batch_size)):
+            first = self._chosen(part, augment[0])
+            yield Twice(first, self._chosen(part, augment[1])) if twice else first
 
-        first = chosen(self.generator)
-        return Twice(first, chosen(self.repeat_generator)) if twice else first
+    def _chosen(self, index: Tensor, generator: torch.Generator) -> Any:
+        batch = {name: t.index_select(0, index) for name, t in self._tensors.items()}
+        form = batch if self._is_dict else tuple(batch.values())
+        return form if self.augment is None else self.augment(form, generator)
 
     def advanced(self, size: int) -> None:
         """Count a batch that `select` has given, here or in a replay."""

@@ -8,11 +8,13 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, Normal
+from torch.distributions import Distribution, MultivariateNormal, Normal
 
 from torchrex.errors import InvalidArgumentError, TargetError, is_out_of_memory
 from torchrex.rng import default_seed
 from torchrex.targets.density import Energy, Noise, Target, described_shape
+
+MOST_DRAWN = 2**24  # random numbers at once, for different indices
 
 
 class TallPosterior(Target):
@@ -49,11 +51,21 @@ class TallPosterior(Target):
         if not 1 <= batch_size <= len(data[0]):
             raise InvalidArgumentError(f"batch_size must be in 1..{len(data[0])}, got {batch_size}")
         self.prior: Distribution | None = None
+        self._prior_variance = math.inf
         if isinstance(log_prior, Distribution):
+            self._prior_variance = _least_variance(log_prior)
             self.prior, log_prior = log_prior, _log_density(log_prior, dim)
         self.log_prior = log_prior
         self.log_likelihood, self.data, self.n_data = log_likelihood, tuple(data), len(data[0])
         self.dim, self.batch_size, self.shares_minibatch = dim, batch_size, shared
+
+    @property
+    def prior_variance(self) -> float:  # type: ignore[override] # known by the prior
+        return self._prior_variance
+
+    @property
+    def has_proper_prior(self) -> bool:
+        return self.prior is not None
 
     def draw_noise(
         self, generator: torch.Generator, n: int, shape: tuple[int, ...], dtype: torch.dtype
@@ -63,16 +75,29 @@ class TallPosterior(Target):
         n_data = len(self.data[0])
         return {"index": torch.randint(n_data, of, generator=generator, device=generator.device)}
 
+    def draw_swap_batch(
+        self, generator: torch.Generator, n: int, shape: tuple[int, ...], size: int
+    ) -> Noise:
+        if size == len(self.data[0]):
+            return {}
+        index = different_indices(generator, n * shape[-1], len(self.data[0]), size)
+        return {"index": index.view(n, 1, shape[-1], size)}
+
     def draw_initial(self, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor | None:
         if self.prior is None:
             return None
         return draw_points(self.prior, shape, self.dim, generator.initial_seed())
 
     def energy(self, position: Tensor, noise: Noise) -> Energy:
-        index, at = noise["index"], position.shape[:-1]
-        batch = [tensor[index] for tensor in self.data]
+        at, index = position.shape[:-1], noise.get("index")
+        if index is None:  # all data
+            batch = [tensor.view(*(1 for _ in at), *tensor.shape) for tensor in self.data]
+            n, lead = len(self.data[0]), at
+        else:
+            batch, n = [tensor[index] for tensor in self.data], index.shape[-1]
+            lead = torch.broadcast_shapes(at, index.shape[:-1])  # type: ignore[no-untyped-call]
         per_example = -self.log_likelihood(position.unsqueeze(-2), *batch)
-        expected = (*torch.broadcast_shapes(at, index.shape[:-1]), self.batch_size)  # type: ignore[no-untyped-call]
+        expected = (*lead, n)
         if tuple(per_example.shape) != expected:
             raise TargetError(
                 f"log_likelihood must return one value per position and example, shape {expected}, "
@@ -84,8 +109,12 @@ class TallPosterior(Target):
                 f"log_prior must return one value per position, shape {tuple(at)}, "
                 f"got {described_shape(prior)}"
             )
-        scale = len(self.data[0]) / self.batch_size
-        return Energy(scale * per_example.sum(-1) - prior, per_example)
+        total = len(self.data[0]) / n * per_example.sum(-1) - prior
+        return Energy(total, per_example, prior=-prior)
+
+    def prior_gradient(self, position: Tensor) -> Tensor:
+        gradient: Tensor = torch.func.grad(lambda x: self.log_prior(x).sum())(position)
+        return -gradient
 
     def check(self, position: Tensor) -> None:
         """Evaluate once, so that the error of a wrong shape names all shapes."""
@@ -107,10 +136,7 @@ class TallPosterior(Target):
 
     def full_energy(self, position: Tensor) -> Tensor:
         """Energy over all data, without noise: for references, not for sampling."""
-        lead = (1,) * (position.ndim - 1)
-        rows = [tensor.view(*lead, *tensor.shape) for tensor in self.data]
-        likelihood = self.log_likelihood(position.unsqueeze(-2), *rows).sum(-1)
-        return -likelihood - self.log_prior(position)
+        return self.energy(position, {}).total
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> TallPosterior:
         moved = copy.copy(self)
@@ -127,6 +153,36 @@ class TallPosterior(Target):
         )
 
 
+def different_indices(generator: torch.Generator, rows: int, n_data: int, size: int) -> Tensor:
+    """(rows, size): in each row different numbers below `n_data`, every set of them as likely."""
+    device = generator.device
+    if 4 * size > n_data:
+        most = max(1, MOST_DRAWN // n_data)
+        parts = [min(most, rows - first) for first in range(0, rows, most)]
+        orders = [
+            torch.rand(n, n_data, generator=generator, device=device).argsort(1) for n in parts
+        ]
+        return (
+            torch.cat([order[:, :size] for order in orders]) if orders else _no_rows(size, device)
+        )
+    # With replacement, and more than needed; then the first `size` different ones of each row.
+    drawn = torch.randint(n_data, (rows, size + size // 2 + 8), generator=generator, device=device)
+    ordered, place = torch.sort(drawn, dim=1, stable=True)
+    again = torch.zeros_like(drawn, dtype=torch.bool)
+    again[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+    is_new = torch.empty_like(again).scatter_(1, place, ~again)
+    count = is_new.cumsum(1)
+    enough = count[:, -1] >= size
+    chosen = drawn[enough][(is_new & (count <= size))[enough]].view(-1, size)
+    if bool(enough.all()):
+        return chosen
+    return torch.cat([chosen, different_indices(generator, rows - len(chosen), n_data, size)])
+
+
+def _no_rows(size: int, device: torch.device) -> Tensor:
+    return torch.empty(0, size, dtype=torch.int64, device=device)
+
+
 def draw_points(distribution: Distribution, shape: tuple[int, ...], dim: int, seed: int) -> Tensor:
     """Points (*shape, dim) of a distribution of one coordinate, or of a point."""
     with default_seed(seed, devices=[]):  # distributions take no generator
@@ -139,6 +195,16 @@ def _log_density(distribution: Distribution, dim: int) -> Callable[[Tensor], Ten
     each = distribution.expand((dim,)) if _of_one_number(distribution) else copy.copy(distribution)
     each._validate_args = False
     return lambda x: each.log_prob(x) if each.event_shape else each.log_prob(x).sum(-1)
+
+
+def _least_variance(distribution: Distribution) -> float:
+    """Of a coordinate, or of the narrowest direction; infinite where it is not known."""
+    try:
+        if isinstance(distribution, MultivariateNormal):
+            return float(torch.linalg.eigvalsh(distribution.covariance_matrix).min())
+        return float(distribution.variance.min().nan_to_num(nan=math.inf, posinf=math.inf))
+    except NotImplementedError:
+        return math.inf
 
 
 def _of_one_number(distribution: Distribution) -> bool:
