@@ -68,6 +68,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` 
         from_sgd,
         logistic_regression,
     )
+    from torchrex.tuning import Tuned, tune
 
 __version__ = "0.1.0"
 
@@ -90,6 +91,7 @@ _HOMES = {
         "StudentT TallPosterior Target from_sgd logistic_regression"
     ),
     "density": "DensityExchange TensorEnsemble collect sample",
+    "tuning": "Tuned tune",
     "network": "TrainingRun ModuleEnsemble ModuleExchange Outcome SideBySide train train_together",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
@@ -157,6 +159,7 @@ __all__ = [
     "TorchrexError",
     "Trace",
     "TrainingRun",
+    "Tuned",
     "classification_metrics",
     "collect",
     "expected_acceptance",
@@ -168,6 +171,7 @@ __all__ = [
     "schedules",
     "train",
     "train_together",
+    "tune",
 ]
 
 if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank of torchrun, which may be killed at any time

@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -40,6 +40,9 @@ from torchrex.samplers import Sampler
 from torchrex.targets import LogDensity, Target
 from torchrex.targets.tall import draw_points
 
+if TYPE_CHECKING:
+    from torchrex.tuning import Tuned
+
 logger = logging.getLogger("torchrex")
 
 STATUSES = ("finished", "paused", "interrupted", "failed")  # the worst of all shards is that of all
@@ -52,7 +55,7 @@ def sample(
     dim: int | None = None,
     temperatures: Sequence[float] | None = None,
     lr: float | Sequence[float] | None = None,
-    ladder: Ladder | None = None,
+    ladder: Ladder | Tuned | Literal["auto"] | None = None,
     n_steps: int,
     n_runs: int = 1,
     thin: int = 1,
@@ -75,8 +78,9 @@ def sample(
     """Sample a target by adaptive replica exchange and return the draws of the coldest rung.
 
     `target` is a Target or a log density that maps points (n, dim) to (n,). The ladder is given by
-    `temperatures` and `lr` (one, or one per rung) or as a `Ladder`. One temperature is plain SGLD
-    or SGHMC; `correction_factor=float("inf")` is the naive test. `n_runs` independent runs proceed
+    `temperatures` and `lr` (one, or one per rung), as a `Ladder`, or as what `tune` returned;
+    `ladder="auto"` with `lr` calls `tune` first. One temperature is plain SGLD or SGHMC;
+    `correction_factor=float("inf")` is the naive test. `n_runs` independent runs proceed
     together; every `thin`-th draw after `burn_in` steps is kept. `rules` are the rules of the
     exchange (`RuleOptions`: noise, swap_interval, ...); see docs/choosing.md.
 
@@ -118,12 +122,35 @@ def sample(
         raise InvalidArgumentError(
             f"n_steps={n_steps} keeps no draw with burn_in={burn_in} and thin={thin}; raise n_steps"
         )
-    if not isinstance(target, Target):
-        if dim is None:
-            raise InvalidArgumentError("a log density needs its dimension: sample(f, dim=...)")
-        target = LogDensity(target, dim)
-    elif dim not in (None, target.dim):
-        raise InvalidArgumentError(f"{target!r} has dim={target.dim}, got dim={dim}")
+    target = as_target(target, dim)
+    if ladder is not None and not isinstance(ladder, Ladder):
+        from torchrex.tuning import Tuned, tune
+
+        if ladder == "auto":
+            if temperatures is not None or not isinstance(lr, int | float):
+                raise InvalidArgumentError(
+                    'ladder="auto" chooses the temperatures and needs one lr, that of rung 0: '
+                    f"got temperatures={temperatures} and lr={lr}"
+                )
+            ladder = tune(
+                target,
+                lr=lr,
+                n_steps=n_steps,
+                n_runs=n_runs,
+                seed=seed,
+                sampler=sampler,
+                initial=initial,
+                device=device,
+                dtype=dtype,
+                show=bool(progress),
+                **rules,
+            )
+            lr = None
+        if not isinstance(ladder, Tuned):
+            raise InvalidArgumentError(
+                f'ladder must be a Ladder, what tune returned, or "auto", got {ladder!r}'
+            )
+        rules, ladder = cast("RuleOptions", {**rules, **ladder.rules}), ladder.ladder
     if ladder is None:
         if temperatures is None or lr is None:
             raise InvalidArgumentError("give temperatures=... and lr=..., or ladder=Ladder(...)")
@@ -140,7 +167,7 @@ def sample(
         sampler,
         n_rungs=rungs.n_rungs,
         n_runs=n_runs,
-        initial=_starting_points(initial, target, (rungs.n_rungs, n_runs), Streams(seed)),
+        initial=starting_points(initial, target, (rungs.n_rungs, n_runs), Streams(seed)),
         device=resolve_device(device),
         dtype=dtype,
     )
@@ -285,7 +312,18 @@ def _report_interrupt(
         raise SystemExit(128 + received[0])
 
 
-def _starting_points(
+def as_target(target: Target | Callable[[Tensor], Tensor], dim: int | None) -> Target:
+    """A function of points (n, dim) becomes a LogDensity."""
+    if not isinstance(target, Target):
+        if dim is None:
+            raise InvalidArgumentError("a log density needs its dimension: sample(f, dim=...)")
+        return LogDensity(target, dim)
+    if dim not in (None, target.dim):
+        raise InvalidArgumentError(f"{target!r} has dim={target.dim}, got dim={dim}")
+    return target
+
+
+def starting_points(
     initial: Tensor | float | Distribution | None,
     target: Target,
     shape: tuple[int, int],

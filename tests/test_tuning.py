@@ -1,0 +1,201 @@
+"""The model behind `tune`, what it chooses, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Normal
+
+import torchrex as tr
+from modules import classes, cross_entropy, mlp
+from torchrex.errors import InvalidArgumentError, NonFiniteEnergyError
+from torchrex.tuning import Lengths, Setting, nearest, swap_waits
+
+CENTRES = 4.0 * torch.tensor([[0.0, 0.0], [1, 1], [-1, 1], [1, -1], [-1, -1]])
+SIZES = [None, *(256 * 2**k for k in range(1, 9)), 100_000]
+
+
+def five_modes(x):
+    return torch.logsumexp(-2.0 * (x[:, None] - CENTRES).square().sum(-1), -1)
+
+
+def regular(*, d=4, n_data=100_000, batch=256, hot=10.0, relaxation=2_000.0):
+    """Between temperatures 1 and `hot`, of a Gaussian posterior of d parameters."""
+    inverse = hot ** (-torch.linspace(0, 1, 41, dtype=torch.float64))
+    temperature, gap = 1.0 / inverse, -inverse.diff()
+    heat = (2.0 * gap * d / 2 * temperature.diff()).sqrt()
+    variance = d * (temperature[:-1] + temperature[1:]) / n_data
+    return Lengths(inverse, heat, variance, relaxation, batch, n_data)
+
+
+def test_the_barrier_is_that_of_the_theory():
+    """Heat sqrt(d) log(T), noise 2 sqrt(2 d N / n) (1 - T^-1/2); with all data no noise."""
+    lengths = regular()
+    assert float(lengths.heat.sum()) == pytest.approx(2 * math.log(10), rel=1e-3)
+    noise = 2 * math.sqrt(2 * 4 * 100_000 / 256) * (1 - 10**-0.5)
+    assert float(lengths.noise(None).sum()) == pytest.approx(noise, rel=1e-2)
+    assert float(lengths.noise(100_000).sum()) == 0.0
+
+
+def test_many_close_rungs_win_within_one_mode():
+    """Simulated: 52 rungs on the step's batch make 120 round trips per million minibatches, the
+    best ladder with swap batches, 6 rungs with 20,000 examples every 20 steps, 99.
+    """
+    lengths = regular()
+    visits = 256e6 / lengths.examples_a_visit(Setting(52, None, 1))
+    assert visits == pytest.approx(120, rel=0.1)
+    assert lengths.best(64, SIZES, (1, 5, 20, 100)).swap_batch is None
+
+
+def test_few_rungs_have_a_swap_batch():
+    best = regular().best(6, SIZES, (1, 5, 20, 100))
+    assert best.swap_batch is not None
+    assert best.n_rungs <= 6
+
+
+def test_temperatures_are_in_equal_steps_of_heat():
+    temperatures = regular().temperatures(Setting(5, 100_000, 1))  # no noise: equal ratios
+    assert temperatures == pytest.approx([10 ** (k / 4) for k in range(5)], rel=1e-3)
+    assert temperatures[0] == 1.0
+    assert temperatures[-1] == 10.0
+
+
+@pytest.mark.parametrize("heat", [0.0, 1.0, 2.5])
+@pytest.mark.parametrize("noise", [0.0, 1.7])
+def test_a_swap_takes_the_tests_that_the_acceptance_says(heat, noise):
+    """With new energies at every test it is 1 over the mean acceptance."""
+    length = math.sqrt(heat**2 + noise**2)
+    mean = math.erfc(length / math.sqrt(8))
+    assert swap_waits(heat, noise, 1.0) == pytest.approx(1 / mean, rel=0.01)
+    # Energies that stay as they are make a swap wait longer, noise alone does not.
+    more = swap_waits(heat, noise, 50.0)
+    assert more == pytest.approx(1 / mean, rel=0.01) if heat == 0 else more > 1 / mean
+
+
+def test_the_nearest_temperature_is_that_in_ratio():
+    there = torch.tensor([1.0, 0.1, 0.01, 0.0])
+    assert nearest(torch.tensor([1.0, 0.4, 0.2, 0.011, 0.0]), there) == [0, 0, 1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def tuned():
+    return tr.tune(five_modes, dim=2, lr=0.02, n_steps=30_000, n_runs=8, seed=1, show=False)
+
+
+def test_five_modes_are_tuned_without_a_number(tuned):
+    assert not tuned.advice
+    assert tuned.ladder.temperatures[0] == 1.0
+    assert tuned.ladder.temperatures[-1] > 5
+    last = tuned.rounds[-1]
+    assert last.mean - last.least < 0.15, "equal rejection"
+    cost = 30_000 * 8 * tuned.ladder.n_rungs
+    assert tuned.examples <= 0.1 * cost
+
+
+def test_all_five_modes_have_their_weight(tuned):
+    """Each run's shares of the five modes against a fifth, by the spread between 32 runs: five
+    values of t with 31 degrees of freedom, of which one beyond 4.3 comes once in 1,300 times.
+    """
+    draws = tr.sample(
+        five_modes, dim=2, ladder=tuned, n_steps=4_000, burn_in=1_000, n_runs=32, thin=20, seed=7
+    )
+    mode = torch.cdist(draws.values.double(), CENTRES.double()).argmin(-1)
+    shares = torch.stack([(mode == k).double().mean(1) for k in range(5)])
+    z = (shares.mean(1) - 0.2) / (shares.std(1) / math.sqrt(32))
+    assert float(z.abs().max()) < 4.3, z
+    # And it can fail: one chain stays where it is.
+    alone = tr.sample(
+        five_modes, dim=2, temperatures=(1.0,), lr=0.02, n_steps=6_000, n_runs=32, thin=20,
+        initial=Normal(0.0, 0.1),
+    )  # fmt: skip
+    assert float((torch.cdist(alone.values, CENTRES).argmin(-1) == 0).double().mean()) > 0.9
+
+
+def test_the_seed_decides(tuned):
+    again = tr.tune(five_modes, dim=2, lr=0.02, n_steps=30_000, n_runs=8, seed=1, show=False)
+    assert repr(again) == repr(tuned)
+
+
+def test_auto_is_tune_and_then_sample(capsys):
+    options = {"dim": 2, "n_steps": 1_000, "n_runs": 2, "seed": 3}
+    draws = tr.sample(five_modes, ladder="auto", lr=0.02, **options)
+    tuned = tr.tune(five_modes, lr=0.02, **options)
+    assert capsys.readouterr().err.count("tuning, round") == len(tuned.rounds)
+    assert torch.equal(draws.values, tr.sample(five_modes, ladder=tuned, **options).values)
+
+
+def test_one_mode_needs_one_rung(caplog):
+    tuned = tr.tune(lambda x: -0.5 * x.square().sum(-1), dim=2, lr=0.1, show=False)
+    assert tuned.ladder.n_rungs == 1
+    assert "one rung is enough" in tuned.advice
+    assert "one rung is enough" in caplog.text
+
+
+def test_tall_data_are_tuned_from_the_prior():
+    """With the likelihood tempered the ladder ends at the prior, without being told."""
+    generator = torch.Generator().manual_seed(0)
+    data = 1.0 + torch.randn(400, generator=generator)
+    target = tr.TallPosterior(
+        lambda x, y: -0.5 * (y - x[..., 0].abs()).square(), Normal(0.0, 3.0), [data], 1,
+        batch_size=40,
+    )  # fmt: skip
+    tuned = tr.tune(target, lr=2e-4, n_steps=20_000, tempering="likelihood", show=False)
+    assert math.isinf(tuned.ladder.temperatures[-1])
+    assert tuned.rules["tempering"] == "likelihood"
+    assert tuned.rules["swap_batch"] in (80, 160, 320, 400)
+    assert 3 <= tuned.ladder.n_rungs < 30
+    assert tuned.settings()["swap_batch"] == tuned.rules["swap_batch"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_network_is_tuned_and_is_told_when_exchange_is_not_worth_it(caplog):
+    ensemble = tr.ModuleEnsemble(mlp, cross_entropy(), initial="independent")
+    loader = tr.DeviceLoader(classes(), 10, seed=0)
+    tuned = tr.tune(ensemble, loader, lr=1e-3, hot=1.1, show=False)
+    run = tr.ModuleExchange(ensemble, tuned.ladder, **tuned.rules)
+    tr.train(run, loader, 5)
+    caplog.clear()
+    poor = tr.tune(ensemble, loader, lr=1e-3, hot=1e4, most_rungs=2, show=False)
+    assert "rungs for a factor of 1e+04 in temperature: d is" in poor.advice
+    assert "use independent replicas" in caplog.text
+
+
+BAD = {
+    "hot must be above cold": {"hot": 0.5},
+    "lr must be positive": {"lr": -1.0},
+    "cold must be positive": {"cold": math.nan},
+    "tune chooses swap_batch": {"swap_batch": 10},
+    "most_rungs must be a whole number": {"most_rungs": 1},
+    "n_steps must be a whole number": {"n_steps": 0},
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_input_is_refused_in_one_line(words):
+    with pytest.raises(InvalidArgumentError, match=words) as caught:
+        tr.tune(five_modes, **{"dim": 2, "lr": 0.02, **BAD[words]})
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_kinds_are_refused():
+    with pytest.raises(InvalidArgumentError, match="a network needs its data"):
+        tr.tune(tr.ModuleEnsemble(mlp, cross_entropy()), lr=0.1)
+    with pytest.raises(InvalidArgumentError, match='"auto" chooses the temperatures'):
+        tr.sample(five_modes, dim=2, ladder="auto", n_steps=10)
+    with pytest.raises(InvalidArgumentError, match="ladder must be a Ladder, what tune"):
+        tr.sample(five_modes, dim=2, ladder=(1.0, 2.0), n_steps=10)
+
+
+def test_an_energy_that_is_not_finite_ends_it_in_one_line():
+    with pytest.raises(NonFiniteEnergyError, match="energy"):
+        tr.tune(lambda x: -x.pow(4).sum(-1), dim=1, lr=1.0, hot=2.0, initial=10.0, show=False)
+
+
+def test_a_plain_data_loader_has_no_swap_batches():
+    """A stream without a length is tuned on the batches of the steps."""
+    ensemble = tr.ModuleEnsemble(nn.Linear(4, 3), cross_entropy())
+    tuned = tr.tune(ensemble, [tuple(classes())], lr=1e-4, hot=2.0, show=False, n_steps=100)
+    assert "swap_batch" not in tuned.rules
