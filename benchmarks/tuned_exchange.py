@@ -98,7 +98,8 @@ def main() -> None:
     for name in args.problems:
         problem = {"location": location, "clusters": clusters}[name]()
         results[name] = compared(name, problem, args.share * EXAMPLES[name], args.runs)
-    write(args.out, {**surroundings(__file__, "torch", "torchrex"), "runs": args.runs, "results": results})
+    made = {"runs": args.runs, "results": results}
+    write(args.out, {**surroundings(__file__, "torch", "torchrex"), **made})
 
 
 def compared(name: str, problem: Problem, examples: float, runs: int) -> dict[str, Any]:

@@ -27,6 +27,8 @@ ORDER = [
     {"recording"},
     {"density"},
     {"network"},
+    {"tuning"},
+    {"sampling"},
     {"diagnostics"},
     {"vision"},
     {"experiments"},

@@ -27,6 +27,7 @@ def objects(tmp_path):
         tr.RandomPair(), tr.KnownVariance(), tr.RunningMean(repeated), tr.Smoothing(0.3, repeated),
         tr.PerExample(), tr.ConstantFactor(), tr.ProportionalToGap(2.0), tr.BatchVariance(),
         tr.TargetAcceptance(0.2), tr.Ladder((0.1, 0.2), 0.01), tr.GaussianPrior(25.0),
+        tr.SwapBatchVariance(), tr.Tuned(tr.Ladder((0.1, 0.2), 0.01), {"swap_batch": 9}),
         tr.Gaussian(2.0), tr.StudentT(5.0), tr.Noisy(mixture, tr.Gaussian(2.0)),
         tr.LogDensity(lambda x: -x.square().sum(-1), 1), cross_entropy(),
         tr.logistic_regression(features, features[:, 0] > 0, batch_size=8),

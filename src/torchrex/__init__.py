@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` 
 
     from torchrex import schedules
     from torchrex.checkpoint import Checkpoints
-    from torchrex.density import DensityExchange, TensorEnsemble, collect, sample
+    from torchrex.density import DensityExchange, TensorEnsemble
     from torchrex.distributed import ReplicaMesh, replica_mesh
     from torchrex.errors import TorchrexError
     from torchrex.exchange import (
@@ -54,6 +54,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` 
     from torchrex.posterior import Draws, DrawStore, PosteriorAverage, classification_metrics
     from torchrex.recording import JsonLines, LiveDisplay, Observer, TensorBoard, Trace
     from torchrex.samplers import SGHMC, SGLD, AdamStart
+    from torchrex.sampling import collect, sample
     from torchrex.targets import (
         DeviceLoader,
         Gaussian,
@@ -90,7 +91,8 @@ _HOMES = {
         "DeviceLoader Gaussian GaussianMixture GaussianPrior LogDensity Noisy PosteriorEnergy "
         "StudentT TallPosterior Target from_sgd logistic_regression"
     ),
-    "density": "DensityExchange TensorEnsemble collect sample",
+    "density": "DensityExchange TensorEnsemble",
+    "sampling": "collect sample",
     "tuning": "Tuned tune",
     "network": "TrainingRun ModuleEnsemble ModuleExchange Outcome SideBySide train train_together",
 }

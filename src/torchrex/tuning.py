@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from torchrex.density import DensityExchange, TensorEnsemble
-from torchrex.density.sampling import as_target, starting_points
+from torchrex.density.tensor_ensemble import as_target, starting_points
 from torchrex.errors import InvalidArgumentError, known_arguments, require_whole
 from torchrex.exchange import (
     Ladder,
@@ -215,6 +215,13 @@ class Tuned:
     examples_a_visit: float = math.nan  # as predicted, of all replicas
     examples_a_step: float = math.nan
     advice: str = ""  # why exchange is not worth it; empty if it is
+
+    def __repr__(self) -> str:
+        chosen = self.settings()
+        temperatures, _ = chosen.pop("temperatures"), chosen.pop("lrs")
+        rules = "".join(f", {name}={value!r}" for name, value in chosen.items())
+        ends = f"{temperatures[0]:g} to {temperatures[-1]:g}"
+        return f"Tuned({len(temperatures)} rungs, temperatures {ends}{rules})"
 
     def settings(self) -> dict[str, Any]:
         """Plain numbers for a config: temperatures, lrs and the chosen rules."""

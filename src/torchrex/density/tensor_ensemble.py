@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 
 from torchrex.errors import InvalidArgumentError, explain_memory
 from torchrex.exchange.algorithm import Exchanged
 from torchrex.exchange.assignment import Selects
 from torchrex.exchange.momentum import MomentumPolicy, after_swap
+from torchrex.rng import Streams, derive_seed
 from torchrex.samplers import SGLD, Sampler, State, named_tensors
-from torchrex.targets import Energy, Noise, Target
+from torchrex.targets import Energy, LogDensity, Noise, Target
+from torchrex.targets.tall import draw_points
 
 
 @dataclass(frozen=True)
@@ -169,3 +172,29 @@ class TensorEnsemble:
         replicas, runs, _ = self.position.shape
         sizes = f"{replicas} replicas x {runs} runs"
         return f"TensorEnsemble({self.target!r}, {self.sampler!r}, {sizes})"
+
+
+def as_target(target: Target | Callable[[Tensor], Tensor], dim: int | None) -> Target:
+    """A function of points (n, dim) becomes a LogDensity."""
+    if not isinstance(target, Target):
+        if dim is None:
+            raise InvalidArgumentError("a log density needs its dimension: sample(f, dim=...)")
+        return LogDensity(target, dim)
+    if dim not in (None, target.dim):
+        raise InvalidArgumentError(f"{target!r} has dim={target.dim}, got dim={dim}")
+    return target
+
+
+def starting_points(
+    initial: Tensor | float | Distribution | None,
+    target: Target,
+    shape: tuple[int, int],
+    streams: Streams,
+) -> Tensor | float:
+    """Drawn on the CPU for all runs at once, so that neither device nor shards change them."""
+    if initial is None:
+        drawn = target.draw_initial(streams["initial"], shape)
+        return 0.0 if drawn is None else drawn
+    if not isinstance(initial, Distribution):
+        return initial
+    return draw_points(initial, shape, target.dim, derive_seed(streams.seed, "initial"))

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from torchrex.checkpoint import Checkpoints
-from torchrex.density import sample, shard_folders
+from torchrex.density import shard_folders
 from torchrex.distributed import join
 from torchrex.errors import NonFiniteEnergyError, RunFolderError
 from torchrex.experiments.config import ExperimentConfig, RunOptions
@@ -18,6 +18,7 @@ from torchrex.experiments.folder import Run, RunResult
 from torchrex.network import Outcome
 from torchrex.posterior import Draws
 from torchrex.recording import count_swaps
+from torchrex.sampling import sample
 
 FEWEST_DRAWS = 2  # of an unfinished run that are worth measuring
 

@@ -329,6 +329,8 @@ class SideBySide:
 
     def _swap_if_due(self, feed: Feed) -> dict[int, StepInfo]:
         """Swaps on swap batches, of the runs for which it is time; what each did."""
+        if not self._going:
+            return {}
         step = next(iter(self._going.values())).n_steps
         # Failed runs too: a graph of energies is one of the same runs every time.
         due = [k for k, run in enumerate(self.runs) if run.rules.swaps_with_own_batch(step)]

@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
+from typing import Any, Literal, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torchrex.checkpoint import Checkpoints, owned
 from torchrex.density.drawing import Drawing, DrawOptions, End, Progress, draw_all
 from torchrex.density.run import DensityExchange
 from torchrex.density.shards import Shards, process_group_for
-from torchrex.density.tensor_ensemble import TensorEnsemble
+from torchrex.density.tensor_ensemble import TensorEnsemble, as_target, starting_points
 from torchrex.distributed import ALONE, Rendezvous
 from torchrex.errors import (
     CheckpointError,
@@ -35,13 +35,10 @@ from torchrex.exchange.noise import warn_of_shape
 from torchrex.posterior import Draws
 from torchrex.processes import terminating
 from torchrex.recording import progress_bar
-from torchrex.rng import Streams, derive_seed
+from torchrex.rng import Streams
 from torchrex.samplers import Sampler
-from torchrex.targets import LogDensity, Target
-from torchrex.targets.tall import draw_points
-
-if TYPE_CHECKING:
-    from torchrex.tuning import Tuned
+from torchrex.targets import Target
+from torchrex.tuning import Tuned, tune
 
 logger = logging.getLogger("torchrex")
 
@@ -124,8 +121,6 @@ def sample(
         )
     target = as_target(target, dim)
     if ladder is not None and not isinstance(ladder, Ladder):
-        from torchrex.tuning import Tuned, tune
-
         if ladder == "auto":
             if temperatures is not None or not isinstance(lr, int | float):
                 raise InvalidArgumentError(
@@ -310,29 +305,3 @@ def _report_interrupt(
         logger.warning("%s; %s", how, lost if leaves else "the draws so far are returned")
     if leaves:
         raise SystemExit(128 + received[0])
-
-
-def as_target(target: Target | Callable[[Tensor], Tensor], dim: int | None) -> Target:
-    """A function of points (n, dim) becomes a LogDensity."""
-    if not isinstance(target, Target):
-        if dim is None:
-            raise InvalidArgumentError("a log density needs its dimension: sample(f, dim=...)")
-        return LogDensity(target, dim)
-    if dim not in (None, target.dim):
-        raise InvalidArgumentError(f"{target!r} has dim={target.dim}, got dim={dim}")
-    return target
-
-
-def starting_points(
-    initial: Tensor | float | Distribution | None,
-    target: Target,
-    shape: tuple[int, int],
-    streams: Streams,
-) -> Tensor | float:
-    """Drawn on the CPU for all runs at once, so that neither device nor shards change them."""
-    if initial is None:
-        drawn = target.draw_initial(streams["initial"], shape)
-        return 0.0 if drawn is None else drawn
-    if not isinstance(initial, Distribution):
-        return initial
-    return draw_points(initial, shape, target.dim, derive_seed(streams.seed, "initial"))
