@@ -6,12 +6,17 @@ tuning included, against ladders made by hand on the step's own batch and indepe
               quadrature knows
     clusters: the means of 8 clusters in the plane, 2,000 data: in how many runs rung 0 is at the
               global mode at the end, by the held-out log likelihood
+    logistic: regression on 100,000 data up to temperature 10, one mode: visits to rung 0 from the
+              hot end per million batches of 256, against every combination of rungs, swap batch
+              and interval in BRUTE; and the law of rung 0 against the Laplace approximation
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
+import math
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +27,12 @@ from torch.distributions import Normal
 
 import torchrex as tr
 from record import surroundings, write
+from torchrex.exchange import count_trips, rung_of
+from torchrex.targets import laplace, simulate_logistic
 
-EXAMPLES = {"location": 4e6, "clusters": 2e8}  # of one run
+EXAMPLES = {"location": 4e6, "clusters": 2e8, "logistic": 3e8}  # of one run
+BRUTE = {"rungs": (4, 6, 8, 12, 20, 32, 44, 60), "swap_batch": (2_000, 20_000, 100_000),
+         "swap_interval": (10, 50)}  # fmt: skip
 HANDMADE = {  # rungs and hottest temperature, tests on each step's batch
     "location": [(2, 10.0), (4, 10.0), (4, 30.0), (8, 30.0), (16, 30.0), (16, 100.0)],
     "clusters": [(8, 300.0), (16, 300.0), (32, 300.0), (64, 300.0)],
@@ -89,13 +98,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--runs", type=int, default=16)
-    parser.add_argument("--problems", nargs="+", default=["location", "clusters"])
+    parser.add_argument("--problems", nargs="+", default=list(EXAMPLES))
     parser.add_argument("--share", type=float, default=1.0, help="of the examples, for a trial")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("torchrex").setLevel(logging.ERROR)  # dead pairs are a result here
     results = {}
     for name in args.problems:
+        if name == "logistic":
+            results[name] = brute_force(args.share * EXAMPLES[name])
+            continue
         problem = {"location": location, "clusters": clusters}[name]()
         results[name] = compared(name, problem, args.share * EXAMPLES[name], args.runs)
     made = {"runs": args.runs, "results": results}
@@ -147,6 +159,72 @@ def compared(name: str, problem: Problem, examples: float, runs: int) -> dict[st
     pooled = alone.values.unflatten(0, (runs, chains)).transpose(1, 2).flatten(1, 2)
     tell(f"{chains} independent chains", pooled)
     return found
+
+
+def brute_force(examples: float) -> dict[str, Any]:
+    """Visits per million batches: label trips, each of which also waits for the relaxation at the
+    hot end, since the label of a replica can be faster than the replica.
+    """
+    features, labels, _ = simulate_logistic(100_000, 4, seed=0)
+    target = tr.logistic_regression(features, labels, prior_precision=1.0, batch_size=256)
+    mode, covariance = laplace(target)
+    lr = 0.004 / 100_000
+    relaxation = float((covariance.diagonal() / lr).mean())
+    found: dict[str, Any] = {"examples": examples, "relaxation": relaxation}
+    start = mode.to(torch.float32)
+
+    def tell(method: str, ladder: tr.Ladder, examples: float, **rules: Any) -> float:
+        size, interval = rules.get("swap_batch") or 0, rules.get("swap_interval", 1)
+        a_step = ladder.n_rungs * (256 + size / interval)
+        n_steps = int(examples / a_step)
+        thin = max(1, min(5, n_steps // 1000))
+        draws = tr.sample(
+            target, ladder=ladder, n_steps=n_steps, burn_in=n_steps // 4, thin=thin, seed=1,
+            initial=start, **rules,
+        )  # fmt: skip
+        restarts = int(count_trips(rung_of(draws.replica_at))[0].sum())
+        cycle = 0.75 * n_steps * ladder.n_rungs / max(restarts, 1) + relaxation
+        visits = 256e6 / a_step * ladder.n_rungs / cycle if restarts else 0.0
+        error = ((draws.mean() - mode).abs() / covariance.diagonal().sqrt()).max()
+        ess = (draws.std() / draws.standard_error()).square().min()
+        found[method] = {
+            "rungs": ladder.n_rungs, **rules, "restarts": restarts, "visits": visits,
+            "acceptance": float(draws.acceptance_rate.min()), "n_steps": n_steps,
+            "effective samples": float(ess) * 256e6 / (0.75 * examples),
+            "mean error in sd": float(error),
+        }  # fmt: skip
+        print("logistic", method, found[method], flush=True)
+        return visits
+
+    n_steps = int(examples / (40 * 256))
+    tuned = tr.tune(target, lr=lr, hot=10.0, n_steps=n_steps, n_runs=8, initial=start)
+    found["tuning"] = tuned.examples / 8
+    tell("tuned", tuned.ladder, examples - tuned.examples / 8, **tuned.rules)
+    places = torch.linspace(0, 1, tuned.ladder.n_rungs, dtype=torch.float64)
+    logs = torch.tensor(tuned.ladder.temperatures, dtype=torch.float64).log()
+    tried = {}
+    for rungs in BRUTE["rungs"]:
+        even = torch.linspace(0, 1, rungs, dtype=torch.float64)
+        spaced = [math.exp(_between(float(at), places, logs)) for at in even]
+        settings = {"own batch": (tr.Ladder(spaced, lr), {})}
+        for size, interval in itertools.product(BRUTE["swap_batch"], BRUTE["swap_interval"]):
+            ladder = tr.Ladder.geometric(1.0, 10.0, rungs, lrs=lr)
+            rules = {"swap_batch": size, "swap_interval": interval}
+            settings[f"{size:,} every {interval}"] = (ladder, rules)
+        for how, (ladder, rules) in settings.items():
+            name = f"{rungs} rungs, {how}"
+            tried[name] = (tell(name, ladder, examples, **rules), ladder, rules)
+    for name in sorted(tried, key=lambda name: -tried[name][0])[:5]:  # the best once more, longer
+        _, ladder, rules = tried[name]
+        tell(f"{name}, again", ladder, 3 * examples, **rules)
+    tell("tuned, again", tuned.ladder, 3 * examples - tuned.examples / 8, **tuned.rules)
+    return found
+
+
+def _between(at: float, places: Tensor, values: Tensor) -> float:
+    k = min(int(torch.searchsorted(places, at, right=True)), len(places) - 1)
+    share = (at - float(places[k - 1])) / float(places[k] - places[k - 1])
+    return float(values[k - 1] + share * (values[k] - values[k - 1]))
 
 
 if __name__ == "__main__":

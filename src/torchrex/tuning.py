@@ -540,7 +540,7 @@ class _Tuning:
                 ladder = self.ladder([*inner, math.inf])
             if self.searches and isinstance(trials, _DensityTrials):
                 trials.spread(hot, self.lr, self.length // 2)
-                self.examples += FIRST_RUNGS * trials.n_runs * trials.batch * self.length / 2
+                self.examples += FIRST_RUNGS * trials.n_runs * trials.batch * (self.length // 2)
             setting = Setting(ladder.n_rungs, None, 1)
             seen = self.round(ladder, {"pairing": NoSwaps()}, setting, None)
             mixed = [disagreement(seen.path[:, k]) < MIXED for k in range(ladder.n_rungs)]
@@ -555,15 +555,17 @@ class _Tuning:
                     self.hot = ladder.temperatures[first]
                     lengths = up_to(lengths, first, self.relaxation_of(seen, first))
                 return lengths, first == 0
-            if self.hot >= HOTTEST * self.cold or len(self.rounds) >= MOST_ROUNDS:
+            longer = min(2 * self.length, self.steps_left_for_search())
+            hotter = self.hot * HOTTER
+            if longer < SHORTEST or hotter > HOTTEST * self.cold or len(self.rounds) == MOST_ROUNDS:
                 logger.warning(
-                    "independent runs do not agree at temperature %g either; the ladder ends "
-                    "there. Give hot=..., more steps, or a larger lr",
+                    "independent runs do not agree at temperature %g within %s steps; the ladder "
+                    "ends there. Give hot=..., more n_steps, or a larger lr",
                     self.hot,
+                    f"{self.length:,}",
                 )
                 return lengths, False
-            self.hot *= HOTTER
-            self.length *= 2
+            self.hot, self.length = hotter, longer
 
     def round(
         self, ladder: Ladder, rules: dict[str, Any], setting: Setting, before: Lengths | None
@@ -639,6 +641,16 @@ class _Tuning:
             sizes.append(size)
             size *= 2
         return [*sizes, trials.n_data], INTERVALS
+
+    def steps_left_for_search(self) -> int:
+        """Of a first round, until looking for the hot end has cost half of what tuning may, if the
+        run has as many rungs and no swap batches.
+        """
+        if self.n_steps is None:
+            return sys.maxsize
+        per_step = FIRST_RUNGS * self.trials.batch
+        left = 0.5 * SHARE * self.n_steps * self.n_runs * per_step - self.examples
+        return int(left / (1.5 * self.trials.n_runs * per_step))
 
     def steps_left(self, lengths: Lengths, setting: Setting) -> int:
         """Of rounds with this setting, until tuning has cost a tenth of the run."""
