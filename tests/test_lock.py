@@ -91,6 +91,7 @@ def test_a_child_process_keeps_no_lock(tmp_path, more):
         words_of_refusal(tmp_path / "lock")
         os.kill(process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        process.stdout.read()  # ends when the child has begun to run, and closed it
         os.killpg(process.pid, 0)  # the child lives
         with one_owner(tmp_path / "lock", tmp_path):
             pass
