@@ -50,6 +50,14 @@ def test_many_close_rungs_win_within_one_mode():
     assert lengths.best(64, SIZES, (1, 5, 20, 100)).swap_batch is None
 
 
+def test_few_rungs_reach_a_part_of_the_temperatures():
+    """Between exact energies the barrier of d parameters is sqrt(d) log(T)."""
+    reached = regular().up_to(3.0, 100_000)
+    assert reached.barrier(100_000) == pytest.approx(3.0, rel=1e-3)
+    assert float(reached.inverse[-1]) == pytest.approx(math.exp(-3.0 / 2), rel=1e-3)
+    assert regular().up_to(5.0, 100_000).barrier(100_000) == pytest.approx(2 * math.log(10), 1e-3)
+
+
 def test_few_rungs_have_a_swap_batch():
     best = regular().best(6, SIZES, (1, 5, 20, 100))
     assert best.swap_batch is not None
@@ -134,31 +142,68 @@ def test_one_mode_needs_one_rung(caplog):
     assert "one rung is enough" in caplog.text
 
 
-def test_tall_data_are_tuned_from_the_prior():
-    """With the likelihood tempered the ladder ends at the prior, without being told."""
-    generator = torch.Generator().manual_seed(0)
-    data = 1.0 + torch.randn(400, generator=generator)
-    target = tr.TallPosterior(
-        lambda x, y: -0.5 * (y - x[..., 0].abs()).square(), Normal(0.0, 3.0), [data], 1,
-        batch_size=40,
-    )  # fmt: skip
-    tuned = tr.tune(target, lr=2e-4, n_steps=20_000, tempering="likelihood", show=False)
+def folded(prior):
+    """The sign of the mean of 400 data is not known: two modes."""
+    data = 1.0 + torch.randn(400, generator=torch.Generator().manual_seed(0))
+    return tr.TallPosterior(
+        lambda x, y: -0.5 * (y - x[..., 0].abs()).square(), prior, [data], 1, batch_size=40
+    )
+
+
+def test_a_prior_that_is_a_distribution_is_the_hot_end():
+    """Without being told; a log prior that is a function has no draws to begin with."""
+    options = {"lr": 2e-4, "n_steps": 10_000, "show": False}
+    tuned = tr.tune(folded(Normal(0.0, 3.0)), **options)
     assert math.isinf(tuned.ladder.temperatures[-1])
     assert tuned.rules["tempering"] == "likelihood"
     assert tuned.rules["swap_batch"] in (80, 160, 320, 400)
-    assert 3 <= tuned.ladder.n_rungs < 30
+    assert 2 <= tuned.ladder.n_rungs < 30
     assert tuned.settings()["swap_batch"] == tuned.rules["swap_batch"]
+    other = tr.tune(folded(lambda x: -x.square().sum(-1) / 18), **options, hot=50.0)
+    assert other.ladder.temperatures[-1] == 50.0
+    assert "tempering" not in other.rules
+
+
+def test_tall_data_of_one_mode_need_one_rung():
+    data = 1.0 + torch.randn(400, generator=torch.Generator().manual_seed(0))
+    target = tr.TallPosterior(
+        lambda x, y: -0.5 * (y - x[..., 0]).square(), Normal(0.0, 3.0), [data], 1, batch_size=40
+    )
+    assert tr.tune(target, lr=2e-4, n_steps=20_000, show=False).ladder.n_rungs == 1
+    # Runs that all start at one point cannot tell.
+    from_one = tr.tune(target, lr=2e-4, n_steps=20_000, initial=1.0, show=False)
+    assert from_one.ladder.n_rungs > 1
+
+
+def test_rounds_go_on_until_the_barrier_is_there():
+    """Runs that start at the mode take 2,000 steps to spread, and the first rounds, of 200 and 400
+    steps, see a third and two thirds of 2 sqrt(2 d N / n) (1 - T^-1/2) = 54.7, and of the heat.
+    """
+    data = torch.randn(20_000, 4, generator=torch.Generator().manual_seed(0))
+    target = tr.TallPosterior(
+        lambda x, y: -0.5 * (y - x).square().sum(-1), lambda x: -0.5 * x.square().sum(-1), [data],
+        4, batch_size=100,
+    )  # fmt: skip
+    tuned = tr.tune(
+        target, lr=5e-4 / 20_000, hot=10.0, n_steps=20_000, n_runs=2, initial=data.mean(0),
+        show=False,
+    )  # fmt: skip
+    barriers = [each.barrier for each in tuned.rounds]
+    assert barriers[0] < 25 < 48 < barriers[-1] < 60, barriers
+    assert tuned.examples <= 0.1 * 20_000 * 2 * 100 * tuned.ladder.n_rungs
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_network_is_tuned_and_is_told_when_exchange_is_not_worth_it(caplog):
     ensemble = tr.ModuleEnsemble(mlp, cross_entropy(), initial="independent")
     loader = tr.DeviceLoader(classes(), 10, seed=0)
-    tuned = tr.tune(ensemble, loader, lr=1e-3, hot=1.1, show=False)
+    tuned = tr.tune(ensemble, loader, lr=1e-3, n_steps=2_000, show=False)
+    assert 1.0 < tuned.ladder.temperatures[-1] <= 10.0, "as hot as 8 rungs make it"
+    assert tuned.ladder.n_rungs <= 8
     run = tr.ModuleExchange(ensemble, tuned.ladder, **tuned.rules)
     tr.train(run, loader, 5)
     caplog.clear()
-    poor = tr.tune(ensemble, loader, lr=1e-3, hot=1e4, most_rungs=2, show=False)
+    poor = tr.tune(ensemble, loader, lr=1e-3, hot=1e4, most_rungs=2, n_steps=2_000, show=False)
     assert "rungs for a factor of 1e+04 in temperature: d is" in poor.advice
     assert "use independent replicas" in caplog.text
 

@@ -1,9 +1,14 @@
 """`tune`: a ladder, a swap batch and an interval that bring most new visits to rung 0 per example.
 
-Short rounds, each longer than the last, measure between neighbouring temperatures two lengths. The
-heat h is that of exact energies, h^2 = 2 gap (mean energy hot - cold), which minibatch energies
-show without bias. The noise s is that of the test. Both grow in proportion to the gap, so rungs in
-equal steps of sqrt(h^2 + s^2) have equal rejection, and the sum over the ladder is its barrier.
+Short rounds, each longer than the last, measure between neighbouring temperatures two lengths: the
+heat h of exact energies and the noise s of the test. Their squares add in the acceptance,
+
+    a = 2 Phi(-l / 2),    l^2 = h^2 + s^2
+
+and this is how h is found from the swaps of a round. A pair with few swaps, and the first round,
+which has none, have h^2 = 2 gap (mean energy hot - cold) instead. Both lengths grow in
+proportion to the gap, so rungs in equal steps of l have equal rejection, and the sum of l over the
+ladder is its barrier here.
 
 A cycle of a replica, from the hot end to rung 0 and back, takes R times the time between two
 arrivals of the even-odd scheme (Syed et al. 2022), and the relaxation at the hot end:
@@ -16,13 +21,14 @@ examples a cycle.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -53,15 +59,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchrex")
 
 FIRST_RUNGS = 8  # of the first round, which has no swaps
-FIRST_STEPS = 1_000  # of the first round, if nobody says how long the run will be
-SHORTEST = 200
+ASSUMED_STEPS = 100_000  # of the run to come, if nobody says how long it will be
+SHORTEST = 200  # steps of a round
 SHARE = 0.1  # of the run, which tuning may cost
 MOST_ROUNDS = 8
 FIRST_HOT = 16.0  # times the coldest temperature, if nobody says how hot the ladder shall be
-HOTTER, HOTTEST = 4.0, 1e6  # times that where no rung mixes
-MIXED = 1.1  # R-hat of a rung that mixes by itself
+HOTTER, HOTTEST = 4.0, 1e6  # times that where independent runs do not agree
+COLDER = 2.0  # by this factor down again from where they do
+MIXED = 1.1  # R-hat of runs that agree
+RELAXED = 10  # relaxations in a round that measures one
+FEWEST_SWAPS, FEWEST_TESTS = 0.02, 50  # share and tests of a pair whose swaps show its length
 LONGEST_STEP = 2.5  # heat and noise of a pair that still swaps: 21 % of the tests
-GAIN = 1.1  # fewer examples a visit by this factor are worth a change
+LEAST_FACTOR = 1.2  # in temperature, of a ladder that explores
+STEP_WITHIN_REACH = 2.0  # where the number of rungs decides how hot the ladder is: 32 %
+GAIN = 1.1  # fewer examples a visit by this factor are worth another round,
+SETTLED = 0.1  # and so is a barrier that has changed by more than this share
 INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000)
 ROWS = 128  # times at which positions are looked at
 COORDINATES = 64  # and how many of each replica
@@ -142,6 +154,23 @@ class Lengths:
             inside = cold * (hot / cold) ** part if hot > 0 else cold * (1 - part)
             points.append(inside)
         return tuple(math.inf if b == 0 else 1.0 / b for b in [*points, ends[-1]])
+
+    def up_to(self, barrier: float, swap_batch: int | None) -> Lengths:
+        """The cold part with so much of a barrier, or all."""
+        together = self.together(swap_batch)
+        n = int((together.cumsum(0) < barrier).sum())  # pairs that are inside
+        if n == len(together):
+            return self
+        part = (barrier - float(together[:n].sum())) / float(together[n])
+        cold, hot = float(self.inverse[n]), float(self.inverse[n + 1])
+        end = cold * (hot / cold) ** part if hot > 0 else cold * (1 - part)
+        share = (cold - end) / (cold - hot)
+        return replace(
+            self,
+            inverse=torch.cat([self.inverse[: n + 1], self.inverse.new_tensor([end])]),
+            heat=torch.cat([self.heat[:n], share * self.heat[n : n + 1]]),
+            variance=self.variance[: n + 1],
+        )
 
     def best(
         self, most_rungs: int, sizes: Sequence[int | None], intervals: Sequence[int]
@@ -244,7 +273,7 @@ def tune(
     cold: float = 1.0,
     hot: float | None = None,
     n_steps: int | None = None,
-    n_runs: int = 8,
+    n_runs: int | None = None,
     most_rungs: int | None = None,
     seed: int = 0,
     sampler: Sampler | None = None,
@@ -257,11 +286,15 @@ def tune(
     """Choose temperatures from `cold` to `hot`, their number, the swap batch and the interval.
 
     `target` is what `sample` takes, or a ModuleEnsemble with its `data` (a DeviceLoader or a
-    DataLoader). `lr` is that of the coldest rung. Rounds get longer until the choice no longer
-    changes; with `n_steps` and `n_runs` of the run that is to be tuned they cost at most a tenth of
-    it. Without `hot` the ladder ends at the prior if `tempering="likelihood"`, else where
-    independent runs begin to agree; that of a network ends at ten times `cold`. `show` writes a
-    line per round to stderr. `advice` of the result says if exchange is not worth it, and why.
+    DataLoader). `lr` is that of the coldest rung. Rounds get longer until neither the choice nor
+    the barrier changes. They cost at most a tenth of the run that is to be tuned, which has
+    `n_steps` steps (100,000 if you do not say) and `n_runs` runs (8; 1 of a network).
+
+    Without `hot` and `tempering`, data with a prior that is a distribution get a ladder of
+    likelihoods up to the prior (`tempering="likelihood"`). Other ladders end where independent runs
+    begin to agree. That of a network is as hot as `most_rungs` rungs (8) can make it, at most ten
+    times `cold`. `show` writes a line per round to stderr. `advice` of the result says if exchange
+    is not worth it, and why.
 
     >>> tuned = tune(lambda x: -0.5 * x.square().sum(-1), dim=2, lr=0.05, hot=4.0, show=False)
     >>> tuned.ladder.temperatures[0], tuned.ladder.temperatures[-1]
@@ -269,6 +302,9 @@ def tune(
     """
     from torchrex.network import ModuleEnsemble
 
+    is_network = isinstance(target, ModuleEnsemble)
+    n_steps = ASSUMED_STEPS if n_steps is None else n_steps
+    n_runs = (1 if is_network else 8) if n_runs is None else n_runs
     for name, number in (("cold", cold), ("lr", lr)):
         if not (number > 0 and math.isfinite(number)):
             raise InvalidArgumentError(f"{name} must be positive and finite, got {number}")
@@ -278,8 +314,7 @@ def tune(
         if name in rules:
             raise InvalidArgumentError(f"tune chooses {name}; leave it out")
     for name, count, least in (("n_steps", n_steps, 1), ("n_runs", n_runs, 1), ("seed", seed, 0)):
-        if count is not None:
-            require_whole(name, count, least)
+        require_whole(name, count, least)
     if most_rungs is not None:
         require_whole("most_rungs", most_rungs, 2)
     trials: _Trials
@@ -287,7 +322,7 @@ def tune(
         if data is None:
             raise InvalidArgumentError("a network needs its data: tune(ensemble, loader, lr=...)")
         trials = _NetworkTrials(target, data, seed, dict(rules))
-        most = most_rungs or 16
+        most = most_rungs or (16 if hot is not None else 8)
     else:
         trials = _DensityTrials(
             as_target(target, dim), sampler, min(8, max(2, n_runs)), initial, seed, dict(rules),
@@ -316,6 +351,7 @@ class _Trials:
     finite_population = False
     can_have_swap_batches = False
     shares_minibatch = True
+    starts_apart = False  # do the runs start at different points?
     prior_variance: float | None = None
     has_proper_prior = False
     data: Any = None
@@ -374,6 +410,7 @@ class _DensityTrials(_Trials):
         self.seed, self.device, self.dtype, self.dim = seed, device, dtype, target.dim
         self.n_data, self.shares_minibatch = target.n_data, target.shares_minibatch
         self.batch = target.batch_size or 1
+        self.starts_apart = initial is None or isinstance(initial, Distribution)
         self.can_have_swap_batches = target.n_data is not None
         self.prior_variance = target.prior_variance
         self.has_proper_prior = target.has_proper_prior
@@ -383,17 +420,9 @@ class _DensityTrials(_Trials):
         start = starting_points(initial, target, shape, streams)
         self._given = torch.as_tensor(start, dtype=dtype).expand(*shape, self.dim)
 
-    def spread(self, temperature: float, lr: float, n_steps: int) -> None:
-        """All replicas of the first round go their own ways at one temperature."""
-        points = self._given.flatten(0, 1)[None]
-        ensemble = TensorEnsemble.start(
-            self.target, self.sampler, n_rungs=1, n_runs=points.shape[1], initial=points,
-            device=self.device, dtype=self.dtype,
-        )  # fmt: skip
-        run = DensityExchange(ensemble, Ladder((temperature,), lr), seed=self._next_seed())
-        for _ in run.advance(n_steps):
-            pass
-        self._given = run.ensemble.position[0].view_as(self._given)
+    def start_from(self, other: _DensityTrials) -> None:
+        """Begin where the runs of one temperature have ended."""
+        self._inverse, self._start = other._inverse, other._start
 
     def _next_seed(self) -> int:
         return derive_seed(self.seed, f"tuning.{next(self._rounds)}")
@@ -401,7 +430,9 @@ class _DensityTrials(_Trials):
     def begin(self, ladder: Ladder, rules: dict[str, Any]) -> DensityExchange:
         inverse = 1.0 / torch.tensor(ladder.temperatures, dtype=torch.float64)
         start = self._given[: ladder.n_rungs]
-        if len(self._start):
+        if len(self._start) == 1:  # each rung of a run begins where another run has ended
+            start = torch.cat([self._start.roll(k, 1) for k in range(ladder.n_rungs)])
+        elif len(self._start):
             start = self._start[nearest(inverse, self._inverse)]
         ensemble = TensorEnsemble.start(
             self.target, self.sampler, n_rungs=ladder.n_rungs, n_runs=self.n_runs, initial=start,
@@ -477,23 +508,34 @@ class _Tuning:
         cold: float,
         hot: float | None,
         most_rungs: int,
-        n_steps: int | None,
+        n_steps: int,
         n_runs: int,
         *,
         show: bool,
     ) -> None:
         self.trials, self.lr, self.cold, self.most = trials, lr, cold, most_rungs
-        self.likelihood = trials.rules.get("tempering") == "likelihood"
-        self.searches = hot is None and not isinstance(trials, _NetworkTrials)
-        self.hot = FIRST_HOT * cold if hot is None else hot
-        if hot is None and isinstance(trials, _NetworkTrials):
-            self.hot = 10.0 * cold
+        is_network = isinstance(trials, _NetworkTrials)
         known = trials.prior_variance is not None and math.isfinite(trials.prior_variance)
-        if hot is None and self.likelihood and trials.has_proper_prior and known:
-            self.hot, self.searches = math.inf, False
+        to_prior = hot is None and known and trials.has_proper_prior
+        # A ladder to the prior needs no search, and its hot rungs take larger steps. At another
+        # coldest temperature than 1 rung 0 would have another law.
+        self.chooses_prior = (
+            to_prior and not is_network and cold == 1.0 and "tempering" not in trials.rules
+        )
+        if self.chooses_prior:
+            trials.rules["tempering"] = "likelihood"
+        self.likelihood = trials.rules.get("tempering") == "likelihood"
+        self.searches = hot is None and not is_network and not (to_prior and self.likelihood)
+        self.takes_what_is_in_reach = hot is None and is_network
+        self.hot = (10.0 if is_network else FIRST_HOT) * cold if hot is None else hot
+        if to_prior and self.likelihood:
+            self.hot = math.inf
         self.n_steps, self.n_runs, self.show = n_steps, n_runs, show
-        self.length = FIRST_STEPS if n_steps is None else max(SHORTEST, n_steps // 200)
+        self.length = max(SHORTEST, n_steps // 100)
         self.examples, self.rounds = 0.0, list[Round]()
+        self.hottest = copy.copy(trials)  # runs of one rung, which go on by themselves
+        self.relaxation = 1.0  # steps at the hot end until a replica has forgotten where it was
+        self.steps_alone = 0  # of the latest of these runs
 
     def ladder(self, temperatures: Sequence[float]) -> Ladder:
         known = self.trials.prior_variance
@@ -502,70 +544,107 @@ class _Tuning:
         return Ladder(temperatures, self.lr)
 
     def tuned(self) -> Tuned:
-        lengths, mixes = self.first_round()
-        if mixes:
-            words = f"rung 0 mixes by itself in {self.length:,} steps: one rung is enough"
-            return self.result(lengths, None, words)
+        if self.search() if self.searches else self.chooses_prior and self.agrees():
+            words = f"rung 0 mixes by itself in {self.steps_alone:,} steps: one rung is enough"
+            return self.result(None, None, words)
         sizes, intervals = self.choices()
+        lengths = self.within_reach(self.first_round(), sizes)
         setting = lengths.best(self.most, sizes, intervals)
         for _ in range(MOST_ROUNDS):
             self.length = min(2 * self.length, max(SHORTEST, self.steps_left(lengths, setting)))
+            if not self.searches and self.relaxation * RELAXED > self.length // 2:
+                self.alone(self.hot, self.length)
             ladder = self.ladder(lengths.temperatures(setting))
             rules = {"swap_batch": setting.swap_batch, "swap_interval": setting.swap_interval}
-            seen = self.round(ladder, rules, setting, lengths)
-            lengths = self.lengths_of(ladder, seen, setting.swap_batch, lengths)
+            seen, before = self.round(ladder, rules, setting, lengths), lengths
+            lengths = self.lengths_of(ladder, seen, setting.swap_batch, before)
+            lengths = self.within_reach(lengths, sizes)
             better = lengths.best(self.most, sizes, intervals)
             gain = lengths.examples_a_visit(setting) / lengths.examples_a_visit(better)
             steps = lengths.together(setting.swap_batch)
-            even = float(steps.max()) < 1.5 * float(steps.mean())
-            setting = setting if gain < GAIN else better
-            if (gain < GAIN and even) or self.steps_left(lengths, setting) < self.length:
+            # Rounds shorter than the relaxation of the cold rungs see too small a barrier.
+            grown = float(steps.sum()) / max(before.barrier(setting.swap_batch), 1e-12)
+            settled = abs(grown - 1.0) < SETTLED and float(steps.max()) < 1.5 * float(steps.mean())
+            setting = better
+            if (gain < GAIN and settled) or self.steps_left(lengths, setting) < self.length:
                 break
         return self.result(lengths, setting, self.verdict(lengths, setting))
 
     # Rounds
 
-    def first_round(self) -> tuple[Lengths, bool]:
-        """Without swaps, so that a rung is a replica: how far the energies are apart, how noisy,
-        how long a replica takes to forget; and whether rung 0 needs no exchange at all.
+    def search(self) -> bool:
+        """Find the coldest temperature at which independent runs agree: longer and hotter until
+        they do, then colder until they do not. Do they at `cold`?
         """
-        trials = self.trials
-        while True:
-            hot = self.hot if math.isfinite(self.hot) else self.cold * (trials.n_data or 1)
-            n = min(FIRST_RUNGS, self.most)
-            if math.isfinite(self.hot):
-                ladder = self.ladder(Ladder.geometric(self.cold, hot, n, lrs=1.0).temperatures)
-            else:
-                inner = Ladder.geometric(self.cold, hot, max(2, n - 1), lrs=1.0).temperatures
-                ladder = self.ladder([*inner, math.inf])
-            if self.searches and isinstance(trials, _DensityTrials):
-                trials.spread(hot, self.lr, self.length // 2)
-                self.examples += FIRST_RUNGS * trials.n_runs * trials.batch * (self.length // 2)
-            setting = Setting(ladder.n_rungs, None, 1)
-            seen = self.round(ladder, {"pairing": NoSwaps()}, setting, None)
-            mixed = [disagreement(seen.path[:, k]) < MIXED for k in range(ladder.n_rungs)]
-            lengths = self.lengths_of(ladder, seen, None, None)
-            if not self.searches:
-                return lengths, False
-            # The coldest rung from which on all mix by themselves.
-            first = len(mixed) - [*mixed[::-1], False].index(False)
-            if first < len(mixed):
-                first = max(1, first) if not all(mixed) else 0
-                if first:
-                    self.hot = ladder.temperatures[first]
-                    lengths = up_to(lengths, first, self.relaxation_of(seen, first))
-                return lengths, first == 0
-            longer = min(2 * self.length, self.steps_left_for_search())
-            hotter = self.hot * HOTTER
-            if longer < SHORTEST or hotter > HOTTEST * self.cold or len(self.rounds) == MOST_ROUNDS:
+        trials, length, least = self.trials, self.length, (math.inf, self.hot)
+        assert isinstance(trials, _DensityTrials)
+        while (rhat := self.alone(self.hot, length)) > MIXED:
+            least = min(least, (rhat, self.hot))
+            length, hotter = min(2 * length, self.steps_left_for_search()), self.hot * HOTTER
+            if length < SHORTEST or hotter > HOTTEST * self.cold:
+                self.hot = least[1]
+                prior = 'tempering="likelihood", ' if trials.has_proper_prior else ""
                 logger.warning(
-                    "independent runs do not agree at temperature %g within %s steps; the ladder "
-                    "ends there. Give hot=..., more n_steps, or a larger lr",
-                    self.hot,
-                    f"{self.length:,}",
-                )
-                return lengths, False
-            self.hot, self.length = hotter, longer
+                    "independent runs agree at no temperature up to %.3g; the ladder ends at %.3g, "
+                    "where they differ least (R-hat %.3g). Give hot=..., %smore n_steps, or a "
+                    "larger lr",
+                    hotter / HOTTER, self.hot, least[0], prior,
+                )  # fmt: skip
+                break
+            self.hot = hotter
+        trials.start_from(cast("_DensityTrials", self.hottest))
+        relaxation = self.relaxation
+        while math.isinf(least[0]) or self.hot > least[1]:  # no colder one is known to fail
+            colder = max(self.cold, self.hot / COLDER)
+            if self.steps_left_for_search() < length or self.alone(colder, length) > MIXED:
+                break
+            self.hot, relaxation = colder, self.relaxation
+            if colder == self.cold:
+                return True
+        self.relaxation = relaxation
+        return False
+
+    def agrees(self) -> bool:
+        """Do runs agree at `cold`? Only runs that start apart can tell."""
+        length = self.length
+        if not self.trials.starts_apart:
+            return False
+        while self.alone(self.cold, length) > MIXED:
+            length *= 2
+            if length > self.steps_left_for_search():
+                return False
+        return True
+
+    def alone(self, temperature: float, length: int) -> float:
+        """Runs of one rung at this temperature: how they disagree, and their relaxation."""
+        hot = self.ladder((self.cold, temperature)) if temperature > self.cold else None
+        lr = self.lr if hot is None else hot.lrs[-1]
+        seen, self.steps_alone = (
+            self.hottest.measure(Ladder((temperature,), lr), {}, length),
+            length,
+        )
+        self.examples += length * self.hottest.n_runs * self.trials.batch
+        path = seen.path[:, 0].movedim(0, 1)  # (runs, rows, coordinates)
+        error, variance = mean_error(path), path.flatten(0, 1).var(0)
+        rows = error.square() * path.shape[0] * path.shape[1] / variance.clamp(min=1e-300)
+        longest = min(float(rows.nan_to_num(nan=1.0).max()), float(path.shape[1]))
+        self.relaxation = max(1.0, longest * max(1, length // ROWS))
+        return disagreement(seen.path[:, 0])
+
+    def first_round(self) -> Lengths:
+        """Without swaps, so that a rung is a replica: how far the energies are apart, how noisy."""
+        n = min(FIRST_RUNGS, self.most)
+        if math.isfinite(self.hot):
+            temperatures = Ladder.geometric(self.cold, self.hot, n, lrs=1.0).temperatures
+        else:
+            warmest = self.cold * (self.trials.n_data or 1)
+            inner = Ladder.geometric(self.cold, warmest, max(2, n - 1), lrs=1.0).temperatures
+            temperatures = (*inner, math.inf)
+        ladder = self.ladder(temperatures)
+        if not self.searches:
+            self.alone(self.hot, self.length)
+        seen = self.round(ladder, {"pairing": NoSwaps()}, Setting(ladder.n_rungs, None, 1), None)
+        return self.lengths_of(ladder, seen, None, None)
 
     def round(
         self, ladder: Ladder, rules: dict[str, Any], setting: Setting, before: Lengths | None
@@ -595,6 +674,11 @@ class _Tuning:
         # Mean energies rise with the temperature; where noise hides it, they are made to.
         rising, falling = seen.energy.cummax(0).values, seen.energy.flip(0).cummin(0).values.flip(0)
         heat = (2.0 * gap * (0.5 * (rising + falling)).diff()).clamp(min=0.0).sqrt()
+        swapped = seen.accepted.double() / seen.proposed
+        length = -2.0 * torch.special.ndtri(0.5 * swapped.clamp(max=1.0))
+        from_swaps = (length.square() - gap.square() * seen.variance).clamp(min=0.0).sqrt()
+        shown = (swapped > FEWEST_SWAPS) & (seen.proposed >= FEWEST_TESTS)
+        heat = torch.where(shown, from_swaps, heat)
         variance, n_data = seen.variance, trials.n_data
         if n_data is not None:
             finite = swap_batch is not None or trials.finite_population
@@ -610,20 +694,12 @@ class _Tuning:
             inverse,
             heat,
             variance,
-            self.relaxation_of(seen, -1) if before is None else before.relaxation,
+            self.relaxation,
             trials.batch,
             n_data,
             trials.finite_population,
             one_pair_at_a_time=n_data is not None and trials.shares_minibatch and trials.dim < 3,
         )
-
-    def relaxation_of(self, seen: _Seen, rung: int) -> float:
-        """Steps until the slowest coordinate of that rung is forgotten."""
-        path = seen.path[:, rung].movedim(0, 1)  # (runs, rows, coordinates)
-        error, variance = mean_error(path), path.flatten(0, 1).var(0)
-        rows = error.square() * path.shape[0] * path.shape[1] / variance.clamp(min=1e-300)
-        longest = float(rows.nan_to_num(nan=1.0).max())
-        return max(1.0, min(longest, float(path.shape[1])) * max(1, self.length // ROWS))
 
     # Choices
 
@@ -642,34 +718,40 @@ class _Tuning:
             size *= 2
         return [*sizes, trials.n_data], INTERVALS
 
+    def within_reach(self, lengths: Lengths, sizes: Sequence[int | None]) -> Lengths:
+        """For a network without a hot end: what the rungs can span, with the largest swap batch."""
+        if self.takes_what_is_in_reach:
+            lengths = lengths.up_to(STEP_WITHIN_REACH * (self.most - 1), sizes[-1])
+            self.hot = 1.0 / float(lengths.inverse[-1])
+        return lengths
+
     def steps_left_for_search(self) -> int:
-        """Of a first round, until looking for the hot end has cost half of what tuning may, if the
-        run has as many rungs and no swap batches.
+        """Of runs of one rung, until looking for the hot end has cost half of what tuning may, if
+        the run has FIRST_RUNGS rungs and no swap batches.
         """
-        if self.n_steps is None:
-            return sys.maxsize
-        per_step = FIRST_RUNGS * self.trials.batch
-        left = 0.5 * SHARE * self.n_steps * self.n_runs * per_step - self.examples
-        return int(left / (1.5 * self.trials.n_runs * per_step))
+        per_step = self.trials.batch
+        left = 0.5 * SHARE * self.n_steps * self.n_runs * FIRST_RUNGS * per_step - self.examples
+        return int(left / (self.trials.n_runs * per_step))
 
     def steps_left(self, lengths: Lengths, setting: Setting) -> int:
         """Of rounds with this setting, until tuning has cost a tenth of the run."""
-        if self.n_steps is None:
-            return sys.maxsize
         per_step = setting.n_rungs * lengths.examples_a_step(setting)
         left = SHARE * self.n_steps * self.n_runs * per_step - self.examples
         return int(left / (self.trials.n_runs * per_step))
 
     def verdict(self, lengths: Lengths, setting: Setting) -> str:
         """Why exchange is not worth it, or nothing."""
+        if self.hot < LEAST_FACTOR * self.cold and self.takes_what_is_in_reach:
+            return (
+                f"{self.most:,} rungs reach a factor of {self.hot / self.cold:.4g} in temperature: "
+                f"d is {self.trials.dim:,}; use independent replicas, or more rungs"
+            )
         needed = math.ceil(lengths.barrier(setting.swap_batch) / LONGEST_STEP) + 1
         if needed > self.most:
             return (
                 f"{needed:,} rungs for a factor of {self.hot / self.cold:.3g} in temperature: d is "
                 f"{self.trials.dim:,}; use independent replicas, or a lower hot"
             )
-        if self.n_steps is None:
-            return ""
         visit = lengths.examples_a_visit(setting)
         run = self.n_steps * setting.n_rungs * lengths.examples_a_step(setting)
         if visit <= run:
@@ -679,11 +761,11 @@ class _Tuning:
             "from the hot end to rung 0: use more steps, or independent replicas"
         )
 
-    def result(self, lengths: Lengths, setting: Setting | None, advice: str) -> Tuned:
+    def result(self, lengths: Lengths | None, setting: Setting | None, advice: str) -> Tuned:
         if advice:
             logger.warning("%s", advice)
         rules = dict(self.trials.rules)
-        if setting is None:
+        if setting is None or lengths is None:
             one = (
                 self.ladder((self.cold,)) if not self.likelihood else Ladder((self.cold,), self.lr)
             )
@@ -695,17 +777,6 @@ class _Tuning:
             self.ladder(lengths.temperatures(setting)), rules, tuple(self.rounds), self.examples,
             lengths.examples_a_visit(setting), lengths.examples_a_step(setting), advice,
         )  # fmt: skip
-
-
-def up_to(lengths: Lengths, rung: int, relaxation: float) -> Lengths:
-    """The part below and with that rung."""
-    return replace(
-        lengths,
-        inverse=lengths.inverse[: rung + 1],
-        heat=lengths.heat[:rung],
-        variance=lengths.variance[:rung],
-        relaxation=relaxation,
-    )
 
 
 def disagreement(path: Tensor) -> float:

@@ -39,7 +39,8 @@ from torchrex.targets import Noise
 logger = logging.getLogger("torchrex")
 
 # Compiling takes some seconds, an eager step some hundred microseconds.
-STEPS_WORTH_COMPILING = 10_000
+STEPS_WORTH_COMPILING = 10_000  # of short steps; fewer if a step has many terms of data
+TERMS_OF_A_LONG_STEP = 2**14  # that eagerly take as long as all else in a step
 # Small enough to stay near the core, long enough that many steps share one Python call.
 BYTES_PER_BLOCK = 2**22
 SHORTEST, LONGEST = 32, 65536  # steps in a block

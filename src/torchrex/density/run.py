@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchrex.density.loop import (
     STEPS_WORTH_COMPILING,
+    TERMS_OF_A_LONG_STEP,
     Block,
     CompiledLoop,
     EagerLoop,
@@ -232,7 +233,10 @@ class DensityExchange(ReplicaExchange):
     def _is_worth_compiling(self, n_steps: int) -> bool:
         if self._compiled is not None:
             return self._compiled
-        return n_steps >= STEPS_WORTH_COMPILING and self._ensemble.position.device.type == "cpu"
+        position, batch = self._ensemble.position, self._ensemble.target.batch_size
+        terms = position.numel() * (batch or 0)  # of the gradient, which take most of a long step
+        long = n_steps * (1 + terms / TERMS_OF_A_LONG_STEP) >= STEPS_WORTH_COMPILING
+        return long and position.device.type == "cpu"
 
     def _choose_loop(self, n_steps: int, shared: Loop | None = None) -> Loop:
         """The loop so far, or a compiled one if it is asked for or worth it; it is tried once."""
