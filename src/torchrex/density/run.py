@@ -21,6 +21,7 @@ from torchrex.density.loop import (
     draw_block,
     few_threads,
     make_loop,
+    swapped_steps,
 )
 from torchrex.density.tensor_ensemble import TensorEnsemble
 from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyError
@@ -29,12 +30,14 @@ from torchrex.exchange.assignment import Selects
 from torchrex.exchange.ladder import Ladder
 from torchrex.exchange.noise import NoiseShape
 from torchrex.exchange.run import ReplicaExchange, RuleOptions, joined, require_every, require_known
+from torchrex.exchange.swap_report import SwapCounts
 from torchrex.rng import Streams, derive_seed
 from torchrex.settings import settings_of
 
 # For the shape of the noise: the most runs, minibatches of each position, and energies of each
 # where there are no examples.
 MOST_RUNS, BATCHES, REPEATS = 64, 25, 500
+NOISE_COUNTED_EVERY = 16  # steps: often enough for a mean, and costs nothing
 
 
 class DensityExchange(ReplicaExchange):
@@ -76,6 +79,7 @@ class DensityExchange(ReplicaExchange):
         device, dtype = ensemble.position.device, ensemble.position.dtype
         self._ensemble = ensemble
         self._state = ExchangeState.start(self.rules, runs, device=device, dtype=dtype)
+        self._counts = SwapCounts.start(self._state.replica_at)
         self.streams = Streams(seed, device)
         self._compiled = compiled
         self._loop: Loop | None = None
@@ -135,7 +139,7 @@ class DensityExchange(ReplicaExchange):
         """The next steps, at most so many, by the loop so far or by the one that `worth` steps are
         worth. Where stretches end has no influence on the numbers.
         """
-        before = (self.n_steps, self._ensemble, self._state)
+        before = (self.n_steps, self._ensemble, self._state, self._counts)
         try:
             with few_threads(self._ensemble.position.numel()):
                 block = self._current_block()
@@ -149,13 +153,34 @@ class DensityExchange(ReplicaExchange):
                 )
                 # The sum is one cheap pass; only if it is not finite is every energy looked at.
                 healthy = bool(info.energy.sum().isfinite()) or bool(info.energy.isfinite().all())
+                self._count(info)
             self.n_steps += n
         except BaseException:  # Ctrl-C or a failing target: as if this stretch had not begun
-            self.n_steps, self._ensemble, self._state = before
+            self.n_steps, self._ensemble, self._state, self._counts = before
             raise
         if not healthy:
             yield from self._up_to_failure(info, before[2].replica_at)
         yield info
+
+    def _count(self, info: StepInfo) -> None:
+        own, latest = self.rules.swap_batch is not None, self.rules.ladder.anneal is not None
+        every = 1 if own else NOISE_COUNTED_EVERY
+        self._counts = self._counts.after(info, step=self.n_steps, every=every, latest=latest)
+
+    def _swap_cost(self, counts: SwapCounts) -> float:
+        return self.swap_cost(counts.first_step, self.n_steps)
+
+    def swap_cost(self, first: int, last: int) -> float:
+        """Examples evaluated for the swaps of the steps [first, last) over those evaluated for
+        their moves; NaN without data.
+        """
+        rules, size, n = self.rules, self._ensemble.target.batch_size, last - first
+        if self._ensemble.n_data is None or not size or n < 1:
+            return math.nan
+        rounds = max(1, rules.pairing.n_rounds(rules.ladder.n_pairs))
+        if rules.swap_batch is None:
+            return float(rounds - 1)
+        return len(swapped_steps(rules, first, last)) * rounds * rules.swap_batch / (n * size)
 
     def _up_to_failure(self, info: StepInfo, first_at: Tensor) -> Iterator[StepInfo]:
         """Yield the good steps of this stretch, then raise for the first non-finite energy."""
@@ -269,6 +294,7 @@ class DensityExchange(ReplicaExchange):
             **{name: each.clone() for name, each in {**tensors, **self._state._asdict()}.items()},
             # As they were before the current block was drawn, or as they are if it is used up.
             "streams": self._streams_at_block if drawn else self.streams.state_dict(),
+            "counts": self._counts.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -299,7 +325,9 @@ class DensityExchange(ReplicaExchange):
         start, block = n_steps - n_steps % length, None
         if n_steps > start:
             block = draw_block(streams, self.rules, ensemble, start, length)
+        counts = self._counts.loaded(state.get("counts"), exchange.replica_at, n_steps)
         self._ensemble, self._state, self.streams, self._block = ensemble, exchange, streams, block
+        self._counts = counts
         self.n_steps, self._block_length, self._streams_at_block = n_steps, length, state["streams"]
 
     @property
