@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -30,14 +31,16 @@ from torchrex.exchange.assignment import Selects
 from torchrex.exchange.ladder import Ladder
 from torchrex.exchange.noise import NoiseShape
 from torchrex.exchange.run import ReplicaExchange, RuleOptions, joined, require_every, require_known
-from torchrex.exchange.swap_report import SwapCounts
+from torchrex.exchange.swap_report import ExchangeReport, SwapCounts
 from torchrex.rng import Streams, derive_seed
 from torchrex.settings import settings_of
 
 # For the shape of the noise: the most runs, minibatches of each position, and energies of each
 # where there are no examples.
 MOST_RUNS, BATCHES, REPEATS = 64, 25, 500
-NOISE_COUNTED_EVERY = 16  # steps: often enough for a mean, and costs nothing
+# Tests between two looks at noise and trips where there are no data: a step is then so fast that
+# looking at all would take as long.
+TESTS_PER_LOOK = 64
 
 
 class DensityExchange(ReplicaExchange):
@@ -162,10 +165,25 @@ class DensityExchange(ReplicaExchange):
             yield from self._up_to_failure(info, before[2].replica_at)
         yield info
 
+    @property
+    def _look_every(self) -> int:
+        per_look = 1 if self._ensemble.n_data is not None else TESTS_PER_LOOK
+        return self.rules.swap_interval * per_look
+
     def _count(self, info: StepInfo) -> None:
-        own, latest = self.rules.swap_batch is not None, self.rules.ladder.anneal is not None
-        every = 1 if own else NOISE_COUNTED_EVERY
-        self._counts = self._counts.after(info, step=self.n_steps, every=every, latest=latest)
+        latest = self.rules.ladder.anneal is not None
+        self._counts = self._counts.after(
+            info, step=self.n_steps, every=self._look_every, latest=latest
+        )
+
+    def exchange(self) -> ExchangeReport:
+        """What the exchange did over all steps; see `ReplicaExchange.exchange`.
+
+        Round trips are counted in the first 8 runs. A density without data is looked at after every
+        64th test: they are then a lower bound, and `draws.exchange()` of all draws has them all.
+        """
+        exact = self._look_every == self.rules.swap_interval
+        return replace(super().exchange(), exact=exact)
 
     def _swap_cost(self, counts: SwapCounts) -> float:
         return self.swap_cost(counts.first_step, self.n_steps)

@@ -235,9 +235,8 @@ class ReplicaExchange:
     def exchange(self) -> ExchangeReport:
         """What the exchange did over all steps: swaps, noise, barrier, round trips, cost.
 
-        s is the rms over the tests, of an annealed ladder that of the latest one. Of a run on a
-        density round trips are counted in its first 8 runs. After a resume from a state of an
-        older version it is that of the steps since.
+        s is the rms over the tests, of an annealed ladder that of the latest one. After a resume
+        from a state of an older version it is that of the steps since.
         """
         counts, n_runs = self._counted(), self._state.replica_at.shape[1]
         sigma2 = (counts.noise[0] / counts.noise[1])[None]
@@ -250,11 +249,11 @@ class ReplicaExchange:
             n_runs=n_runs,
         )
         trips = trips_from(counts.restarts, counts.first_end, self.n_rungs - 1)
-        per_chain = (float(each.sum(0).double().mean()) for each in (trips, counts.restarts))
         return ExchangeReport(
             tuple(pairs),
             self.n_steps - counts.first_step,
-            *per_chain,
+            float(trips.sum(0).double().mean()),
+            float(counts.restarts.sum(0).double().mean()),
             swap_cost=self._swap_cost(counts),
             steps_before=counts.first_step,
         )

@@ -79,7 +79,7 @@ def report_pairs(
     rms = (per_s2 * sigma2).sqrt()
     columns = (accepted.long(), proposed.long(), rms, factor, expected.mean((0, 2)), sigma2)
     rows = zip(*(column.tolist() for column in columns), strict=True)
-    return [PairReport(k, *some, n_runs, v) for k, (*some, v) in enumerate(rows)]
+    return [PairReport(k, a, p, s, f, e, n_runs, v) for k, (a, p, s, f, e, v) in enumerate(rows)]
 
 
 def percent(share: float) -> str:
@@ -162,7 +162,7 @@ class ExchangeReport:
     n_steps: int  # that were counted
     round_trips: float  # of one chain, its replicas together: mean over chains
     restarts: float
-    exact: bool = True  # False: the two are lower bounds, because draws are thinned
+    exact: bool = True  # False: the two are lower bounds, because not every step was looked at
     swap_cost: float = math.nan  # examples for swaps over examples for moves; NaN without data
     steps_before: int = 0  # steps of the run that were not counted
     log_evidence: LogEvidence | None = None  # of draws whose ladder reaches the prior
@@ -241,8 +241,7 @@ def exchange_line(numbers: Mapping[str, Any]) -> str:
 
     def known(name: str, form: Callable[[float], str] = "{:.3g}".format) -> str:
         value = numbers.get(name)
-        there = isinstance(value, int | float) and math.isfinite(value)
-        return form(value) if there else "?"
+        return form(value) if isinstance(value, int | float) and math.isfinite(value) else "?"
 
     mean, least = (known(f"{name}_acceptance_rate", percent) for name in ("mean", "least"))
     trips, restarts, cost = known("round_trips"), known("restarts"), known("swap_cost", percent)
@@ -281,25 +280,29 @@ class SwapCounts(NamedTuple):
     def after(
         self, infos: StepInfo, *, step: int = 0, every: int = 1, latest: bool = False
     ) -> Self:
-        """With the steps from `step` on, stacked along a first axis. The noise is that of every
-        `every`-th one; of the `latest` alone if the temperatures change.
+        """With the steps from `step` on, stacked along a first axis. Noise and trips are seen at
+        every `every`-th one; the noise of the `latest` alone counts if the temperatures change.
         """
-        if not len(self.accepted) or not len(infos.energy):
+        if not len(self.accepted):
             return self
-        some = slice(-step % every, None, every)
-        known = ~infos.correction[some].isnan()  # of a step without a test nothing is known
-        sigma2 = torch.where(known, infos.noise_variance[some].double(), 0.0)
+        counts = self._replace(
+            accepted=self.accepted + infos.accepted.sum(0, dtype=torch.int32),
+            proposed=self.proposed + infos.proposed.sum(0, dtype=torch.int32),
+        )
+        some = StepInfo(*(values[-step % every :: every] for values in infos))
+        if not len(some.energy):
+            return counts
+        known = ~some.correction.isnan()  # of a step without a test nothing is known
+        sigma2 = torch.where(known, some.noise_variance.double(), 0.0)
         noise, rows = self.noise, torch.stack([sigma2, known.double()], 1)
         if latest:
             for row, is_known in zip(rows, known, strict=True):
                 noise = torch.where(is_known, row, noise)
         else:  # one after the other: where a run is cut must not change a digit
             noise = torch.cat([noise[None], rows]).cumsum(0)[-1]
-        path = ends_of(infos.replica_at[..., : self.end.shape[1]])
+        path = ends_of(some.replica_at[..., : self.end.shape[1]])
         end, restarts, first = follow_ends(torch.cat([self.end[None], path]))
-        return self._replace(
-            accepted=self.accepted + infos.accepted.sum(0),
-            proposed=self.proposed + infos.proposed.sum(0),
+        return counts._replace(
             noise=noise,
             end=end,
             first_end=torch.where(self.first_end >= 0, self.first_end, first),
