@@ -174,8 +174,8 @@ class ExchangeReport:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """As in result.json; nothing for one rung."""
-        if not self.pairs:
+        """As in result.json; nothing where no swap was tested."""
+        if not any(pair.proposed for pair in self.pairs):
             return {}
         rates = [pair.rate for pair in self.pairs]
         return {
@@ -208,8 +208,8 @@ class ExchangeReport:
     @property
     def lines(self) -> list[str]:
         """What belongs to the whole ladder."""
-        if not self.pairs:
-            return ["one rung: nothing to exchange"]
+        if not self.numbers:
+            return ["no swap was tested"]
         some = self.steps_before > 0
         counted = f" (of the last {self.n_steps:,} steps)" if some else ""
         dead = in_words(self.pairs)
@@ -247,9 +247,10 @@ def exchange_line(numbers: Mapping[str, Any]) -> str:
     trips, restarts, cost = known("round_trips"), known("restarts"), known("swap_cost", percent)
     bound = "at least " if numbers.get("exact") is False else ""
     return (
-        f"barrier {known('barrier')}, {mean} accepted ({least} in the worst pair), "
+        f"barrier {known('barrier')}, {mean} accepted"
+        f"{'' if least == mean else f' ({least} in the worst pair)'}, "
         f"{bound}{trips} round trips and {restarts} restarts of a chain"
-        f"{'' if cost == '?' else f', swap examples {cost} of those of the moves'}"
+        f"{'' if cost == '?' else f', swap cost {cost} of the moves'}"
     )
 
 

@@ -431,7 +431,7 @@ class ModuleExchange(ReplicaExchange):
 
     def _count_later(self, info: StepInfo) -> None:
         """Of a single step, or of swaps before one, together with others."""
-        self._uncounted.append(info)
+        self._uncounted.append(info._replace(position=info.energy[:0]))
         if len(self._uncounted) >= BLOCK:
             self._counted()
 
