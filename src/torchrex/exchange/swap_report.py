@@ -295,12 +295,12 @@ class SwapCounts(NamedTuple):
             return counts
         known = ~some.correction.isnan()  # of a step without a test nothing is known
         sigma2 = torch.where(known, some.noise_variance.double(), 0.0)
-        noise, rows = self.noise, torch.stack([sigma2, known.double()], 1)
+        rows = torch.cat([self.noise[None], torch.stack([sigma2, known.double()], 1)])
         if latest:
-            for row, is_known in zip(rows, known, strict=True):
-                noise = torch.where(is_known, row, noise)
+            last = (rows[:, 1:] > 0).cumsum(0).argmax(0, keepdim=True)  # the first of the largest
+            noise = rows.gather(0, last.expand(1, 2, -1, -1))[0]
         else:  # one after the other: where a run is cut must not change a digit
-            noise = torch.cat([noise[None], rows]).cumsum(0)[-1]
+            noise = rows.cumsum(0)[-1]
         path = ends_of(some.replica_at[..., : self.end.shape[1]])
         end, restarts, first = follow_ends(torch.cat([self.end[None], path]))
         return counts._replace(
