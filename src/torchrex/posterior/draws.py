@@ -110,24 +110,31 @@ class Draws:
             trips,
             restarts,
             exact=self.n_draws == between,
-            swap_cost=float(self.settings.get("swap_cost", math.nan)),
+            swap_cost=float(_numbers([self.settings.get("swap_cost")], 1)),
             log_evidence=self._log_evidence(),
         )
 
     def _log_evidence(self) -> LogEvidence | None:
-        known, n_rungs = self.settings, self.energy.shape[1]
-        temperature = _numbers(known.get("temperatures"), n_rungs)
-        tempered = known.get("tempering") == "likelihood" and not known.get("annealed")
-        if not tempered or n_rungs < 2 or math.isfinite(temperature[-1]):
+        """None where the ladder does not reach the prior."""
+        known = self.settings
+        temperature = _numbers(known.get("temperatures"), self.energy.shape[1])
+        rising = bool((temperature.diff() > 0).all()) and float(temperature[0]) > 0
+        if known.get("tempering") != "likelihood" or known.get("annealed") or not rising:
             return None
         energy, why = self.energy, 'stepping stones need exact energies, swap_batch="full"'
-        if every := known.get("swap_batch_every"):  # between two tests it is that of a minibatch
-            step = self.steps - 1 + known.get("steps_before", 0)
-            tested = (step % every == 0) & (step >= known.get("swap_batch_start", 0))
+        every, start, before = (
+            float(_numbers([known.get(name, 0)], 1))
+            for name in ("swap_batch_every", "swap_batch_start", "steps_before")
+        )
+        if every > 0:  # between two tests it is that of a minibatch
+            step = self.steps - 1 + before
+            tested = (step % every == 0) & (step >= start)
             energy = energy[tested] if bool(tested.any()) else energy
             if known.get("swaps_on_all_data"):
                 why = "" if bool(tested.any()) else NO_TESTS
-        return log_evidence(energy, temperature, noise=why) if len(energy) > 3 else None
+        enough = len(energy) > 3 and bool(energy.isfinite().all())
+        reaches = math.isinf(temperature[-1]) and len(temperature) > 1
+        return log_evidence(energy, temperature, noise=why) if enough and reaches else None
 
     def after(self, step: int) -> Draws:
         """The draws after the first `step` steps (burn-in); swap counts stay those of all steps."""
