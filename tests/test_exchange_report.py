@@ -331,6 +331,32 @@ def test_evidence_of_a_mixture():
     assert_right(draws, truth)
 
 
+class Weight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.w.expand(len(x))
+
+
+def test_evidence_of_a_network_from_its_trace():
+    energy = tr.PosteriorEnergy(
+        lambda out, y: 0.5 * (out - y).square() + 0.5 * math.log(2 * math.pi),
+        n_data=N,
+        prior=tr.GaussianPrior(1 / PRIOR),
+    )
+    ladder = tr.Ladder.for_likelihood(TEMPERATURES, 0.05 / N, prior_variance=PRIOR)
+    run = tr.ModuleExchange(
+        tr.ModuleEnsemble(Weight, energy), ladder, tempering="likelihood", seed=0
+    )
+    trace = tr.Trace()
+    tr.train(run, tr.DeviceLoader((torch.zeros(N), *conjugate().data), 16), 1_200, trace=trace)
+    energies = trace.tensors()["energy"][200:, :, None]
+    found = log_evidence(energies, torch.tensor(ladder.temperatures), noise="minibatches")
+    assert abs(found.integration - evidence_of_conjugate()) < 4 * found.integration_error < 2.0
+
+
 def test_draws_without_a_test_have_no_stepping_stones():
     draws = tr.sample(
         conjugate(),
