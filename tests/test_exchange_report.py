@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -355,6 +356,21 @@ def test_evidence_of_a_network_from_its_trace():
     energies = trace.tensors()["energy"][200:, :, None]
     found = log_evidence(energies, torch.tensor(ladder.temperatures), noise="minibatches")
     assert abs(found.integration - evidence_of_conjugate()) < 4 * found.integration_error < 2.0
+
+
+def test_energies_between_the_tests_of_a_swap_batch_are_left_out():
+    """They are those of minibatches. The run has made three steps before."""
+    ladder = tr.Ladder.for_likelihood((1.0, 4.0, 16.0, math.inf), 0.02 / N, prior_variance=PRIOR)
+    ensemble = tr.TensorEnsemble.start(conjugate(), n_rungs=4, dtype=torch.float64)
+    rules = {"tempering": "likelihood", "swap_batch": "full", "swap_interval": 5}
+    run = tr.DensityExchange(ensemble, ladder, seed=1, **rules)
+    list(run.advance(3))
+    draws = tr.collect(run, 100)
+    spoilt = draws.energy.clone()
+    spoilt[(draws.steps + 2) % 5 != 0] += 100.0
+    found = draws.exchange().log_evidence
+    assert found == replace(draws, energy=spoilt).exchange().log_evidence
+    assert found != replace(draws, energy=draws.energy + 1.0).exchange().log_evidence
 
 
 def test_draws_without_a_test_have_no_stepping_stones():
