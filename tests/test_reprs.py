@@ -20,7 +20,7 @@ def objects(tmp_path):
     features = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
     # fmt: off
     return [
-        run, average, trace, outcome, ensemble, repeated, mixture, run.ensemble,
+        run, average, trace, outcome, ensemble, repeated, mixture, run.ensemble, run.exchange(),
         run.ensemble.source,
         tr.TrainingRun(run), tr.SideBySide([run]), tr.SGHMC(0.1), tr.SGLD(),
         tr.AdamStart(tr.SGHMC(0.5), 9, n_data=40), tr.AllInTurn(), tr.EvenOdd(), tr.NoSwaps(),
@@ -107,6 +107,7 @@ def test_tables_in_notebooks():
     assert cells_of(tr.PosteriorAverage([x for x, _ in batches(2)])) == []  # no labels
     draws = some_draws()
     assert cells_of(draws)[5] == f"{float(draws.mean()[0]):.4g}"
+    assert cells_of(run.exchange())[9:12] == ["0 – 1", str(accepted), str(proposed)]
 
 
 def test_what_is_zero_or_one_is_not_said():

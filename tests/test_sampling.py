@@ -310,7 +310,7 @@ def test_mean_sd_and_standard_error(monkeypatch):
     whole = draws.standard_error()
     independent = chains.flatten(0, 1).std(0) / 240**0.5
     assert (whole > independent).all()  # the draws of a chain are correlated
-    monkeypatch.setattr("torchrex.posterior.draws.AT_ONCE", 300)
+    monkeypatch.setattr("torchrex.posterior.standard_error.AT_ONCE", 300)
     assert torch.allclose(draws.standard_error(), whole)
     assert torch.equal(mean_error(torch.ones(2, 10, 1)), torch.zeros(1, dtype=torch.float64))
     few = replace(draws, values=draws.values[:, :3])
@@ -344,8 +344,8 @@ def test_summary_tells_s_f_and_round_trips(caplog):
     history = diagnostics.History.from_draws(draws, tr.Ladder(draws.settings["temperatures"], 0.01))
     trips = float(diagnostics.round_trips(history).round_trips.sum(0).double().mean())
     assert trips > 0
-    assert f"together: {trips:.3g}" in draws.summary()
-    assert f"together: {trips:.3g}" in draws._repr_html_()
+    assert f" {trips:.3g} round trips" in draws.summary()
+    assert f" {trips:.3g} round trips" in draws._repr_html_()
     assert "at least" in replace(draws, steps=2 * draws.steps, n_steps=800).summary()
     assert "warning" not in draws.summary()
     assert not caplog.records

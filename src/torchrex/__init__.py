@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` 
         BatchVariance,
         ConstantFactor,
         EvenOdd,
+        ExchangeReport,
         KnownVariance,
         Ladder,
         NoSwaps,
@@ -79,9 +80,9 @@ _HOMES = {
     "distributed": "ReplicaMesh replica_mesh",
     "errors": "TorchrexError",
     "exchange": (
-        "AllInTurn BatchVariance ConstantFactor EvenOdd KnownVariance Ladder NoSwaps "
-        "PairedVariance PerExample ProportionalToGap RandomPair RepeatedDraws ReplicaExchange "
-        "RunningMean Smoothing SwapBatchVariance TargetAcceptance "
+        "AllInTurn BatchVariance ConstantFactor EvenOdd ExchangeReport KnownVariance Ladder "
+        "NoSwaps PairedVariance PerExample ProportionalToGap RandomPair RepeatedDraws "
+        "ReplicaExchange RunningMean Smoothing SwapBatchVariance TargetAcceptance "
         "expected_acceptance log_swap_ratio"
     ),
     "posterior": "Draws DrawStore PosteriorAverage classification_metrics",
@@ -125,6 +126,7 @@ __all__ = [
     "DrawStore",
     "Draws",
     "EvenOdd",
+    "ExchangeReport",
     "Gaussian",
     "GaussianMixture",
     "GaussianPrior",

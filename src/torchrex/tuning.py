@@ -48,7 +48,7 @@ from torchrex.exchange import (
     resolve_device,
     rung_of,
 )
-from torchrex.posterior.draws import mean_error
+from torchrex.posterior import mean_error
 from torchrex.rng import Streams, derive_seed
 from torchrex.samplers import Sampler
 from torchrex.targets import Target

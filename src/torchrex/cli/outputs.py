@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from torchrex.cli.console import count, say, stdout
-from torchrex.cli.running import Session, require_logs, states, took
+from torchrex.cli.running import Session, exchange_of, require_logs, states, took
 from torchrex.durable import replace_file, writing
 from torchrex.errors import ConfigError, MissingDependencyError, RecipeError, RunFolderError
 from torchrex.experiments import (
@@ -201,7 +201,9 @@ def run_missing(
         for run, folder in zip(group.runs, done, strict=True):
             result = folder.result or {}
             failed = result.get("error", result.get("status"))
-            say(f"{run.name}: {took(folder, before) if folder.finished else failed}")
+            exchange = f"; {words}" if (words := exchange_of(result)) else ""
+            ended = f"{took(folder, before)}{exchange}" if folder.finished else failed
+            say(f"{run.name}: {ended}")
     if not todo:
         say(f"all {len(configs) * len(seeds)} runs are there already; nothing was run again")
     return {name: [run.folder for run in each] for name, each in runs.items()}

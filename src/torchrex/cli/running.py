@@ -18,6 +18,7 @@ from rich.table import Table
 from torchrex.cli.console import say, stderr, stdout
 from torchrex.cli.main import Interrupted
 from torchrex.errors import ConfigError, NonFiniteEnergyError, RunFolderError, RunInterrupted
+from torchrex.exchange import exchange_line
 from torchrex.experiments import DensityConfig, ExperimentConfig, Run, RunFolder, RunOptions
 from torchrex.experiments.runner import Group, group_runs, require_room, run_group, run_in
 from torchrex.processes import terminating
@@ -258,7 +259,7 @@ def show(
         if before.get(folder.path) == "finished":
             line = f"finished already ({time_taken})"
         say(f"{config.recipe}, seed {result.get('seed')}: {line}")
-        _print_numbers(numbers_of(result, config))
+        _print_numbers(numbers_of(result, config), exchange_of(result))
         if "error" in result:
             say(result["error"])
         pictures = sorted(path.name for path in folder.path.glob("*.png")) * folder.finished
@@ -287,9 +288,16 @@ def show_mean(folders: Sequence[RunFolder], config: ExperimentConfig) -> None:
     _print_numbers(means)
 
 
-def _print_numbers(numbers: Mapping[str, Number]) -> None:
+def exchange_of(result: Mapping[str, Any]) -> str:
+    """One line about the exchange of a run, if it had one and is finished."""
+    return exchange_line(result["exchange"]) if result.get("exchange") else ""
+
+
+def _print_numbers(numbers: Mapping[str, Number], exchange: str = "") -> None:
     if numbers:
         table = Table(box=None, show_header=False)
         for title, number in numbers.items():
             table.add_row(title, str(number))
+        if exchange:
+            table.add_row("exchange", exchange)
         stdout.print(table)

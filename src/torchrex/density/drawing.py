@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -267,7 +268,13 @@ class Drawing:
         now |= {"annealed": True} if self.run.rules.ladder.anneal else {}
         if (size := self.run.rules.swap_batch) is not None:
             now |= {"swap_batch": size, "swap_batch_every": self.run.rules.swap_interval}
+            now |= {"swap_batch_start": self.run.rules.swap_start}
+            now |= {"swaps_on_all_data": True} if size == self.run.ensemble.n_data else {}
+        if self.run.rules.tempering == "likelihood":
+            now["tempering"] = "likelihood"
         if self.run.rules.ladder.n_pairs:
+            cost = self.run.swap_cost(self._first, self.run.n_steps)
+            now |= {"swap_cost": cost} if math.isfinite(cost) else {}
             now["correction_factor"] = self.run.correction_factor.log().mean(1).exp().tolist()
         return self.recorder.draws(status, {**settings, **now})
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -22,6 +23,7 @@ from torchrex.density.loop import (
     draw_block,
     few_threads,
     make_loop,
+    swapped_steps,
 )
 from torchrex.density.tensor_ensemble import TensorEnsemble
 from torchrex.errors import InvalidArgumentError, LadderError, NonFiniteEnergyError
@@ -30,12 +32,16 @@ from torchrex.exchange.assignment import Selects
 from torchrex.exchange.ladder import Ladder
 from torchrex.exchange.noise import NoiseShape
 from torchrex.exchange.run import ReplicaExchange, RuleOptions, joined, require_every, require_known
+from torchrex.exchange.swap_report import ExchangeReport, SwapCounts
 from torchrex.rng import Streams, derive_seed
 from torchrex.settings import settings_of
 
 # For the shape of the noise: the most runs, minibatches of each position, and energies of each
 # where there are no examples.
 MOST_RUNS, BATCHES, REPEATS = 64, 25, 500
+# Tests between two looks at noise and trips where there are no data: a step is then so fast that
+# looking at all would take as long.
+TESTS_PER_LOOK = 64
 
 
 class DensityExchange(ReplicaExchange):
@@ -77,6 +83,7 @@ class DensityExchange(ReplicaExchange):
         device, dtype = ensemble.position.device, ensemble.position.dtype
         self._ensemble = ensemble
         self._state = ExchangeState.start(self.rules, runs, device=device, dtype=dtype)
+        self._counts = SwapCounts.start(self._state.replica_at)
         self.streams = Streams(seed, device)
         self._compiled = compiled
         self._loop: Loop | None = None
@@ -136,7 +143,7 @@ class DensityExchange(ReplicaExchange):
         """The next steps, at most so many, by the loop so far or by the one that `worth` steps are
         worth. Where stretches end has no influence on the numbers.
         """
-        before = (self.n_steps, self._ensemble, self._state)
+        before = (self.n_steps, self._ensemble, self._state, self._counts)
         try:
             with few_threads(self._ensemble.position.numel()):
                 block = self._current_block()
@@ -150,13 +157,49 @@ class DensityExchange(ReplicaExchange):
                 )
                 # The sum is one cheap pass; only if it is not finite is every energy looked at.
                 healthy = bool(info.energy.sum().isfinite()) or bool(info.energy.isfinite().all())
+                self._count(info)
             self.n_steps += n
         except BaseException:  # Ctrl-C or a failing target: as if this stretch had not begun
-            self.n_steps, self._ensemble, self._state = before
+            self.n_steps, self._ensemble, self._state, self._counts = before
             raise
         if not healthy:
             yield from self._up_to_failure(info, before[2].replica_at)
         yield info
+
+    @property
+    def _look_every(self) -> int:
+        per_look = 1 if self._ensemble.n_data is not None else TESTS_PER_LOOK
+        return self.rules.swap_interval * per_look
+
+    def _count(self, info: StepInfo) -> None:
+        latest = self.rules.ladder.anneal is not None
+        self._counts = self._counts.after(
+            info, step=self.n_steps, every=self._look_every, latest=latest
+        )
+
+    def exchange(self) -> ExchangeReport:
+        """What the exchange did over all steps; see `ReplicaExchange.exchange`.
+
+        Round trips are counted in the first 8 runs. A density without data is looked at after every
+        64th test: they are then a lower bound, and `draws.exchange()` of all draws has them all.
+        """
+        exact = self._look_every == self.rules.swap_interval
+        return replace(super().exchange(), exact=exact)
+
+    def _swap_cost(self, counts: SwapCounts) -> float:
+        return self.swap_cost(counts.first_step, self.n_steps)
+
+    def swap_cost(self, first: int, last: int) -> float:
+        """Examples evaluated for the swaps of the steps [first, last) over those evaluated for
+        their moves; NaN without data.
+        """
+        rules, size, n = self.rules, self._ensemble.target.batch_size, last - first
+        if self._ensemble.n_data is None or not size or n < 1:
+            return math.nan
+        rounds = max(1, rules.pairing.n_rounds(rules.ladder.n_pairs))
+        if rules.swap_batch is None:
+            return float(rounds - 1)
+        return len(swapped_steps(rules, first, last)) * rounds * rules.swap_batch / (n * size)
 
     def _up_to_failure(self, info: StepInfo, first_at: Tensor) -> Iterator[StepInfo]:
         """Yield the good steps of this stretch, then raise for the first non-finite energy."""
@@ -273,6 +316,7 @@ class DensityExchange(ReplicaExchange):
             **{name: each.clone() for name, each in {**tensors, **self._state._asdict()}.items()},
             # As they were before the current block was drawn, or as they are if it is used up.
             "streams": self._streams_at_block if drawn else self.streams.state_dict(),
+            "counts": self._counts.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -303,7 +347,9 @@ class DensityExchange(ReplicaExchange):
         start, block = n_steps - n_steps % length, None
         if n_steps > start:
             block = draw_block(streams, self.rules, ensemble, start, length)
+        counts = self._counts.loaded(state.get("counts"), exchange.replica_at, n_steps)
         self._ensemble, self._state, self.streams, self._block = ensemble, exchange, streams, block
+        self._counts = counts
         self.n_steps, self._block_length, self._streams_at_block = n_steps, length, state["streams"]
 
     @property

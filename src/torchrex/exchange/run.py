@@ -29,6 +29,7 @@ from torchrex.exchange.noise import (
     default_estimator,
 )
 from torchrex.exchange.pairing import Pairing, default_pairing
+from torchrex.exchange.swap_report import ExchangeReport, SwapCounts, report_pairs, trips_from
 from torchrex.rng import Streams
 from torchrex.settings import require_same, settings_of
 
@@ -164,6 +165,7 @@ class ReplicaExchange:
 
     streams: Streams
     _state: ExchangeState
+    _counts: SwapCounts
 
     def __init__(self, ensemble: Any, ladder: Ladder, **rules: Unpack[RuleOptions]) -> None:
         if type(self) is ReplicaExchange:
@@ -229,6 +231,40 @@ class ReplicaExchange:
         )
         learnt = self._state.correction_factor.cpu().double()
         return self.rules.factor.factor(learnt, gap, first_gap).expand(learnt.shape[-2:]).clone()
+
+    def exchange(self) -> ExchangeReport:
+        """What the exchange did over all steps: swaps, noise, barrier, round trips, cost.
+
+        s is the rms over the tests, of an annealed ladder that of the latest one. After a resume
+        from a state of an older version it is that of the steps since.
+        """
+        counts, n_runs = self._counted(), self._state.replica_at.shape[1]
+        sigma2 = (counts.noise[0] / counts.noise[1])[None]
+        pairs = report_pairs(
+            counts.accepted.sum(1),
+            counts.proposed.sum(1),
+            sigma2,
+            inverse_gap=-(1.0 / self.temperatures_at(max(0, self.n_steps - 1))).diff(),
+            factor=self.correction_factor.log().mean(1).exp(),
+            n_runs=n_runs,
+        )
+        trips = trips_from(counts.restarts, counts.first_end, self.n_rungs - 1)
+        return ExchangeReport(
+            tuple(pairs),
+            self.n_steps - counts.first_step,
+            float(trips.sum(0).double().mean()),
+            float(counts.restarts.sum(0).double().mean()),
+            swap_cost=self._swap_cost(counts),
+            steps_before=counts.first_step,
+        )
+
+    def _counted(self) -> SwapCounts:
+        """The counts up to now."""
+        return self._counts
+
+    @abstractmethod
+    def _swap_cost(self, counts: SwapCounts) -> float:
+        """Examples evaluated for swaps over examples evaluated for moves."""
 
     def temperatures_at(self, step: int) -> Tensor:
         """Those of a step, counted from 0: (rungs,), in double."""

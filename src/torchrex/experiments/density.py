@@ -97,6 +97,7 @@ class DensityConfig(ExperimentConfig):
             tensors=tensors,
             failure=failure,
             swaps=count_swaps(draws.accepted.sum(1), draws.proposed.sum(1)),
+            exchange=draws.exchange().numbers,
             steps_done=draws.n_steps if unfinished else None,
         )
         return Outcome(draws.status, total_seconds=seconds), [result]

@@ -129,10 +129,10 @@ class DigitsConfig(ExperimentConfig):
             burn_in=self.burn_in_epochs * self.steps_per_epoch,
             rungs=tuple(range(self.n_rungs)),
         )
-        trace = Trace()
+        trace, exchange = Trace(), self.exchange(run.seed, device)
         with few_threads(0):
             outcome = train(
-                self.exchange(run.seed, device),
+                exchange,
                 DeviceLoader(training, self.batch_size, seed=run.seed, device=device),
                 self.n_steps,
                 average=average,
@@ -149,7 +149,8 @@ class DigitsConfig(ExperimentConfig):
         if outcome.status != "finished":
             return outcome, [RunResult(trace)]
         tensors = {"probabilities": average.probabilities(self.answer)}
-        return outcome, [RunResult(trace, self.metrics(average), tensors=tensors)]
+        said = exchange.exchange().numbers
+        return outcome, [RunResult(trace, self.metrics(average), tensors=tensors, exchange=said)]
 
     def metrics(self, average: PosteriorAverage) -> dict[str, Any]:
         """Of the average, of the last network alone (`single_`), of all rungs (`pooled_`)."""

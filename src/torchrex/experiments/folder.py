@@ -47,7 +47,7 @@ NUMBER = int | float
 NEEDED: dict[str, Any] = {"recipe": str, "seed": int, "status": str, "metrics": dict, "swaps": list}
 OPTIONAL: dict[str, Any] = {
     **{"date": str, "wall_seconds": NUMBER, "device": str, "versions": dict, "error": str},
-    **{"steps_done": int, "replicas_side_by_side": int, "curves": dict},
+    **{"steps_done": int, "replicas_side_by_side": int, "curves": dict, "exchange": dict},
     "config_sha256": str,
 }
 LARGEST = 1e150  # of a number: its square is finite
@@ -306,6 +306,7 @@ class RunResult:
     pictures: Mapping[str, Tensor] = field(default_factory=dict)  # bytes (height, width, channels)
     failure: NonFiniteEnergyError | None = None
     swaps: list[dict[str, Any]] = field(default_factory=list)  # of a density
+    exchange: Mapping[str, Any] = field(default_factory=dict)  # numbers of its ExchangeReport
     steps_done: int | None = None
 
 
@@ -363,6 +364,7 @@ class RunWriter:
             "config_sha256": self.config_sha256,
             "metrics": result.metrics,
             "swaps": trace.swaps() if trace and not result.failure else result.swaps,
+            "exchange": result.exchange or None,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "wall_seconds": seconds,
             "device": device_name(device),
@@ -415,7 +417,11 @@ def _is_possible(name: str, value: Any) -> bool:
         return bool(0 <= value <= LARGEST)
     if name == "swaps":
         return all(isinstance(each, dict) and _is_pair(each) for each in value)
-    if name in ("metrics", "curves"):  # a curve is a list, or has one for each rung or pair
+    if name in (
+        "metrics",
+        "curves",
+        "exchange",
+    ):  # a curve is a list, or has one for each rung or pair
         return all(_is_metric(key, each, name == "curves") for key, each in value.items())
     return True
 

@@ -268,6 +268,7 @@ def _result(job: Run, run: TrainingRun, outcome: Outcome, batches: Batches) -> R
         curves_of(config, run.trace.tensors(), average),
         {"probabilities": average.probabilities(0)},
         pictures=pictures,
+        exchange=run.run.exchange().numbers,
     )
 
 

@@ -211,9 +211,12 @@ class SideBySide:
         if k in self.failures:
             return None
         if run.records is None:
-            return StepInfo(*(torch.stack(values) for values in zip(*eager, strict=True)))
+            block = StepInfo(*(torch.stack(values) for values in zip(*eager, strict=True)))
+            run.count(block)
+            return block
         last = (run.n_steps - 1) % BLOCK + 1
         block = StepInfo(*(values[last - stretch : last].clone() for values in run.records))
+        run.count(block)
         # Respawning happens at the ends of blocks only, wherever a run was stopped in between.
         if last == BLOCK or not run.can_respawn:
             self._look(k, block)
@@ -259,7 +262,7 @@ class SideBySide:
         graphs = self._captured()
         graph = None if graphs is None else graphs.for_batch(batch)
         if graph is not None:
-            self._replay(graph)
+            self._replay(graph, size_of(batch))
             return [None] * len(self.runs)
         # What cannot be captured together may be captured alone.
         alone = graphs is not None and len(self.runs) > 1
@@ -283,7 +286,7 @@ class SideBySide:
         graph = graphs.for_loader(data, size, twice=feed.twice)
         if graph is None:
             return False
-        self._replay(graph)
+        self._replay(graph, size)
         data.advanced(size)
         return True
 
@@ -362,7 +365,7 @@ class SideBySide:
         done = {}
         for k, parts in zip(ks, zip(*energies, strict=True), strict=True):
             if k in self._going:
-                done[k] = self.runs[k].swap_by(joined_energies(parts, sizes))
+                done[k] = self.runs[k].swap_by(joined_energies(parts, sizes), sum(sizes))
         return done
 
     def _try_one_part(self, batch: Batch) -> None:
@@ -400,13 +403,13 @@ class SideBySide:
                 row = (run.n_steps - 1) % BLOCK
                 getattr(run.records, name)[row].copy_(getattr(info, name))
 
-    def _replay(self, graph: Graph) -> None:
+    def _replay(self, graph: Graph, n_examples: int) -> None:
         for run in self.runs:
             run.prepare()
         with self._first.forward:  # of several runs none draws anything there, see `Graph`
             graph.replay()
         for run in self.runs:
-            run.count_step()
+            run.count_step(n_examples)
 
     def _captured(self) -> Graphs | None:
         if not all(run.capturing for run in self.runs):

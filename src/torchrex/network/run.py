@@ -25,6 +25,7 @@ from torchrex.exchange.algorithm import ExchangeState, StepInfo, StepInputs, sa_
 from torchrex.exchange.assignment import Indexing
 from torchrex.exchange.noise import NoiseShape, PerExample, RepeatedDraws, warn_of_no_measurement
 from torchrex.exchange.run import ReplicaExchange, RuleOptions, require_known
+from torchrex.exchange.swap_report import SwapCounts
 from torchrex.network.capture import (
     RECORDED,
     CaptureState,
@@ -42,7 +43,7 @@ from torchrex.network.replicas import (
     evaluating,
     untouched_buffers,
 )
-from torchrex.network.step import SWAP, Functions, NetworkStep, explain_batchnorm_error
+from torchrex.network.step import SWAP, Functions, NetworkStep, explain_batchnorm_error, size_of
 from torchrex.rng import Streams
 from torchrex.targets import Batch, Energy
 
@@ -119,6 +120,8 @@ class ModuleExchange(ReplicaExchange):
             )
         # Energies are sums over all data: single precision would lose what the swap test looks at.
         self._state = ExchangeState.start(rules, 1, device=self.device, dtype=torch.float64)
+        self._counts = SwapCounts.start(self._state.replica_at)
+        self._uncounted: list[StepInfo] = []  # of single steps
         self.forward = ForwardRandomness(seed, self.device, self.mesh)
         self.random_losses = RandomLosses(ensemble.random_losses, rules)
         self._network = NetworkStep(
@@ -283,6 +286,7 @@ class ModuleExchange(ReplicaExchange):
                 shares = self.ensemble.source.shared_batches
                 warn_of_no_measurement(noise, noise.feed, self.n_steps, shares_minibatch=shares)
         info = self.alone.step(batch)
+        self._count_later(info)
         if self.records is None:
             self.look(StepInfo(*(values[None] for values in info)), batch)
         elif self.n_steps % BLOCK == 0:
@@ -317,6 +321,7 @@ class ModuleExchange(ReplicaExchange):
                 f"the swaps before step {self.n_steps} are made already; take the step"
             )
         (info,) = self.alone.swap_on(batches).values()
+        self._count_later(info)
         return info
 
     @property
@@ -391,7 +396,7 @@ class ModuleExchange(ReplicaExchange):
         sample = feed.sample(energies, self._state.replica_at, take)
         self._set_state(sa_step(self._state, sample, self.rules))
 
-    def swap_by(self, energy: Energy) -> StepInfo:
+    def swap_by(self, energy: Energy, n_examples: int) -> StepInfo:
         """Test and swap by the energies of a swap batch, before a step."""
         clock = self.ensemble.clock.fill_(self.n_steps)
         inputs = StepInputs(*self.prepare(), clock, (), move_noise={})
@@ -399,6 +404,7 @@ class ModuleExchange(ReplicaExchange):
             _, state, info = swap(self._network, self._state, [energy], inputs, self.rules)
         self._set_state(state)
         self._replica_at, self._swapped_before = None, self.n_steps
+        self._counts.examples[1] += n_examples
         return info
 
     def eager_step(self, batch: Batch) -> StepInfo:
@@ -412,11 +418,32 @@ class ModuleExchange(ReplicaExchange):
             for name in RECORDED:
                 getattr(self.records, name)[self.n_steps % BLOCK].copy_(getattr(info, name))
             clock += 1
-        self.count_step()
+        self.count_step(size_of(batch))
         return info
 
-    def count_step(self) -> None:
+    def count_step(self, n_examples: int) -> None:
         self.n_steps += 1
+        self._counts.examples[0] += n_examples
+
+    def count(self, infos: StepInfo) -> None:
+        """Count the swaps of steps, stacked along a first axis. Nothing waits for the device."""
+        self._counts = self._counted().after(infos, latest=self.rules.ladder.anneal is not None)
+
+    def _count_later(self, info: StepInfo) -> None:
+        """Of a single step, or of swaps before one, together with others."""
+        self._uncounted.append(info._replace(position=info.energy[:0]))
+        if len(self._uncounted) >= BLOCK:
+            self._counted()
+
+    def _counted(self) -> SwapCounts:
+        if waiting := self._uncounted:
+            self._uncounted = []
+            self.count(StepInfo(*(torch.stack(values) for values in zip(*waiting, strict=True))))
+        return self._counts
+
+    def _swap_cost(self, counts: SwapCounts) -> float:
+        moved, swapped = counts.examples.tolist()
+        return swapped / moved if moved else math.nan
 
     def capture_state(self) -> CaptureState:
         """What a captured step of this run reads and writes."""
@@ -513,6 +540,7 @@ class ModuleExchange(ReplicaExchange):
                 name: s for name, s in streams.items() if name.split(".")[0] not in REPLICA_STREAMS
             },
             "respawns": [dict(event) for event in self.respawns],
+            "counts": self._counted().state_dict(),
         }
 
     def _state_of(self, k: int, replica: int) -> dict[str, Any]:
@@ -553,6 +581,10 @@ class ModuleExchange(ReplicaExchange):
             self.forward.load_state_of(k, saved["forward"])
         self.streams.load_state_dict(streams)
         self.respawns = [dict(event) for event in state["respawns"]]
+        self._uncounted = []
+        self._counts = self._counts.loaded(
+            state.get("counts"), self._state.replica_at, self.n_steps
+        )
         self._block_start, self._replica_at = -1, None
         self._swapped_before = int(state.get("swapped_before", -1))
         self.alone.begin_data_anew()

@@ -16,9 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from torchrex.checkpoint import Checkpoint, Checkpoints, expect_form, owned, seconds_in
 from torchrex.errors import (
     CheckpointError,
@@ -31,13 +28,7 @@ from torchrex.errors import (
     require_on_interrupt,
     require_whole,
 )
-from torchrex.exchange import (
-    RepeatedDraws,
-    ReplicaExchange,
-    StepInfo,
-    report_pairs,
-    warn_of_dead_pairs,
-)
+from torchrex.exchange import RepeatedDraws, ReplicaExchange, StepInfo, warn_of_dead_pairs
 from torchrex.network.group import SideBySide
 from torchrex.network.run import LOWER_IT, ModuleExchange
 from torchrex.posterior import PosteriorAverage
@@ -204,18 +195,15 @@ def train_together(
 
 
 class _Watching:
-    """A run, its observers, and the swaps that this call has counted."""
+    """A run and its observers."""
 
     def __init__(self, one: TrainingRun) -> None:
         self.one = one
         self._watched: Watched | None = None
         self._observers: list[Observer] = []
-        self._first_step = one.run.n_steps
-        self._swaps: tuple[Tensor, Tensor, Tensor] | None = None  # made, tested, the last sigma2
 
     def start(self, n_steps: int, observers: Sequence[Any]) -> None:
         one = self.one
-        self._first_step = one.run.n_steps
         before = counted_so_far(one.trace, one.run.n_steps)
         watched = Watched(one.recipe, one.run, n_steps, tuple(one.averages), before)
         self._watched = watched
@@ -239,28 +227,16 @@ class _Watching:
         self._observers = []
 
     def record(self, info: StepInfo) -> None:
-        made, tested = info.accepted.sum((0, 2)), info.proposed.sum((0, 2))
-        if self._swaps is not None:
-            made, tested = self._swaps[0] + made, self._swaps[1] + tested
-        self._swaps = made, tested, info.noise_variance
         here = on_host(info) if self._observers else info
         if self.one.trace is not None:
             self.one.trace.record(here)
         self.report("on_steps", here)
 
     def warn_of_swaps(self, name: str) -> None:
-        """Name the pairs without swaps, by the trace if it saw all steps, else in this call."""
-        run = self.one.run
-        if self._swaps is None or not run.rules.swaps:
-            return
-        made, tested, sigma2 = self._swaps
-        counts = counted_so_far(self.one.trace, run.n_steps)
-        if counts is not None:
-            made, tested = torch.tensor(counts).view(-1, 2).T
-        gap = -(1.0 / run.temperatures_at(run.n_steps - 1)).diff()
-        factor = run.correction_factor[:, 0]
-        pairs = report_pairs(made, tested, sigma2, inverse_gap=gap, factor=factor, n_runs=1)
-        warn_of_dead_pairs(pairs, name, all_steps=counts is not None or self._first_step == 0)
+        """Name the pairs without swaps."""
+        if self.one.run.rules.swaps:
+            report = self.one.run.exchange()
+            warn_of_dead_pairs(report.pairs, name, all_steps=report.steps_before == 0)
 
 
 class _Loop:

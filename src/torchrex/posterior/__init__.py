@@ -7,9 +7,11 @@ from torchrex.posterior.arviz_export import (
     trace_to_datatree,
 )
 from torchrex.posterior.average import PosteriorAverage
-from torchrex.posterior.draws import Draws, mean_error
+from torchrex.posterior.draws import Draws
 from torchrex.posterior.draws_file import SHAPES, checksums, with_another_sha256
+from torchrex.posterior.evidence import log_evidence
 from torchrex.posterior.prediction import Prediction, classification_metrics, predictive_entropy
+from torchrex.posterior.standard_error import mean_error
 from torchrex.posterior.store import DrawStore
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "classification_metrics",
     "coordinate_labels",
     "import_arviz",
+    "log_evidence",
     "mean_error",
     "predictive_entropy",
     "to_arviz",

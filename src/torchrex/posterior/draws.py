@@ -11,23 +11,34 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 
 from torchrex import notebook
 from torchrex.errors import InvalidArgumentError, import_extra
-from torchrex.exchange import PairReport, count_trips, in_words, percent, report_pairs, rung_of
+from torchrex.exchange import (
+    ExchangeReport,
+    LogEvidence,
+    PairReport,
+    count_trips,
+    report_pairs,
+    rung_of,
+)
 from torchrex.posterior.arviz_export import coordinate_titles, draws_to_datatree, to_arviz
 from torchrex.posterior.draws_file import SHAPES, read_draws, write_draws
+from torchrex.posterior.evidence import log_evidence
+from torchrex.posterior.standard_error import mean_error
 
 if TYPE_CHECKING:
     from xarray import DataTree
 
-AT_ONCE = 2**24  # numbers whose autocorrelations are computed together
 MOST_IN_HTML = 10  # coordinates
 MOST_CHAINS = 64  # whose round trips are counted
 COORDINATES = ("coordinate", "mean", "sd", "se of mean (ESS)")
-PAIRS = ("rungs", "accepted", "proposed", "rate", "noise allows", "s", "F", "sigma2")
+NO_TESTS = (
+    "stepping stones need draws of steps with a swap test: use thin=1, or burn_in=1 and a thin "
+    "that is a multiple of swap_interval"
+)
 LINE_STYLES = ("-", "--", "-.", ":")
 
 
@@ -78,6 +89,53 @@ class Draws:
             n_runs=self.n_chains,
         )
 
+    def exchange(self) -> ExchangeReport:
+        """What the exchange did: swaps, noise, barrier, round trips, cost, and the log evidence.
+
+        Round trips are counted in the first 64 chains from draw to draw: of thinned draws they are
+        a lower bound. The log evidence is there for `tempering="likelihood"` up to an infinite
+        temperature, from the draws that are here: leave the burn-in out with `after`. It is the
+        evidence if the log likelihood is a normalised one; see `log_evidence`.
+        """
+        chains = range(min(self.n_chains, MOST_CHAINS)) if self.n_draws else ()
+        counted = [  # chain by chain, which needs less memory
+            [float(n.sum()) for n in count_trips(rung_of(self.replica_at[:, :, [chain]]))]
+            for chain in chains
+        ]
+        restarts, trips = np.mean(counted, 0).tolist() if counted else (0.0, 0.0)
+        between = int(self.steps[-1] - self.steps[0]) + 1 if self.n_draws else self.n_steps
+        return ExchangeReport(
+            tuple(self.pairs()),
+            self.n_steps,
+            trips,
+            restarts,
+            exact=self.n_draws == between,
+            swap_cost=float(_numbers([self.settings.get("swap_cost")], 1)),
+            log_evidence=self._log_evidence(),
+        )
+
+    def _log_evidence(self) -> LogEvidence | None:
+        """None where the ladder does not reach the prior."""
+        known = self.settings
+        temperature = _numbers(known.get("temperatures"), self.energy.shape[1])
+        rising = bool((temperature.diff() > 0).all()) and float(temperature[0]) > 0
+        if known.get("tempering") != "likelihood" or known.get("annealed") or not rising:
+            return None
+        energy, why = self.energy, 'stepping stones need exact energies, swap_batch="full"'
+        every, start, before = (
+            float(_numbers([known.get(name, 0)], 1))
+            for name in ("swap_batch_every", "swap_batch_start", "steps_before")
+        )
+        if every > 0:  # between two tests it is that of a minibatch
+            step = self.steps - 1 + before
+            tested = (step % every == 0) & (step >= start)
+            energy = energy[tested] if bool(tested.any()) else energy
+            if known.get("swaps_on_all_data"):
+                why = "" if bool(tested.any()) else NO_TESTS
+        enough = len(energy) > 3 and bool(energy.isfinite().all())
+        reaches = math.isinf(temperature[-1]) and len(temperature) > 1
+        return log_evidence(energy, temperature, noise=why) if enough and reaches else None
+
     def after(self, step: int) -> Draws:
         """The draws after the first `step` steps (burn-in); swap counts stay those of all steps."""
         if step > self.n_steps:
@@ -123,12 +181,10 @@ class Draws:
         return Draws(**read_draws(Path(path)))
 
     def summary(self, *, most: int = 10) -> str:
-        """Tables of the coordinates and of the pairs of rungs, then the round trips.
+        """A table of the coordinates, and what `exchange()` says of the pairs of rungs.
 
-        sigma2 and `noise allows` are means over the draws, s is its rms; of an annealed ladder
-        s and `noise allows` are those of the last draw. `noise allows` is the acceptance between
-        equal energies, 2 Phi(-s/2) at F = 1. A pair that never swapped is named, with what to
-        change.
+        `noise allows` is the acceptance between equal energies, 2 Phi(-s/2) at F = 1. A pair that
+        never swapped is named, with what to change.
         """
         if self.n_draws == 0:
             return f"no draws: {self.status} after {self.n_steps} steps"
@@ -136,11 +192,15 @@ class Draws:
         with console.capture() as captured:
             size = f"{self.n_chains:,} chains x {self.n_draws:,} draws"
             console.print(f"{size}, {self.n_steps:,} steps, {self.status}")
-            console.print(_table(None, COORDINATES, self._coordinate_rows(most, "...")))
+            table = Table(*(Column(head, justify="right") for head in COORDINATES))
+            for row in self._coordinate_rows(most, "..."):
+                table.add_row(*row)
+            console.print(table)
             if len(self.accepted):
-                console.print(_table("swaps", PAIRS, self._pair_rows("-")))
-            for line in self._remarks():
-                console.print(line)
+                report = self.exchange()
+                console.print(report.table, soft_wrap=True)
+                for line in report.lines:
+                    console.print(line)
         return captured.get().rstrip()
 
     def _repr_html_(self) -> str:
@@ -150,8 +210,7 @@ class Draws:
         if n_draws:
             parts.append(notebook.table(COORDINATES, self._coordinate_rows(MOST_IN_HTML, "…")))
         if len(self.accepted):
-            parts.append(notebook.table(PAIRS, self._pair_rows("–")))
-            parts += [notebook.paragraph(line) for line in self._remarks()]
+            parts.append(self.exchange()._repr_html_())
         if self.settings:
             words = ", ".join(f"{name}: {value}" for name, value in self.settings.items())
             parts.append(notebook.details("settings", words))
@@ -167,37 +226,6 @@ class Draws:
         ]
         more = self.values.shape[2] - len(rows)
         return [*rows, (dots, f"{more:,} more", "", "")] if more else rows
-
-    def _pair_rows(self, dash: str) -> list[tuple[str, ...]]:
-        rows: list[tuple[str, ...]] = []
-        sigma2s = self.noise_variance.mean((0, 2), dtype=torch.float64).tolist()
-        for pair, sigma2 in zip(self.pairs(), sigma2s, strict=True):
-            rate = "" if not pair.proposed else percent(pair.rate) if pair.accepted else "0 %"
-            expected = percent(pair.expected) if math.isfinite(pair.expected) else ""
-            s, factor = (
-                f"{value:.3g}" if math.isfinite(pair.noise_std) else ""
-                for value in (pair.noise_std, pair.factor)
-            )
-            counts = (f"{pair.accepted:,}", f"{pair.proposed:,}", rate)
-            rungs = f"{pair.pair} {dash} {pair.pair + 1}"
-            rows.append((rungs, *counts, expected, s, factor, f"{sigma2:.4g}"))
-        return rows
-
-    def _remarks(self) -> list[str]:
-        """The round trips, and what to do about pairs that never swapped."""
-        if not len(self.accepted) or not self.n_draws:
-            return []
-        trips = [  # chain by chain, which needs less memory
-            float(count_trips(rung_of(self.replica_at[:, :, [chain]]))[1].sum())
-            for chain in range(min(self.n_chains, MOST_CHAINS))
-        ]
-        mean = sum(trips) / len(trips)
-        shown = f"{mean:,.0f}" if mean >= 100 else f"{mean:.3g}"
-        if self.n_draws < int(self.steps[-1]) - int(self.steps[0]) + 1:
-            shown = f"at least {shown} (thinned draws)"
-        dead = in_words(self.pairs())
-        warning = [f"warning: {dead}"] if dead else []
-        return [f"round trips of a chain, its replicas together: {shown}", *warning]
 
     def plot(
         self,
@@ -262,44 +290,6 @@ class Draws:
         return f"Draws({size}{swaps}, {self.status})"
 
 
-def mean_error(values: Tensor) -> Tensor:
-    """Standard error of the mean of draws (chains, draws, dim), (dim,) (Vehtari et al. 2021).
-
-        error^2 = v tau / n,    v = variance within + variance between half chains
-        tau = 1 + 2 * sum of autocorrelations
-
-    Autocorrelations are those of all half chains pooled; Geyer's rule ends the sum where noise
-    begins. Two such errors cover the truth in about 95 % of cases with any number of chains, if the
-    draws are worth 50 independent ones. With fewer than 4 draws per chain it is the spread between
-    chains, NaN for one.
-    """
-    n_chains, n_draws, dim = values.shape
-    if n_draws < 4:
-        means = values.double().mean(1)
-        unknown = torch.full((dim,), math.nan, dtype=torch.float64)
-        return means.std(0) / math.sqrt(n_chains) if n_chains > 1 else unknown
-    columns = max(1, AT_ONCE // (n_chains * n_draws))
-    return torch.cat([_mean_error(some.double()) for some in torch.split(values, columns, dim=2)])
-
-
-def _mean_error(values: Tensor) -> Tensor:
-    n = values.shape[1] // 2
-    halves = torch.cat([values[:, :n], values[:, -n:]])
-    means = halves.mean(1, keepdim=True)
-    # Padded to twice the length, so that no lag wraps around.
-    spectrum = torch.fft.rfft(halves - means, n=2 * n, dim=1).abs().square()
-    covariance = torch.fft.irfft(spectrum, n=2 * n, dim=1)[:, :n].mean(0) / n  # (lags, dim)
-    variance = covariance[0] + means[:, 0].var(0)
-    correlation = 1.0 - (covariance[0] * n / (n - 1) - covariance) / variance
-    correlation[0] = 1.0
-    couples = correlation[: n // 2 * 2 : 2] + correlation[1 : n // 2 * 2 : 2]
-    couples = couples.cummin(0).values * (couples > 0).cumprod(0)
-    n_all = len(halves) * n
-    # Antithetic chains have a small tau; no smaller one than this is believed.
-    tau = (2.0 * couples.sum(0) - 1.0).clamp(min=1.0 / math.log10(n_all))
-    return torch.where(variance == 0, 0.0, (variance * tau / n_all).sqrt())
-
-
 def _numbers(value: Any, n: int) -> Tensor:
     """`n` numbers of the settings, which may come from a file: NaN if they are anything else."""
     try:
@@ -307,12 +297,3 @@ def _numbers(value: Any, n: int) -> Tensor:
     except (TypeError, ValueError, RuntimeError, OverflowError):
         found = torch.empty(0)
     return found if tuple(found.shape) == (n,) else torch.full((n,), math.nan, dtype=torch.float64)
-
-
-def _table(title: str | None, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title)
-    for column in head:
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    return table

@@ -504,11 +504,14 @@ def travel_findings(evidence: Evidence) -> Iterable[Finding]:
     """Do replicas travel from the hottest rung to the coldest and back?"""
     (trips, restarts), history = evidence.trips, evidence.history
     exact = evidence.travel.exact
+    barrier = float((1.0 - observed_acceptance(history).value).sum())
     numbers = {"round_trips_per_chain": trips, "restarts_per_chain": restarts, "exact": exact}
+    numbers["barrier"] = barrier
     least = "" if exact or restarts == 0 else "at least "
     mean = "on average " if history.n_chains > 1 else ""
     words = f"A chain made {mean}{least}{several(trips, 'round trip')} over the ladder,"
-    words += f" its {history.n_rungs} replicas together."
+    words += f" its {history.n_rungs} replicas together"
+    words += f"; the barrier, its rejection rates summed, is {number(barrier)}."
     if trips >= FEW_TRIPS:
         yield Finding("fine", "round trips", words, numbers)
         return
