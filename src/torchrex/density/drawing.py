@@ -71,16 +71,21 @@ class DrawOptions:
 class DrawRecorder:
     """Collects draws block by block: thins what grows with the steps, sums what does not. Memory is
     that of the draws that will be kept.
+
+    With `swap_batches` the energy of a draw is that of the latest swap test, NaN before the first.
     """
 
-    def __init__(self, n_steps: int, *, thin: int, burn_in: int) -> None:
-        self.thin, self.burn_in = thin, burn_in
+    def __init__(
+        self, n_steps: int, *, thin: int, burn_in: int, swap_batches: bool = False
+    ) -> None:
+        self.thin, self.burn_in, self.swap_batches = thin, burn_in, swap_batches
         self.n_seen = 0
         self._capacity = max(0, (n_steps - burn_in) // thin)
         self._kept = 0
         self._store: dict[str, Tensor] = {}
         self._accepted: Tensor | None = None
         self._proposed: Tensor | None = None
+        self._tested: Tensor | None = None  # energies of the latest test, of swap batches
 
     def record(self, info: StepInfo) -> None:
         """Take in consecutive steps, stacked along the first axis.
@@ -98,14 +103,24 @@ class DrawRecorder:
         rows = slice(first - self.n_seen - 1, n, self.thin)
         steps = torch.arange(self.n_seen + 1, self.n_seen + n + 1)
         kept = self._kept + len(steps[rows])
-        sources = (info.position, info.noise_variance, info.replica_at, info.energy, steps)
+        energy = self._of_tests(info) if self.swap_batches else info.energy
+        sources = (info.position, info.noise_variance, info.replica_at, energy, steps)
         for name, source in zip(FIELDS, sources, strict=True):
             if name not in self._store:
                 dtype = torch.int16 if name == "replica_at" else source.dtype
                 self._store[name] = torch.empty((self._capacity, *source.shape[1:]), dtype=dtype)
             self._store[name][self._kept : kept] = source[rows]
         self._accepted, self._proposed = accepted, proposed
+        self._tested = energy[-1].clone() if self.swap_batches else None
         self._kept, self.n_seen = kept, self.n_seen + n
+
+    def _of_tests(self, info: StepInfo) -> Tensor:
+        """The energies of every step, replaced by those of the latest step with a test."""
+        tested = info.proposed.flatten(1).any(1)
+        when = torch.arange(1, len(tested) + 1, device=tested.device)
+        before = torch.full_like(info.energy[0], math.nan) if self._tested is None else self._tested
+        latest = torch.where(tested, when, 0).cummax(0).values
+        return torch.cat([before[None], info.energy])[latest]
 
     def draws(self, status: str, settings: dict[str, Any]) -> Draws | None:
         """What was recorded so far, or None if not a single step was."""
@@ -126,6 +141,7 @@ class DrawRecorder:
         """The draws so far; the rows are views, to be written before the next steps."""
         rows = {name: tensor[: self._kept] for name, tensor in self._store.items()}
         swaps = {"accepted": self._accepted, "proposed": self._proposed}
+        swaps |= {} if self._tested is None else {"tested": self._tested}
         return {"n_seen": self.n_seen, "rows": rows, **swaps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -140,6 +156,7 @@ class DrawRecorder:
             self._store[name][:kept] = tensor
         self._kept, self.n_seen = kept, n_seen
         self._accepted, self._proposed = state["accepted"], state["proposed"]
+        self._tested = state.get("tested")
 
 
 class Drawing:
@@ -153,7 +170,12 @@ class Drawing:
         shard: str | None,
     ) -> None:
         self.run, self.options, self.checkpoints = run, options, checkpoints
-        self.recorder = DrawRecorder(options.n_steps, thin=options.thin, burn_in=options.burn_in)
+        self.recorder = DrawRecorder(
+            options.n_steps,
+            thin=options.thin,
+            burn_in=options.burn_in,
+            swap_batches=run.rules.swap_batch is not None and run.rules.swaps,
+        )
         self._first = run.n_steps  # steps of the run before
         self._setting = {} if checkpoints is None else self._describe(shard)
         self._found = None if checkpoints is None else self._find(checkpoints)
@@ -268,7 +290,6 @@ class Drawing:
         now |= {"annealed": True} if self.run.rules.ladder.anneal else {}
         if (size := self.run.rules.swap_batch) is not None:
             now |= {"swap_batch": size, "swap_batch_every": self.run.rules.swap_interval}
-            now |= {"swap_batch_start": self.run.rules.swap_start}
             now |= {"swaps_on_all_data": True} if size == self.run.ensemble.n_data else {}
         if self.run.rules.tempering == "likelihood":
             now["tempering"] = "likelihood"

@@ -125,8 +125,7 @@ class History:
                 raise InvalidArgumentError(f"F must be positive, got {correction_factor}")
             sigma2 = draws.noise_variance.double()
             correction = _gaps(temperature)[:, :, None] * sigma2 / correction_factor
-            if interval := draws.settings.get("swap_batch_every"):
-                correction[steps % interval != 0] = math.nan
+            correction[draws.energy.isnan().any(1).any(1)] = math.nan  # before the first test
         names = ("energy", "replica_at", "noise_variance", "accepted", "proposed", "n_steps")
         same = {name: getattr(draws, name) for name in names}
         return cls(steps=steps, temperature=temperature, correction=correction, **same)

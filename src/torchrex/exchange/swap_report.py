@@ -243,8 +243,11 @@ def exchange_line(numbers: Mapping[str, Any]) -> str:
         value = numbers.get(name)
         return form(value) if isinstance(value, int | float) and math.isfinite(value) else "?"
 
+    def share(cost: float) -> str:
+        return percent(cost) if cost < 2 else f"{cost:.3g} times that"
+
     mean, least = (known(f"{name}_acceptance_rate", percent) for name in ("mean", "least"))
-    trips, restarts, cost = known("round_trips"), known("restarts"), known("swap_cost", percent)
+    trips, restarts, cost = known("round_trips"), known("restarts"), known("swap_cost", share)
     bound = "at least " if numbers.get("exact") is False else ""
     return (
         f"barrier {known('barrier')}, {mean} accepted"

@@ -35,10 +35,6 @@ if TYPE_CHECKING:
 MOST_IN_HTML = 10  # coordinates
 MOST_CHAINS = 64  # whose round trips are counted
 COORDINATES = ("coordinate", "mean", "sd", "se of mean (ESS)")
-NO_TESTS = (
-    "stepping stones need draws of steps with a swap test: use thin=1, or burn_in=1 and a thin "
-    "that is a multiple of swap_interval"
-)
 LINE_STYLES = ("-", "--", "-.", ":")
 
 
@@ -50,7 +46,8 @@ class Draws:
     steps: Tensor  # (draws,): the number of steps done when each was taken
     noise_variance: Tensor  # (draws, pairs, chains): sigma2
     replica_at: Tensor  # (draws, rungs, chains): the replica on each rung
-    energy: Tensor  # (draws, rungs, chains): energy estimates
+    # (draws, rungs, chains): energy estimates; with swap batches those of the latest test
+    energy: Tensor
     accepted: Tensor  # (pairs, chains): swaps made over all steps
     proposed: Tensor  # (pairs, chains): swaps tested over all steps
     n_steps: int
@@ -121,17 +118,9 @@ class Draws:
         rising = bool((temperature.diff() > 0).all()) and float(temperature[0]) > 0
         if known.get("tempering") != "likelihood" or known.get("annealed") or not rising:
             return None
-        energy, why = self.energy, 'stepping stones need exact energies, swap_batch="full"'
-        every, start, before = (
-            float(_numbers([known.get(name, 0)], 1))
-            for name in ("swap_batch_every", "swap_batch_start", "steps_before")
-        )
-        if every > 0:  # between two tests it is that of a minibatch
-            step = self.steps - 1 + before
-            tested = (step % every == 0) & (step >= start)
-            energy = energy[tested] if bool(tested.any()) else energy
-            if known.get("swaps_on_all_data"):
-                why = "" if bool(tested.any()) else NO_TESTS
+        energy = self.energy[~self.energy.isnan().flatten(1).any(1)]  # none before the first test
+        exact = bool(known.get("swaps_on_all_data"))
+        why = "" if exact else 'stepping stones need exact energies, swap_batch="full"'
         enough = len(energy) > 3 and bool(energy.isfinite().all())
         reaches = math.isinf(temperature[-1]) and len(temperature) > 1
         return log_evidence(energy, temperature, noise=why) if enough and reaches else None
