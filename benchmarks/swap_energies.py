@@ -33,6 +33,7 @@ the second 1.6e8 (tuned_exchange.py: 3e8 and 9e8), the clusters 1e7 (2e8) and ru
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import math
 import time
@@ -50,7 +51,7 @@ from torchrex.experiments.digits import DigitsConfig, digits
 from torchrex.targets import DeviceLoader, Energy, Noise, laplace, simulate_logistic
 from tuned_exchange import clusters
 
-EXAMPLES = {"logistic": (4e7, 1.6e8), "clusters": 1e7}  # of one run
+FIRST, SECOND, CLUSTERS = 4e7, 1.6e8, 1e7  # examples of one run
 LAW_STEPS = 4_000
 RUNS = {"law": 500, "logistic": 8, "clusters": 32, "digits": 4}
 
@@ -185,7 +186,7 @@ def seen(
     if isinstance(now.target, Anchored):
         now.target.renew(now.position)
     path, values, thin = [], [], max(1, n_steps // 200)
-    accepted = proposed = square = 0.0
+    accepted, proposed, square = 0.0, 0.0, torch.zeros(n_runs)
     variance, tests = torch.zeros(n_rungs - 1, dtype=torch.float64), 0
     for info in run.advance(
         n_steps, every=way.renew or max(1, 1_000 // way.interval * way.interval)
@@ -193,13 +194,14 @@ def seen(
         first = run.n_steps - len(info.energy)
         if way.renew and run.n_steps % way.renew == 0:
             now = run.ensemble
+            assert isinstance(now.target, Anchored)
             now.target.renew(now.position)
         tested = slice(-first % way.interval, None, way.interval)
         info = StepInfo(*(each[tested] if k else each for k, each in enumerate(info)))
         path.append(info.replica_at.to(torch.int8, copy=True))
         accepted += float(info.accepted.sum())
         proposed += float(info.proposed.expand_as(info.accepted).sum())
-        square = square + info.position.square().mean(-1).sum(0)
+        square += info.position.square().mean(-1).sum(0)
         values.append(info.position[-(first + 1) % thin :: thin].clone())
         variance += info.noise_variance.double().mean(-1).sum(0)
         tests += len(info.energy)
@@ -368,6 +370,8 @@ GRID = [  # of the first look
     *(Way(rungs) for rungs in (32, 44, 60, 90)),
     *(Way(rungs, 20, 5_000) for rungs in (8, 12)),
     *(Way(rungs, 50, 20_000) for rungs in (4, 6, 8)),
+    *(Way(4, 20, size) for size in (10_000, 20_000)),
+    Way(4, 100, 50_000),
     *(Way(rungs, 200, 100_000) for rungs in (3, 4)),
     *(Way(rungs, renew=300) for rungs in (4, 6, 8, 12)),
     *(Way(rungs, renew=1_000) for rungs in (8, 12, 20, 32)),
@@ -387,15 +391,15 @@ FIXED = [  # about 1,000 examples more a step, and the step's own batch without 
 
 
 def logistic() -> dict[str, Any]:
-    problem, (little, much) = Logistic(), EXAMPLES["logistic"]
+    problem = Logistic()
     geometric = tr.Ladder.geometric(1.0, 10.0, 6, lrs=LR)
-    fixed = [problem.measured(way, little, seed=1, ladder=geometric) for way in FIXED]
-    look = {way: problem.measured(way, little, seed=1) for way in GRID}
+    fixed = [problem.measured(way, FIRST, seed=1, ladder=geometric) for way in FIXED]
+    look = {way: problem.measured(way, FIRST, seed=1) for way in GRID}
     best: dict[tuple[str, str], Way] = {}
     for count in ("visits", "renewed"):
         for way in sorted(look, key=lambda way: -look[way][count]["mean"]):
             best.setdefault((way.kind, count), way)
-    again = [problem.measured(way, much, seed=2) for way in dict.fromkeys(best.values())]
+    again = [problem.measured(way, SECOND, seed=2) for way in dict.fromkeys(best.values())]
     return {"fixed": fixed, "first look": list(look.values()), "again": again}
 
 
@@ -425,7 +429,7 @@ def mixture() -> dict[str, Any]:
         start = 8.0 * torch.randn(way.rungs, n_runs, problem.target.dim, generator=generator)
         ladder = tr.Ladder.geometric(1.0, 300.0, way.rungs, lrs=5e-5)
         cost = way.examples_a_step(problem.target)
-        n_steps = int(EXAMPLES["clusters"] / (way.rungs * cost))
+        n_steps = int(CLUSTERS / (way.rungs * cost))
         found = seen(problem.target, ladder, way, n_steps, start, relaxation=math.inf, seed=seed)
         score = problem.score(found.values)
         row = {
@@ -490,26 +494,29 @@ def network() -> list[dict[str, Any]]:
                 now = terms - before if renew else terms
                 scale = n_data**2 / size * (1.0 - size / n_data)
                 s = gap * math.sqrt(scale * float((now[0] - now[1]).var()))
-                accepted = float(tr.expected_acceptance(gap * (cold - hot), s))
-                found[name].append((s * s, accepted))
+                expected = float(tr.expected_acceptance(gap * (cold - hot), s))
+                found[name].append((s * s, expected))
         for name, each in found.items():
-            square, accepted = torch.tensor(each).mean(0).tolist()
-            rows[name].append((math.sqrt(square), accepted))
+            mean_square, mean = torch.tensor(each).mean(0).tolist()
+            rows[name].append((math.sqrt(mean_square), mean))
     listed = []
     for name, each in rows.items():
         size, interval, renew = ways[name]
         own = size == n
         cost = n + (n_data / renew if renew else 0.0)
         cost += (n if renew else 0) / interval if own else size / interval
-        s, accepted = torch.tensor(each, dtype=torch.float64).unbind(1)
+        noise, accepted = torch.tensor(each, dtype=torch.float64).unbind(1)
         listed.append(
             {
                 "way": name, "examples a step": cost, "tests every": interval,
-                "s": mean_of(s), "acceptance": mean_of(accepted),
+                "s": mean_of(noise), "acceptance": mean_of(accepted),
             }
         )  # fmt: skip
         print("digits", listed[-1], flush=True)
     return listed
+
+
+PARTS = {"digits": network, "law": law, "logistic": logistic, "clusters": mixture}
 
 
 def main() -> None:
@@ -517,15 +524,15 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent / "results" / "swap_energies.json"
     )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("torchrex").setLevel(logging.ERROR)  # biased rules and dead pairs are results
-    began, parts = time.monotonic(), {}
-    for part in (network, law, logistic, mixture):
-        parts[part.__name__] = part()
-        print(part.__name__, f"{time.monotonic() - began:.0f} s", flush=True)
-    made = {**surroundings(__file__, "torch", "torchrex"), "seconds": time.monotonic() - began}
-    write(options.out, {**made, **parts})
+    results = json.loads(options.out.read_text())["results"] if options.out.exists() else {}
+    for part in options.parts:  # the others stay as they are
+        results[part] = PARTS[part]()
+        made = surroundings(__file__, "torch", "torchrex")
+        write(options.out, {**made, "results": results})
 
 
 if __name__ == "__main__":
