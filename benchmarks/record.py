@@ -431,7 +431,7 @@ def swap_energies_table(record: dict[str, Any]) -> str:
     def rows(head: str, lines: list[str]) -> list[str]:
         return [head, "|---" * (head.count("|") - 1) + "|", *lines, ""]
 
-    windows = [r for r in found["law"] if r["rests"] and r["window"] < 5 and r["interval"] < 100]
+    windows = [r for r in found["law"] if r["rests"] and r["interval"] < 100]
     logistic = [
         f"| {r['way']} | {r['batches a step']:.2f} | {sum(r['s']) / len(r['s']):.2f} | "
         f"{r['acceptance']:.2f} | {pm(r['visits'], 1)} | {pm(r['renewed'], 1)} | "
@@ -461,8 +461,7 @@ def swap_energies_table(record: dict[str, Any]) -> str:
                 [
                     f"| {r['way']} | {r['runs']} | {r['examples a step']:.0f} | "
                     f"{r['acceptance']:.2f} | {pm(r['at the global mode'], 2)} |"
-                    for part in ("first look", "again")
-                    for r in found["clusters"][part]
+                    for r in found["clusters"]
                 ],
             ),
             *rows(
