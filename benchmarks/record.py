@@ -420,6 +420,62 @@ def table3_table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def swap_energies_table(record: dict[str, Any]) -> str:
+    """The law of windows, then anchors and windows beside swap batches at equal cost."""
+
+    found = record["results"]
+
+    def pm(value: dict[str, float], digits: int) -> str:
+        return f"{value['mean']:.{digits}f} ± {value['se']:.{digits}f}"
+
+    def rows(head: str, lines: list[str]) -> list[str]:
+        return [head, "|---" * (head.count("|") - 1) + "|", *lines, ""]
+
+    windows = [r for r in found["law"] if r["rests"] and r["interval"] < 100]
+    logistic = [
+        f"| {r['way']} | {r['batches a step']:.2f} | {sum(r['s']) / len(r['s']):.2f} | "
+        f"{r['acceptance']:.2f} | {pm(r['visits'], 1)} | {pm(r['renewed'], 1)} | "
+        f"{pm(r['variance_ratio'], 2)} |"
+        for part in ("fixed", "again")
+        for r in found["logistic"][part]
+    ]
+    n_fixed = len(found["logistic"]["fixed"])
+    head = (
+        "| batches a step | mean s | accepted | visits | renewed visits | variance of rung 0 / "
+        "Laplace |"
+    )
+    return "\n".join(
+        [
+            *rows(
+                "| Gaussian, exact energies | rungs to | variance of rung 0 / right | visits |",
+                [
+                    f"| window {r['window']}, a test every {r['interval']} | {r['rungs']} to "
+                    f"{r['hot']:,.0f} | {pm(r['variance_ratio'], 3)} | {pm(r['visits'], 0)} |"
+                    for r in windows
+                ],
+            ),
+            *rows(f"| logistic, one ladder at equal cost {head}", logistic[:n_fixed]),
+            *rows(f"| logistic, each way at its best {head}", logistic[n_fixed:]),
+            *rows(
+                "| 8 clusters | runs | examples a step | accepted | at the global mode |",
+                [
+                    f"| {r['way']} | {r['runs']} | {r['examples a step']:.0f} | "
+                    f"{r['acceptance']:.2f} | {pm(r['at the global mode'], 2)} |"
+                    for r in found["clusters"]
+                ],
+            ),
+            *rows(
+                "| digits | examples a step | s | expected acceptance |",
+                [
+                    f"| {r['way']} | {r['examples a step']:.0f} | {pm(r['s'], 2)} | "
+                    f"{pm(r['acceptance'], 2)} |"
+                    for r in found["digits"]
+                ],
+            ),
+        ]
+    ).rstrip()
+
+
 def setting(record: dict[str, Any]) -> str:
     """One line on where and when."""
     hardware = record["hardware"]
@@ -443,6 +499,7 @@ def main() -> None:
         "module_cpu": (module_cpu_table, "module_cpu"),
         "shared_batch": (shared_batch_table, "shared_batch"),
         "variance_of_rung0": (variance_of_rung0_table, "variance_of_rung0"),
+        "swap_energies": (swap_energies_table, "swap_energies"),
     }
     for page in (HERE / "README.md", HERE.parent / "README.md"):
         text = page.read_text()
