@@ -7,6 +7,7 @@ compared with the exact law of their chain.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -21,19 +22,9 @@ import torchrex as tr
 from assertions import assert_mean_is, assert_mean_is_not
 from command import refused, run_command
 from torchrex.experiments import dumps, grid_law, run_recipe
-from torchrex.experiments.grid_law import Grid, mean_acceptance, slowest, stationary
-from torchrex.experiments.theory import (
-    REACH,
-    WELLS,
-    chi_square,
-    deviations,
-    jackknife,
-    slope,
-    start_of,
-    start_on,
-    theory_recipes,
-    w2_squared,
-)
+from torchrex.experiments.grid_law import Grid, gap_of, mean_acceptance, stationary
+from torchrex.experiments.law_distance import chi_square, deviations, jackknife, slope, w2_squared
+from torchrex.experiments.theory import REACH, WELLS, start_of, start_on, theory_recipes
 from torchrex.report import theory
 from torchrex.targets import Gaussian, StudentT
 
@@ -65,8 +56,8 @@ def test_exact_swaps_keep_the_gibbs_law(grid):
 
 def test_without_swaps_the_spectrum_is_that_of_the_slower_rung(grid):
     accepted = grid.acceptance(PAIR)
-    alone = [slowest(grid.generator(tau))[0] for tau in PAIR]
-    pair = [slowest(grid.pair_generator(PAIR, r * accepted))[0] for r in (0.0, 0.1, 1.0, 10.0)]
+    alone = [gap_of(grid.generator(tau)) for tau in PAIR]
+    pair = [gap_of(grid.pair_generator(PAIR, r * accepted)) for r in (0.0, 0.1, 1.0, 10.0)]
     assert pair[0] == pytest.approx(min(alone), rel=1e-8)
     assert pair == sorted(pair)
     assert pair[-1] > 4 * pair[0]
@@ -81,14 +72,14 @@ def test_the_gap_of_an_ornstein_uhlenbeck_process_is_its_stiffness():
         assert grid_law.gap_of_split(coarse, (1.0, 2.0), none) == pytest.approx(1.0, rel=1e-4)
     fine = Grid(tr.GaussianMixture([1.0], [0.0], [1.0]), 10.0, 400)
     for temperature in (1.0, 2.0):
-        assert slowest(fine.generator(temperature))[0] == pytest.approx(1.0, rel=1e-3)
+        assert gap_of(fine.generator(temperature)) == pytest.approx(1.0, rel=1e-3)
 
 
 def test_the_split_spectrum_is_that_of_the_generator():
     fine = Grid(WELLS, REACH, 160)
     for r in (0.0, 1.0, 10.0):
         rate = r * fine.acceptance(PAIR)
-        exact = slowest(fine.pair_generator(PAIR, rate))[0]
+        exact = gap_of(fine.pair_generator(PAIR, rate))
         assert grid_law.gap_of_split(fine, PAIR, rate) == pytest.approx(exact, rel=0.01)
 
 
@@ -160,6 +151,18 @@ def test_the_jackknife_of_a_mean_is_its_standard_error():
     assert mean == pytest.approx(groups.mean())
     x = np.arange(5.0)
     assert slope(x, 3.0 * x + 1.0, 1.0 + x) == pytest.approx(3.0)
+
+
+def test_the_law_over_time_decays_at_the_gap_and_keeps_the_gibbs_law(grid):
+    gibbs, rate, step = grid.gibbs_pair(PAIR), 3.0 * grid.acceptance(PAIR), 0.02
+    moves = (grid.flow(1.0, step), grid.flow(5.0, step))
+    kept = next(itertools.islice(grid_law.diffuse(gibbs, moves, rate, step), 50, None))
+    assert np.abs(kept - gibbs).max() < 1e-12
+    start = np.outer(start_on(grid), start_on(grid))
+    laws = itertools.islice(grid_law.diffuse(start, moves, rate, step), 400, 501, 100)
+    before, after = (np.sqrt(((law - gibbs) ** 2 / gibbs).sum()) for law in laws)
+    gap = gap_of(grid.pair_generator(PAIR, rate))
+    assert np.log(before / after) / (100 * step) == pytest.approx(gap, rel=0.01)
 
 
 # The command

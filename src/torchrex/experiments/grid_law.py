@@ -11,6 +11,7 @@ matrix of rates. A law of the pair is an array (N, N) that sums to 1, cold rung 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -155,7 +156,7 @@ def mean_acceptance(
     above = law[::-1].cumsum()[::-1] - law / 2
     below = signal.lfilter([1.0], [1.0, -np.exp(-step)], law) - law / 2
     shifted = difference - gap**2 * noise.variance / correction_factor
-    return np.interp(shifted, -(gap * noise.scale * z)[::-1], (above + below)[::-1])
+    return np.asarray(np.interp(shifted, -(gap * noise.scale * z)[::-1], (above + below)[::-1]))
 
 
 def stationary(generator: Any, likely: int) -> Array:
@@ -164,14 +165,12 @@ def stationary(generator: Any, likely: int) -> Array:
     flow = generator.T.tocsc()
     law = np.ones(generator.shape[0])
     law[rest] = linalg.spsolve(flow[rest][:, rest], -flow[rest][:, likely].toarray().ravel())
-    return law / law.sum()
+    return np.asarray(law / law.sum())
 
 
-def slowest(generator: Any) -> tuple[float, Array]:
-    """The spectral gap, the rate at which the slowest function decays, and that function."""
-    value, function = linalg.eigs(generator, k=2, sigma=0.001)
-    which = int(value.real.argmin())
-    return -float(value[which].real), function[:, which].real
+def gap_of(generator: Any) -> float:
+    """The spectral gap: distances to the stationary law fall as exp(-gap t) in the end."""
+    return -float(linalg.eigs(generator, k=2, sigma=0.001, return_eigenvectors=False).real.min())
 
 
 def gap_of_split(grid: Grid, temperatures: Pair, rate: Array, step: float = 0.05) -> float:
@@ -193,6 +192,18 @@ def gap_of_split(grid: Grid, temperatures: Pair, rate: Array, step: float = 0.05
     operator = linalg.LinearOperator((n * n, n * n), matvec=transitions, dtype=np.float64)
     value = linalg.eigsh(operator, k=2, which="LA", tol=1e-6, return_eigenvectors=False)
     return float(np.log(value.max() / value.min()) / step)
+
+
+def diffuse(law: Array, moves: tuple[Array, Array], rate: Array, step: float) -> Iterator[Array]:
+    """The law of the pair in continuous time, now and after every `step`: Strang's splitting into
+    jumps and the transitions `moves` of each rung within a step.
+    """
+    stay, go = _jump(rate, step / 2)
+    while True:
+        yield law
+        law = stay * law + (go * law).T
+        law = moves[0].T @ law @ moves[1]
+        law = stay * law + (go * law).T
 
 
 def chain(law: Array, moves: tuple[Array, Array], probability: Array, n_steps: int) -> Array:

@@ -4,19 +4,11 @@ Every recipe has many independent runs of the library on a target whose law is k
 them what the statement's own objects give on a grid (`grid_law.py`). The targets are minus the log
 of Gaussian mixtures: they have two wells, or three, and fulfil the paper's assumptions, smoothness
 and dissipativity. (A polynomial double well does not: its gradient is not Lipschitz.)
-
-Laws at a fixed time have no long chain to average over, so the runs are divided into groups, and a
-squared distance is estimated without the bias of a finite number of draws:
-
-    W2^2  = mean over pairs of groups a != b of integral (q_a - q) (q_b - q) du     q: quantiles
-    chi^2 = K sum_i n_i (n_i - 1) / (n (n - 1)) - 1             in K cells of equal probability
-
-Errors are those of the jackknife over groups. In two dimensions both are means over the marginals
-along some directions (sliced).
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -34,6 +26,19 @@ from torchrex.experiments import grid_law
 from torchrex.experiments.config import Column, ExperimentConfig, RunOptions
 from torchrex.experiments.folder import Run, RunResult
 from torchrex.experiments.grid_law import Array, Grid
+from torchrex.experiments.law_distance import (
+    N_GROUPS,
+    chi_square,
+    chi_square_of,
+    deviations,
+    jackknife,
+    log_slope,
+    quantiles,
+    root,
+    slope,
+    w2_of,
+    w2_squared,
+)
 from torchrex.network import Outcome
 from torchrex.posterior import Draws
 from torchrex.rng import derive_seed
@@ -46,94 +51,8 @@ PLANE = GaussianMixture(
 )
 START = (-1.5, 0.7)  # all runs begin in the left well, or the lower left one: mean and std
 REACH, PLANE_REACH = 8.0, 7.0  # of the grids
-N_GROUPS, N_CELLS = 10, 40
-ANGLES = (0.0, 45.0, 90.0, 135.0)  # of the marginals in two dimensions
-LEVELS = (np.arange(20_000) + 0.5) / 20_000  # at which two computed laws are compared
 
-Statistic = Callable[[Array], Array]
 Draw = Callable[..., Draws]
-
-
-def jackknife(statistic: Statistic, groups: Array) -> tuple[Array, Array]:
-    """The statistic of all groups (the first axis), and its standard error from leaving out one."""
-    n = len(groups)
-    without = np.stack([statistic(np.delete(groups, g, axis=0)) for g in range(n)])
-    error = np.sqrt((n - 1) / n * ((without - without.mean(0)) ** 2).sum(0))
-    return np.asarray(statistic(groups)), error
-
-
-def w2_squared(gaps: Array) -> Array:
-    """From deviations of quantiles (groups, marginals, times, n), see above: (times,)."""
-    n = len(gaps)
-    pairs = gaps.sum(0) ** 2 - (gaps**2).sum(0)
-    return np.asarray(pairs.mean((0, -1)) / (n * (n - 1)))
-
-
-def chi_square(counts: Array) -> Array:
-    """From counts in cells of equal probability (groups, marginals, times, cells): (times,)."""
-    cells = counts.sum(0)
-    n = cells.sum(-1)
-    mean = (cells * (cells - 1)).sum(-1) / (n * (n - 1))
-    return np.asarray((cells.shape[-1] * mean - 1).mean(0))
-
-
-def marginals(mixture: GaussianMixture) -> list[tuple[torch.Tensor, GaussianMixture]]:
-    """Directions and the law of the target along each."""
-    if mixture.dim == 1:
-        return [(torch.ones(1, dtype=torch.float64), mixture)]
-    found = []
-    for angle in map(math.radians, ANGLES):
-        way = torch.tensor([math.cos(angle), math.sin(angle)], dtype=torch.float64)
-        stds = (mixture.factor.mT @ way).norm(dim=1)
-        found.append((way, GaussianMixture(mixture.weights, mixture.means @ way, stds)))
-    return found
-
-
-def deviations(draws: Draws, mixture: GaussianMixture) -> tuple[Array, Array]:
-    """Gaps for `w2_squared` and counts for `chi_square`, of every kept time."""
-    from torchrex.diagnostics import MixtureQuantiles  # scipy loads slowly
-
-    gaps, counts = [], []
-    for way, law in marginals(mixture):
-        x = (draws.values.double() @ way).T  # (times, runs)
-        x = x.reshape(len(x), N_GROUPS, -1).movedim(1, 0)  # (groups, times, n)
-        gaps.append(x.sort(-1).values - MixtureQuantiles(law).at_midpoints(x.shape[-1]))
-        cell = (law.cdf(x) * N_CELLS).long().clamp(max=N_CELLS - 1)
-        ones = torch.ones_like(x)
-        zeros = torch.zeros(*x.shape[:2], N_CELLS, dtype=torch.float64)
-        counts.append(zeros.scatter_add_(-1, cell, ones))
-    return torch.stack(gaps, 1).numpy(), torch.stack(counts, 1).numpy()
-
-
-def slope(x: Array, y: Array, weight: Array) -> Array:
-    """Of the weighted straight line through points; `weight` is one over a variance."""
-    away = x - np.average(x, weights=weight)
-    return np.asarray((weight * away * y).sum() / (weight * away**2).sum())
-
-
-def half_log(squares: Array) -> Array:
-    """Log of a distance from an estimate of its square, which may be negative by chance."""
-    return np.asarray(0.5 * np.log(np.maximum(squares, 1e-12)))
-
-
-def quantiles(law: Array, grid: Grid, levels: Array) -> Array:
-    """Of a law on the cells of a line, spread evenly over each of them."""
-    edges = np.append(grid.axis - grid.width / 2, grid.axis[-1] + grid.width / 2)
-    return np.interp(levels, np.append(0.0, law.cumsum()), edges)
-
-
-def w2_of(law: Array, other: Array, grid: Grid) -> float:
-    gap = quantiles(law, grid, LEVELS) - quantiles(other, grid, LEVELS)
-    return float(np.sqrt((gap**2).mean()))
-
-
-def chi_square_of(law: Array, target: Array, grid: Grid) -> float:
-    """In the cells of equal probability under the target in which draws are counted."""
-    levels = np.arange(1, N_CELLS) / N_CELLS
-    edges = np.append(grid.axis - grid.width / 2, grid.axis[-1] + grid.width / 2)
-    at = np.interp(quantiles(target, grid, levels), edges, np.append(0.0, law.cumsum()))
-    mass = np.diff(np.concatenate([[0.0], at, [1.0]]))
-    return float(N_CELLS * (mass**2).sum() - 1)
 
 
 @dataclass(frozen=True)
@@ -144,7 +63,7 @@ class TheoryConfig(ExperimentConfig):
     shown: ClassVar[tuple[str, str]]  # the metric for reports, and its title
     temperatures: tuple[float, ...] = (1.0, 5.0)
     n_steps: int = 800
-    n_runs: int = 100_000
+    n_runs: int = 2000
 
     def check(self) -> None:
         fine = len(self.temperatures) == 2 and self.temperatures[0] == 1.0 < self.temperatures[1]
@@ -219,6 +138,7 @@ class Acceleration(TheoryConfig):
     """Lemma 2: the distance to the law falls exponentially, and faster with swaps."""
 
     shown: ClassVar = ("rate", "largest decay rate")
+    n_runs: int = 60_000
     lr: float = 0.01
     intensities: tuple[float, ...] = (0.0, 0.3, 1.0, 3.0, 10.0, 30.0)  # r of the runs
     plane_intensities: tuple[float, ...] = (0.0, 1.0, 10.0)  # r of the runs in two dimensions
@@ -233,33 +153,26 @@ class Acceleration(TheoryConfig):
             self.require(name, len(r) > 1 and r[0] == 0 == min(r), "0 and others, rising")
 
     def measure(self, draw: Draw) -> tuple[dict[str, Any], dict[str, Any]]:
-        times = np.arange(1, self.n_steps // self.thin + 1) * self.thin * self.lr
+        times = np.arange(1.0, self.n_steps // self.thin + 1) * (self.thin * self.lr)
         wells, plane = self.on_the_line(draw, times), self.in_the_plane(draw, times)
         metrics = {"rate": max(wells["rate"]), "rate_without_swaps": wells["rate"][0]}
         return metrics, {"time": times, **wells, **{f"plane_{k}": v for k, v in plane.items()}}
 
     def on_the_line(self, draw: Draw, times: Array) -> dict[str, Any]:
-        """With the largest that the paper's delta_S can be: its value at late times, where the law
-        differs from the target by the slowest function f alone.
-
-            delta_S = inf over t of E_S(sqrt(law / target)) / E(the same) - 1 <= E_S(f) / E(f) - 1
-        """
         grid = Grid(WELLS, REACH, 160)
         law, accepted = grid.gibbs_pair(self.pair), grid.acceptance(self.pair)
-        alone = grid.pair_generator(self.pair, 0.0 * accepted)
         r = sorted({0.0, *np.logspace(-2, 2, 17), *self.intensities})
-        rate, delta, found = {}, [], {}
-        for each in r:
-            rate[each], f = grid_law.slowest(grid.pair_generator(self.pair, each * accepted))
-            weight = law.ravel() * f
-            delta.append(rate[each] * (weight @ f) / -(weight @ (alone @ f)) - 1.0)
+        rate = {
+            each: grid_law.gap_of(grid.pair_generator(self.pair, each * accepted)) for each in r
+        }
+        found: dict[str, list[Any]] = {}
         for each in self.intensities:
             values = self.computed(grid, each * self.lr * accepted, law.sum(1), times, rate[each])
+            values["delta"] = self.delta(grid, each * accepted, law, times[-1])
             values |= self.observed(draw, "wells", WELLS, each, times, rate[each])
             for name, value in values.items():
                 found.setdefault(name, []).append(value)
-        lines = {"r": r, "rate": list(rate.values()), "delta": delta}
-        return {**lines, "runs_r": self.intensities, **found}
+        return {"r": r, "rate": list(rate.values()), "runs_r": self.intensities, **found}
 
     def in_the_plane(self, draw: Draw, times: Array) -> dict[str, Any]:
         """The rates alone: the law of four coordinates over time is not computed."""
@@ -294,8 +207,23 @@ class Acceleration(TheoryConfig):
             "w2_exact": w2,
             "chi2_exact": chi2,
             "w2_rate_exact": -slope(times, np.log(w2), weight),
-            "chi2_rate_exact": -slope(times, half_log(np.array(chi2)), weight),
+            "chi2_rate_exact": -slope(times, 0.5 * np.log(chi2), weight),
         }
+
+    def delta(self, grid: Grid, rate: Array, law: Array, until: float) -> float:
+        """The paper's delta_S, from the start to a late time.
+
+        delta_S = inf over t of E_S(f) / E(f) - 1,    f = sqrt(law at t / stationary law)
+        """
+        step, start = 0.02, np.outer(start_on(grid), start_on(grid))
+        moves = (grid.flow(self.pair[0], step), grid.flow(self.pair[1], step))
+        alone, gains = grid.pair_generator(self.pair, 0.0 * rate), []
+        laws = grid_law.diffuse(start, moves, rate, step)
+        for joint in itertools.islice(laws, 0, round(until / step), 10):
+            f = np.sqrt(np.maximum(joint, 0.0) / law)
+            swaps = 0.5 * (law * rate * (f.T - f) ** 2).sum()
+            gains.append(swaps / -((law * f).ravel() @ (alone @ f.ravel())))
+        return float(min(gains))
 
     def observed(
         self, draw: Draw, name: str, mixture: GaussianMixture, r: float, times: Array, rate: float
@@ -305,14 +233,12 @@ class Acceleration(TheoryConfig):
         common = {"lr": self.lr, "thin": self.thin, "initial": start_of(mixture)}
         gaps, counts = deviations(draw(f"{name} r={r:g}", mixture, **common, **rule), mixture)
         weight = self.weight(times, rate)
-        w2, error = jackknife(w2_squared, gaps)
-        w2 = np.sqrt(np.maximum(w2, 1e-12))
-        found = {"w2": w2, "w2_se": error / (2 * w2)}
+        found: dict[str, Any] = {}
+        found["w2"], found["w2_se"] = root(*jackknife(w2_squared, gaps))
         found["chi2"], found["chi2_se"] = jackknife(chi_square, counts)
         for what, of, groups in (("w2", w2_squared, gaps), ("chi2", chi_square, counts)):
-            found[f"{what}_rate"], found[f"{what}_rate_se"] = jackknife(
-                lambda g, of=of: -slope(times, half_log(of(g)), weight), groups
-            )
+            falls, found[f"{what}_rate_se"] = log_slope(of, groups, times, weight)
+            found[f"{what}_rate"] = -falls
         return found
 
 
@@ -322,7 +248,7 @@ class Discretisation(TheoryConfig):
 
     shown: ClassVar = ("slope_with", "slope of log W2 in log lr")
     n_steps: int = 560  # at the smallest lr; the others take as many as the same time needs
-    n_runs: int = 200_000
+    n_runs: int = 150_000
     lrs: tuple[float, ...] = (0.2, 0.1, 0.07, 0.05, 0.035, 0.025)
     intensity: float = 4.0  # r
     fit_to: float = 0.1  # the largest lr in the fit of the slope
@@ -364,13 +290,11 @@ class Discretisation(TheoryConfig):
         curves: dict[str, Any] = {"lr": lrs}
         for name, computed in exact.items():
             groups = np.concatenate(gaps[name], axis=2)  # lrs in the place of times
-            squares, error = jackknife(w2_squared, groups)
-            w2 = np.sqrt(np.maximum(squares, 1e-12))
-            weight = np.where(fit, (w2**2 / error) ** 2, 0.0)
-            curves |= {name: w2, f"{name}_se": error / (2 * w2), f"{name}_exact": computed}
-            metrics[f"slope_{name}"], metrics[f"slope_{name}_se"] = jackknife(
-                lambda g, weight=weight: slope(np.log(lrs), half_log(w2_squared(g)), weight), groups
-            )
+            w2, error = root(*jackknife(w2_squared, groups))
+            weight = np.where(fit, (w2 / error) ** 2, 0.0)
+            curves |= {name: w2, f"{name}_se": error, f"{name}_exact": computed}
+            found = log_slope(w2_squared, groups, np.log(lrs), weight)
+            metrics[f"slope_{name}"], metrics[f"slope_{name}_se"] = found
             metrics[f"slope_{name}_exact"] = slope(np.log(lrs), np.log(computed), weight)
         return metrics, curves
 
@@ -419,11 +343,13 @@ class Noise(TheoryConfig):
             "runs_inverse_factor": [1.0 / factor for factor in self.factors],
             "degrees": self.degrees,
         }
-        by_std = [[(Gaussian(std), factor) for std in self.stds] for factor in self.factors]
-        by_law = [[(law, factor) for factor in self.factors] for law in laws]
-        settings = dict.fromkeys(one for row in (*by_std, *by_law) for one in row)
+        tables: dict[str, list[list[tuple[NoiseModel, float]]]] = {
+            "std": [[(Gaussian(std), factor) for std in self.stds] for factor in self.factors],
+            "factor": [[(law, factor) for factor in self.factors] for law in laws],
+        }
+        settings = {one for table in tables.values() for row in table for one in row}
         found = {one: self.compare(draw, exact, *one) for one in settings}
-        for name, rows in (("std", by_std), ("factor", by_law)):
+        for name, rows in tables.items():
             for k, what in enumerate(("chain", "runs", "runs_se")):
                 curves[f"{what}_by_{name}"] = [[found[one][k] for one in row] for row in rows]
         small = [exact.distance(exact.law(Gaussian(std), math.inf)) for std in (0.1, 0.2)]
@@ -482,7 +408,7 @@ class Exact:
 
     def rate(self, noise: NoiseModel | None, factor: float) -> float:
         """The decay rate with noise; the jumps need not be reversible."""
-        return grid_law.slowest(self.generator(noise, factor))[0]
+        return grid_law.gap_of(self.generator(noise, factor))
 
     def bias(self, law: Array) -> float:
         return float(law.sum(1)[self.grid.axis < 0].sum()) - self.left
@@ -505,7 +431,6 @@ class AdaptiveVariance(TheoryConfig):
 
     shown: ClassVar = ("slope_mean", "slope of the error, running mean")
     n_steps: int = 2000
-    n_runs: int = 2000
     lr: float = 0.02
     std: float = 2.0  # of one energy
     n_draws: int = 10  # energies in one SA step
@@ -534,11 +459,10 @@ class AdaptiveVariance(TheoryConfig):
             draws = draw(name, Noisy(WELLS, noise), **common, noise=rule)
             error = draws.noise_variance[m - 1, 0].double().numpy() / self.std**2 - 1
             groups = error.reshape(len(m), N_GROUPS, -1).swapaxes(0, 1)  # (groups, m, runs)
-            size = median_error if name == "mean_t3" else rms_error
-            curves[name], curves[f"{name}_se"] = jackknife(size, groups)
-            metrics[f"slope_{name}"], metrics[f"slope_{name}_se"] = jackknife(
-                lambda g, size=size: slope(np.log(m), np.log(size(g)), fit), groups
-            )
+            square = median_square if name == "mean_t3" else mean_square
+            curves[name], curves[f"{name}_se"] = root(*jackknife(square, groups))
+            found = log_slope(square, groups, np.log(m), fit)
+            metrics[f"slope_{name}"], metrics[f"slope_{name}_se"] = found
         for name, excess in (("mean", 0.0), ("mean_t5", 6.0)):  # fourth cumulant over variance^2
             curves[f"{name}_exact"] = np.sqrt(self.one_step(excess) / m)
         kept, g = (1 - self.gamma) ** (2 * (m - 1)), self.gamma / (2 - self.gamma)
@@ -550,12 +474,12 @@ class AdaptiveVariance(TheoryConfig):
         return (2 / (self.n_draws - 1) + excess / self.n_draws) / 2
 
 
-def rms_error(groups: Array) -> Array:
-    return np.sqrt((groups**2).mean((0, 2)))
+def mean_square(groups: Array) -> Array:
+    return np.asarray((groups**2).mean((0, 2)))
 
 
-def median_error(groups: Array) -> Array:
-    return np.asarray(np.median(np.abs(groups), axis=(0, 2)))
+def median_square(groups: Array) -> Array:
+    return np.asarray(np.median(groups**2, axis=(0, 2)))
 
 
 def theory_recipes() -> dict[str, TheoryConfig]:

@@ -71,7 +71,7 @@ def _acceleration(m: Any, c: Any, config: Any) -> list[Sequence[str]]:
     k = p = -1  # the largest r
     chi2, w2 = _with_errors(c, "chi2_rate"), _with_errors(c, "w2_rate")
     flat = _with_errors(c, "plane_chi2_rate")
-    rate, delta = ([c[name][c["r"].index(each)] for each in r] for name in ("rate", "delta"))
+    rate, delta = [c["rate"][c["r"].index(each)] for each in r], c["delta"]
     plane_rate = [c["plane_rate"][c["plane_r"].index(each)] for each in plane]
     near = np.abs(np.array(c["plane_chi2_rate"]) / plane_rate - 1).max()
     z, z_w2 = (
@@ -101,13 +101,13 @@ def _acceleration(m: Any, c: Any, config: Any) -> list[Sequence[str]]:
         ),
         (
             "Lemma 2: the rate is at least 1 + delta_S times that without swaps",
-            f"1 + delta_S is {1 + delta[k]:.3f} at most at r = {r[k]:g}",
+            f"1 + delta_S = {1 + delta[k]:.3f} at r = {r[k]:g}",
             f"{c['chi2_rate'][k] / c['chi2_rate'][0]:.2f} times",
             "as a bound, far from sharp",
         ),
         (
             "After theorem 1: a larger swapping rate boosts delta_S",
-            f"at most {delta[top]:.3f} at r = {r[top]:g}, {delta[-1]:.3f} at r = {r[-1]:g}",
+            f"delta_S = {delta[top]:.3f} at r = {r[top]:g}, {delta[-1]:.3f} at r = {r[-1]:g}",
             f"rates {chi2[top]} and {chi2[-1]}",
             "yes" if top == len(r) - 1 else "no: the rate grows, delta_S does not",
         ),
@@ -115,7 +115,7 @@ def _acceleration(m: Any, c: Any, config: Any) -> list[Sequence[str]]:
 
 
 def _discretisation(m: Any, c: Any, config: Any) -> list[Sequence[str]]:
-    found = []
+    found: list[Sequence[str]] = []
     for name, words in (
         ("with", "Theorem 1: at a fixed time, lr costs at most O(lr^0.5) in W2 (with swaps)"),
         ("to_limit", "the same without swaps, to the law of the diffusion at that time"),
@@ -294,25 +294,23 @@ def _points(
 
 
 def plot_rates(m: Any, c: Any, config: Any, axis: Any) -> str:
-    r, rate = np.array(c["r"]), np.array(c["rate"])
-    runs, least = np.array(c["runs_r"]), r[r > 0].min()
-    color = CORRECTED["color"]
-    axis.plot(r[r > 0], rate[r > 0], color=color, label="double well: gap of the generator")
-    plane = np.array(c["plane_r"])
-    flat = {"color": "#7b5aa6", "linestyle": "--", "label": "two dimensions: gap"}
-    axis.plot(plane[plane > 0], np.array(c["plane_rate"])[plane > 0], **flat)
-    axis.plot([least, r.max()], [rate[0]] * 2, **ALONE, label="double well: gap without swaps")
-    bound = rate[0] * (1 + np.array(c["delta"]))
-    words = "(1 + $\\delta_S$) times that, at most"
-    axis.plot(r[r > 0], bound[r > 0], ":", color="black", lw=1, label=words)
-    at = np.maximum(runs, least)
-    _points(axis, at, c["chi2_rate"], c["chi2_rate_se"], color, label="runs, chi-square")
-    _points(axis, at, c["w2_rate"], c["w2_rate_se"], color, "^", mfc="white", label="runs, W2")
-    at = np.maximum(c["plane_runs_r"], least)
-    _points(axis, at, c["plane_chi2_rate"], c["plane_chi2_rate_se"], "#7b5aa6", "s")
-    axis.set(
-        xscale="log", xlabel="swap intensity r (left end: none)", ylabel="rate of decay", ylim=0
-    )
+    color, other = CORRECTED["color"], "#7b5aa6"
+    bound = c["rate"][0] * (1 + np.array(c["delta"]))
+    axis.plot(c["r"], c["rate"], color=color, label="double well: gap of the generator")
+    axis.plot(c["plane_r"], c["plane_rate"], "--", color=other, label="two dimensions: gap")
+    axis.axhline(c["rate"][0], **ALONE, label="double well without swaps: gap")
+    words = "(1 + $\\delta_S$) times that"
+    axis.plot(c["runs_r"], bound, "-.", color="black", lw=1, label=words)
+    for name, marker, fill, words in (
+        ("chi2", "o", color, "chi-square"),
+        ("w2", "^", "white", "W2"),
+    ):
+        runs = (c["runs_r"], c[f"{name}_rate"], c[f"{name}_rate_se"])
+        _points(axis, *runs, color, marker, mfc=fill, label=f"runs, {words}")
+    runs = (c["plane_runs_r"], c["plane_chi2_rate"], c["plane_chi2_rate_se"])
+    _points(axis, *runs, other, "s", label="runs in two dimensions, chi-square")
+    axis.set_xscale("symlog", linthresh=0.1, linscale=0.4)
+    axis.set(xlabel="swap intensity r", ylabel="rate of decay", ylim=(0, 0.85))
     return "swaps accelerate"
 
 
