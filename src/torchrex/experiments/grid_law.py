@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from scipy import linalg as linalg_dense
-from scipy import signal, sparse, stats
+from scipy import sparse
 from scipy.sparse import linalg
 
 from torchrex.exchange import expected_acceptance
@@ -146,6 +146,8 @@ def mean_acceptance(
         return expected_acceptance(
             torch.as_tensor(difference), float(std), correction_factor
         ).numpy()
+    from scipy import signal, stats  # they load slowly
+
     assert isinstance(noise, StudentT)
     step, reach = 0.005, 400.0  # in scales of the noise
     z = np.arange(-reach, reach + step / 2, step)

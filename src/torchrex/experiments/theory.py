@@ -144,7 +144,7 @@ class Acceleration(TheoryConfig):
     plane_intensities: tuple[float, ...] = (0.0, 1.0, 10.0)  # r of the runs in two dimensions
     thin: int = 20  # steps between two times at which the distance is measured
     fit_from: float = 1.5  # time from which the decay is taken to be that of the slowest function,
-    fit_until: float = 0.03  # and what is left of it at the end
+    fit_until: float = 0.06  # and what is left of it at the end
 
     def check(self) -> None:
         super().check()

@@ -97,12 +97,12 @@ def _acceleration(m: Any, c: Any, config: Any) -> list[Sequence[str]]:
             "Lemma 2: the distance that falls so is W2",
             f"{c['w2_rate_exact'][k]:.3f} at r = {r[k]:g} in the same time, less than the gap",
             f"{w2[k]}; at most {z_w2:.1f} standard errors from the exact law",
-            "as a bound; W2 reaches the gap late",
+            "as a bound",
         ),
         (
-            "Lemma 2: the rate is at least 1 + delta_S times that without swaps",
+            "Lemma 2: swaps multiply the rate of the bound by 1 + delta_S",
             f"1 + delta_S = {1 + delta[k]:.3f} at r = {r[k]:g}",
-            f"{c['chi2_rate'][k] / c['chi2_rate'][0]:.2f} times",
+            f"the rate of the runs: by {c['chi2_rate'][k] / c['chi2_rate'][0]:.2f}",
             "as a bound, far from sharp",
         ),
         (
@@ -270,68 +270,52 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
         "noise": (plot_std, plot_laws, plot_trade),
         "variance": (plot_variance,),
     }
-    shown = [
-        (plot, found["data"][name])
-        for name in plots
-        if name in found["data"]
-        for plot in plots[name]
-    ]
+    data = found["data"]
+    shown = [(plot, data[name]) for name in plots if name in data for plot in plots[name]]
     n_rows = math.ceil(len(shown) / 2)
     with panels(path, n_rows, 2, (10.5, 3.9 * n_rows), dpi=120) as (_, axes):
-        for k, (axis, (plot, data)) in enumerate(zip(axes.flat, shown, strict=False)):
-            title = plot(data["metrics"], data["curves"], data["config"], axis)
+        for k, (axis, (plot, of)) in enumerate(zip(axes.flat, shown, strict=False)):
+            title = plot(of["metrics"], of["curves"], of["config"], axis)
             axis.set_title(f"({chr(97 + k)}) {title}", fontsize=10, loc="left")
             axis.legend(fontsize=8, frameon=False)
         for axis in axes.flat[len(shown) :]:
             axis.axis("off")
 
 
-def _points(
-    axis: Any, x: Any, y: Any, error: Any, color: str, marker: str = "o", **more: Any
-) -> None:
-    bars = {"yerr": 2 * np.array(error), "linestyle": "", "capsize": 2, "elinewidth": 1}
-    axis.errorbar(x, y, **bars, color=color, marker=marker, ms=4, **more)
+def _points(axis: Any, x: Any, y: Any, error: Any, style: Any, **more: Any) -> None:
+    look = {"marker": "o", "ms": 4, "capsize": 2, "elinewidth": 1, **more}
+    axis.errorbar(x, y, 2 * np.array(error), color=style["color"], linestyle="", **look)
 
 
 def plot_rates(m: Any, c: Any, config: Any, axis: Any) -> str:
-    color, other = CORRECTED["color"], "#7b5aa6"
-    bound = c["rate"][0] * (1 + np.array(c["delta"]))
+    color = CORRECTED["color"]
     axis.plot(c["r"], c["rate"], color=color, label="double well: gap of the generator")
-    axis.plot(c["plane_r"], c["plane_rate"], "--", color=other, label="two dimensions: gap")
+    axis.plot(c["plane_r"], c["plane_rate"], "--", color=color, label="two dimensions: gap")
     axis.axhline(c["rate"][0], **ALONE, label="double well without swaps: gap")
-    words = "(1 + $\\delta_S$) times that"
-    axis.plot(c["runs_r"], bound, "-.", color="black", lw=1, label=words)
-    for name, marker, fill, words in (
-        ("chi2", "o", color, "chi-square"),
-        ("w2", "^", "white", "W2"),
+    bound = c["rate"][0] * (1 + np.array(c["delta"]))
+    axis.plot(c["runs_r"], bound, "-.", color="black", lw=1, label="(1 + $\\delta_S$) times that")
+    for name, runs_r, marker, fill, words in (
+        ("chi2", "runs_r", "o", color, "double well, chi-square"),
+        ("w2", "runs_r", "^", "white", "double well, W2"),
+        ("plane_chi2", "plane_runs_r", "s", "white", "two dimensions, chi-square"),
     ):
-        runs = (c["runs_r"], c[f"{name}_rate"], c[f"{name}_rate_se"])
-        _points(axis, *runs, color, marker, mfc=fill, label=f"runs, {words}")
-    runs = (c["plane_runs_r"], c["plane_chi2_rate"], c["plane_chi2_rate_se"])
-    _points(axis, *runs, other, "s", label="runs in two dimensions, chi-square")
+        runs = (c[runs_r], c[f"{name}_rate"], c[f"{name}_rate_se"])
+        _points(axis, *runs, CORRECTED, marker=marker, mfc=fill, label=f"runs: {words}")
     axis.set_xscale("symlog", linthresh=0.1, linscale=0.4)
-    axis.set(xlabel="swap intensity r", ylabel="rate of decay", ylim=(0, 0.85))
+    axis.set(xlabel="swap intensity r", ylabel="rate of decay", ylim=(0, 0.95))
     return "swaps accelerate"
 
 
 def _decay(c: Any, what: str, axis: Any) -> None:
-    styles = [
-        ALONE,
-        *(
-            {"color": shade, "linestyle": "-"}
-            for shade in ("#9ecae1", "#4f9fc0", "#1b6ca8", "#0b3c5d")
-        ),
-    ]
-    shown = [r for r in c["runs_r"] if r in (0.0, 0.3, 1.0, 10.0)] or c["runs_r"]
-    for style, r in zip(styles, shown, strict=False):
-        k = c["runs_r"].index(r)
-        y, error = np.array(c[what][k]), np.array(c[f"{what}_se"][k])
-        axis.plot(c["time"], c[f"{what}_exact"][k], **style, lw=1.4)
-        name = f"r = {r:g}" if r else "no swaps"
+    shades = ("#9ecae1", "#4f9fc0", CORRECTED["color"])
+    styles = [ALONE, *({"color": shade, "linestyle": "-"} for shade in shades)]
+    shown = np.unique(np.linspace(0, len(c["runs_r"]) - 1, len(styles)).round().astype(int))
+    for style, k in zip(styles, shown, strict=False):
+        y, error, time = (np.array(each) for each in (c[what][k], c[f"{what}_se"][k], c["time"]))
+        axis.plot(time, c[f"{what}_exact"][k], **style, lw=1.4)
         clear = (y > 3 * error) & (np.arange(len(y)) % 2 == 0)
-        _points(
-            axis, np.array(c["time"])[clear], y[clear], error[clear], style["color"], label=name
-        )
+        name = f"r = {c['runs_r'][k]:g}" if c["runs_r"][k] else "no swaps"
+        _points(axis, time[clear], y[clear], error[clear], style, label=name)
     axis.set(yscale="log", xlabel="time")
 
 
@@ -355,66 +339,63 @@ def plot_lr(m: Any, c: Any, config: Any, axis: Any) -> str:
         ("to_limit", {"color": "0.35", "linestyle": "-."}, "^", "no swaps, to the diffusion"),
     ):
         axis.plot(lr, c[f"{name}_exact"], **style, lw=1.4)
-        _points(axis, lr, c[name], c[f"{name}_se"], style["color"], marker, label=words)
+        _points(axis, lr, c[name], c[f"{name}_se"], style, marker=marker, label=words)
     guide = c["with_exact"][0] * np.sqrt(lr / lr[0])
     axis.plot(lr, guide, ":", color="black", lw=1, label="slope 1/2, the bound's")
     axis.set(xscale="log", yscale="log", xlabel="learning rate")
+    axis.set_xticks(lr, [f"{each:g}" for each in lr], minor=False)
+    axis.set_xticks([], minor=True)
     axis.set_ylabel(f"W2 of rung 0 at time {m['time']:g}")
     return "discretisation"
 
 
-def _name_of(inverse: float) -> str:
-    return f"F = {1 / inverse:g}" if inverse else "naive (F = inf)"
+def _biases(c: Any, line: str, runs: str, by: str, names: Any, styles: Any, axis: Any) -> None:
+    for k, (name, style) in enumerate(zip(names, styles, strict=False)):
+        axis.plot(c[line], c[f"bias_{by}"][k], **style, lw=1.4)
+        axis.plot(c[runs], c[f"chain_{by}"][k], "_", color=style["color"], ms=12)
+        _points(axis, c[runs], c[f"runs_{by}"][k], c[f"runs_se_{by}"][k], style, label=name)
+    axis.axhline(0, color="0.8", lw=0.8, zorder=0)
+    axis.set_ylabel("bias of the left weight")
+
+
+def _factors(c: Any) -> list[str]:
+    return [f"F = {1 / each:g}" if each else "naive" for each in c["runs_inverse_factor"]]
 
 
 def plot_std(m: Any, c: Any, config: Any, axis: Any) -> str:
-    for k, inverse in enumerate(c["runs_inverse_factor"]):
-        style = BY_FACTOR[k % len(BY_FACTOR)]
-        axis.plot(c["std"], c["bias_by_std"][k], **style, lw=1.4)
-        axis.plot(c["runs_std"], c["chain_by_std"][k], "_", color=style["color"], ms=12)
-        runs = (c["runs_by_std"][k], c["runs_se_by_std"][k])
-        _points(axis, c["runs_std"], *runs, style["color"], label=_name_of(inverse))
-    axis.set(xlabel="noise sigma of one energy, Gaussian", ylabel="bias of the left weight")
-    return f"noise; dashes: the chain at lr {config['lr']:g}"
+    _biases(c, "std", "runs_std", "by_std", _factors(c), BY_FACTOR, axis)
+    axis.set_xlabel("standard deviation sigma of one energy's noise")
+    return f"Gaussian noise (dashes: the chain at lr {config['lr']:g}, computed)"
 
 
 def plot_laws(m: Any, c: Any, config: Any, axis: Any) -> str:
     names = ["Gaussian", *(f"t({degrees:g})" for degrees in c["degrees"])]
-    for k, (name, style) in enumerate(zip(names, BY_LAW, strict=False)):
-        axis.plot(c["inverse_factor"], c["bias_by_factor"][k], **style, lw=1.4)
-        axis.plot(
-            c["runs_inverse_factor"], c["chain_by_factor"][k], "_", color=style["color"], ms=12
-        )
-        runs = (c["runs_by_factor"][k], c["runs_se_by_factor"][k])
-        _points(axis, c["runs_inverse_factor"], *runs, style["color"], label=name)
-    axis.axhline(0, color="0.8", lw=0.8, zorder=0)
-    axis.set(xlabel="1 / F (0: naive, 1: corrected)", ylabel="bias of the left weight")
-    return f"heavy tails, sigma {config['std']:g}"
+    _biases(c, "inverse_factor", "runs_inverse_factor", "by_factor", names, BY_LAW, axis)
+    axis.set_xlabel("1 / F (0: naive, 1: corrected)")
+    return f"laws of noise with sigma {config['std']:g}"
 
 
 def plot_trade(m: Any, c: Any, config: Any, axis: Any) -> str:
-    axis.plot(c["bias_by_factor"][0], c["rate_by_factor"], color="0.5", lw=1.2)
-    for style, inverse in zip(BY_FACTOR, c["runs_inverse_factor"], strict=False):
-        bias, rate = (
-            np.interp(inverse, c["inverse_factor"], each)
-            for each in (c["bias_by_factor"][0], c["rate_by_factor"])
-        )
-        axis.plot(bias, rate, "o", color=style["color"], label=_name_of(inverse))
+    curve = (c["bias_by_factor"][0], c["rate_by_factor"])
+    axis.plot(*curve, color="0.5", lw=1.2)
+    for name, style, each in zip(_factors(c), BY_FACTOR, c["runs_inverse_factor"], strict=False):
+        at = (np.interp(each, c["inverse_factor"], values) for values in curve)
+        axis.plot(*at, "o", color=style["color"], label=name)
     axis.set(xlabel="bias of the left weight", ylabel="rate of decay")
-    return f"what F trades (computed), Gaussian, sigma {config['std']:g}"
+    return f"what F trades, Gaussian noise with sigma {config['std']:g} (computed)"
 
 
 def plot_variance(m: Any, c: Any, config: Any, axis: Any) -> str:
     steps = np.array(c["m"])
-    for name, style, words in (
-        ("mean", CORRECTED, "running mean, Gaussian"),
-        ("mean_t5", BY_LAW[2], "running mean, t(5)"),
-        ("mean_t3", BY_LAW[3], "running mean, t(3), median"),
-        ("smoothing", NAIVE, f"smoothing {config['gamma']:g}, Gaussian"),
+    for name, style, fill, words in (
+        ("smoothing", {"color": "black", "linestyle": "--"}, "white", "smoothing, Gaussian"),
+        ("mean_t3", BY_LAW[3], None, "running mean, t(3), median"),
+        ("mean_t5", BY_LAW[2], None, "running mean, t(5)"),
+        ("mean", BY_LAW[0], None, "running mean, Gaussian"),
     ):
         if f"{name}_exact" in c:
             axis.plot(steps, c[f"{name}_exact"], **style, lw=1.4)
-        _points(axis, steps, c[name], c[f"{name}_se"], style["color"], label=words)
+        _points(axis, steps, c[name], c[f"{name}_se"], style, mfc=fill, label=words)
     guide = c["mean"][0] / steps
     seen = guide > 0.3 * min(c["mean"])
     axis.plot(steps[seen], guide[seen], ":", color="black", lw=1, label="1 / m, the paper's")
