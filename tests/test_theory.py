@@ -214,3 +214,9 @@ def test_small_runs_come_through(tmp_path):
 )
 def test_settings_that_do_not_go_together(cli, setting, expected):
     refused(cli("run", "theory/noise", settings=[setting]), expected)
+
+
+@pytest.mark.parametrize("option", [("--budget", "9m"), ("--log", "jsonl")])
+def test_options_that_it_does_not_have(cli, tmp_path, option):
+    refused(cli("run", "theory/variance", *option, "--out", tmp_path), "leave out --budget")
+    assert not list(tmp_path.rglob("*.json"))

@@ -91,8 +91,8 @@ class TheoryConfig(ExperimentConfig):
         self, runs: Sequence[Run], options: RunOptions
     ) -> tuple[Outcome, Sequence[RunResult]]:
         (run,), began = runs, time.perf_counter()
-        if options.budget is not None:
-            raise ConfigError(f"{self.recipe} takes a minute and keeps no checkpoints: no --budget")
+        if options.budget is not None or options.log:
+            raise ConfigError(f"{self.recipe} keeps its curves alone; leave out --budget and --log")
 
         def draw(name: str, target: Any, **more: Any) -> Draws:
             seed = derive_seed(run.seed, f"{self.recipe} {name}")
