@@ -101,9 +101,8 @@ class TheoryConfig(ExperimentConfig):
             device = self.device(options.device)
             return sample(target, temperatures=temperatures, seed=seed, device=device, **more)
 
-        logger = logging.getLogger(
-            "torchrex"
-        )  # it warns of biased rules, which is what is measured
+        # It warns of biased rules, and their bias is what is measured.
+        logger = logging.getLogger("torchrex")
         level = logger.level
         logger.setLevel(logging.ERROR)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +266,11 @@ def as_markdown(found: Mapping[str, Any]) -> str:
 def draw(found: Mapping[str, Any], path: Path) -> None:
     """Lines are computed, points are runs with bars of two standard errors."""
     plots = {
-        "acceleration": (plot_rates, plot_w2, plot_chi2),
+        "acceleration": (
+            plot_rates,
+            partial(plot_decay, "w2", "W2"),
+            partial(plot_decay, "chi2", "chi-square"),
+        ),
         "discretisation": (plot_lr,),
         "noise": (plot_std, plot_laws, plot_trade),
         "variance": (plot_variance,),
@@ -306,7 +311,7 @@ def plot_rates(m: Any, c: Any, config: Any, axis: Any) -> str:
     return "swaps accelerate"
 
 
-def _decay(c: Any, what: str, axis: Any) -> None:
+def plot_decay(what: str, words: str, m: Any, c: Any, config: Any, axis: Any) -> str:
     shades = ("#9ecae1", "#4f9fc0", CORRECTED["color"])
     styles = [ALONE, *({"color": shade, "linestyle": "-"} for shade in shades)]
     shown = np.unique(np.linspace(0, len(c["runs_r"]) - 1, len(styles)).round().astype(int))
@@ -316,19 +321,8 @@ def _decay(c: Any, what: str, axis: Any) -> None:
         clear = (y > 3 * error) & (np.arange(len(y)) % 2 == 0)
         name = f"r = {c['runs_r'][k]:g}" if c["runs_r"][k] else "no swaps"
         _points(axis, time[clear], y[clear], error[clear], style, label=name)
-    axis.set(yscale="log", xlabel="time")
-
-
-def plot_w2(m: Any, c: Any, config: Any, axis: Any) -> str:
-    _decay(c, "w2", axis)
-    axis.set_ylabel("W2 of rung 0 to the target")
-    return "W2 over time, and the chain's exact law"
-
-
-def plot_chi2(m: Any, c: Any, config: Any, axis: Any) -> str:
-    _decay(c, "chi2", axis)
-    axis.set_ylabel("chi-square of rung 0 to the target")
-    return "chi-square over time, and the chain's exact law"
+    axis.set(yscale="log", xlabel="time", ylabel=f"{words} of rung 0 to the target")
+    return f"{words} over time, and the chain's exact law"
 
 
 def plot_lr(m: Any, c: Any, config: Any, axis: Any) -> str:
