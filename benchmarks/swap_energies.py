@@ -49,7 +49,7 @@ from record import surroundings, write
 from torchrex.exchange import Pairing, StepInfo, count_trips, rung_of
 from torchrex.experiments.digits import DigitsConfig, digits
 from torchrex.targets import DeviceLoader, Energy, Noise, laplace, simulate_logistic
-from tuned_exchange import clusters
+from tuned_exchange import clusters, renewed_visits
 
 FIRST, SECOND, CLUSTERS = 4e7, 1.6e8, 1e7  # examples of one run
 LAW_STEPS = 4_000
@@ -217,24 +217,6 @@ def seen(
         square / n_steps,
         torch.cat(values).transpose(0, 1),
     )
-
-
-def renewed_visits(replica_at: Tensor, relaxations: float) -> Tensor:
-    """Visits to rung 0 (runs,) by replicas that have forgotten at the top where they were.
-
-    A replica is new with probability p, which is 0 when it leaves rung 0 and at the top grows as
-    1 - exp(-t / relaxation). A visit counts p. `relaxations` pass between two rows of (k, rungs,
-    runs).
-    """
-    _, rungs, runs = replica_at.shape
-    new, visits = torch.zeros(rungs, runs), torch.zeros(runs)
-    stays = math.exp(-relaxations)
-    for ends in replica_at[:, [0, -1]].long():
-        cold, top = ends[:1], ends[1:]
-        visits += new.gather(0, cold)[0]
-        new.scatter_(0, top, 1.0 - stays * (1.0 - new.gather(0, top)))
-        new.scatter_(0, cold, 0.0)
-    return visits.double()
 
 
 def visits_of(

@@ -6,9 +6,10 @@ tuning included, against ladders made by hand on the step's own batch and indepe
               quadrature knows
     clusters: the means of 8 clusters in the plane, 2,000 data: in how many runs rung 0 is at the
               global mode at the end, by the held-out log likelihood
-    logistic: regression on 100,000 data up to temperature 10, one mode: visits to rung 0 from the
-              hot end per million batches of 256, against every combination of rungs, swap batch
-              and interval in BRUTE; and the law of rung 0 against the Laplace approximation
+    logistic: regression on 100,000 data up to temperature 10, one mode: visits to rung 0 by
+              replicas that have forgotten at the hot end where they were, per million batches of
+              256, against every combination of rungs, swap batch and interval in BRUTE; and the
+              law of rung 0 against the Laplace approximation
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from torch.distributions import Normal
 
 import torchrex as tr
 from record import surroundings, write
-from torchrex.exchange import count_trips, rung_of
 from torchrex.targets import laplace, simulate_logistic
 
-EXAMPLES = {"location": 4e6, "clusters": 6e7, "logistic": 3e8}  # of one run
-RUNS = {"location": 64, "clusters": 16}
+EXAMPLES = {"location": 4e6, "clusters": 6e7, "logistic": 4e8}  # of one run
+RUNS = {"location": 64, "clusters": 16, "logistic": 16}
 RUNGS = {"location": 8, "clusters": 20}  # for which tuning may cost a tenth
 MORE_BY_HAND = {"location": 1, "clusters": 3}  # times as many examples for ladders made by hand
-BRUTE = {"rungs": (4, 6, 8, 12, 20, 32, 44, 60), "swap_batch": (2_000, 20_000, 100_000),
-         "swap_interval": (10, 50)}  # fmt: skip
+BRUTE = {"rungs": (2, 3, 4, 6, 8), "tests": ((5_000, 20), (20_000, 50), (20_000, 100),
+         (20_000, 200), (50_000, 200), (100_000, 500), (100_000, 1_000), (0, 1))}  # fmt: skip
+FIRST_LOOK = 0.25  # of the examples, for each of these
 HANDMADE = {  # rungs and hottest temperature, tests on each step's batch
     "location": [(2, 10.0), (4, 10.0), (4, 30.0), (8, 30.0), (16, 30.0), (16, 100.0)],
     "clusters": [(8, 300.0), (16, 300.0), (32, 300.0), (64, 300.0)],
@@ -112,7 +113,7 @@ def main() -> None:
     results = {}
     for name in args.problems:
         if name == "logistic":
-            results[name] = brute_force(args.share * EXAMPLES[name])
+            results[name] = brute_force(args.share * EXAMPLES[name], RUNS[name])
             continue
         problem = {"location": location, "clusters": clusters}[name]()
         results[name] = compared(name, problem, args.share * EXAMPLES[name], RUNS[name])
@@ -169,70 +170,82 @@ def compared(name: str, problem: Problem, examples: float, runs: int) -> dict[st
     return found
 
 
-def brute_force(examples: float) -> dict[str, Any]:
-    """Visits per million batches: label trips, each of which also waits for the relaxation at the
-    hot end, since the label of a replica can be faster than the replica.
-    """
+def brute_force(examples: float, runs: int) -> dict[str, Any]:
+    """Renewed visits of every setting in BRUTE, then of the best ones and the tuned one again."""
     features, labels, _ = simulate_logistic(100_000, 4, seed=0)
     target = tr.logistic_regression(features, labels, prior_precision=1.0, batch_size=256)
     mode, covariance = laplace(target)
     lr = 0.004 / 100_000
     relaxation = float((covariance.diagonal() / lr).mean())
-    found: dict[str, Any] = {"examples": examples, "relaxation": relaxation}
-    start = mode.to(torch.float32)
+    found: dict[str, Any] = {"examples": examples, "runs": runs, "relaxation": relaxation}
+    root = torch.linalg.cholesky(covariance)
 
-    def tell(method: str, ladder: tr.Ladder, examples: float, **rules: Any) -> float:
+    def tell(method: str, ladder: tr.Ladder, examples: float, seed: int, **rules: Any) -> float:
+        """Runs that start at draws of the Laplace approximation."""
         size, interval = rules.get("swap_batch") or 0, rules.get("swap_interval", 1)
         a_step = ladder.n_rungs * (256 + size / interval)
         n_steps = int(examples / a_step)
-        thin = max(1, min(5, n_steps // 1000))
+        generator = torch.Generator().manual_seed(seed)
+        shape = (ladder.n_rungs, runs, 4)
+        normal = torch.randn(shape, generator=generator, dtype=torch.float64)
+        spread = torch.tensor(ladder.temperatures, dtype=torch.float64).sqrt()[:, None, None]
         draws = tr.sample(
-            target, ladder=ladder, n_steps=n_steps, burn_in=n_steps // 4, thin=thin, seed=1,
-            initial=start, **rules,
+            target, ladder=ladder, n_steps=n_steps, n_runs=runs, thin=interval, seed=seed,
+            initial=(mode + spread * normal @ root.T).float(), compiled=True, **rules,
         )  # fmt: skip
-        restarts = int(count_trips(rung_of(draws.replica_at))[0].sum())
-        cycle = 0.75 * n_steps * ladder.n_rungs / max(restarts, 1) + relaxation
-        visits = 256e6 / a_step * ladder.n_rungs / cycle if restarts else 0.0
-        error = ((draws.mean() - mode).abs() / covariance.diagonal().sqrt()).max()
-        ess = (draws.std() / draws.standard_error()).square().min()
-        found[method] = {
-            "rungs": ladder.n_rungs, **rules, "restarts": restarts, "visits": visits,
-            "acceptance": float(draws.acceptance_rate.min()), "n_steps": n_steps,
-            "effective samples": float(ess) * 256e6 / (0.75 * examples),
-            "mean error in sd": float(error),
-        }  # fmt: skip
-        print("logistic", method, found[method], flush=True)
-        return visits
+        made = dict(rules, rungs=ladder.n_rungs, n_steps=n_steps)
+        if ladder.n_rungs > 1:
+            visits = renewed_visits(draws.replica_at, interval / relaxation)
+            made["renewed visits"] = mean_and_error(visits * 256e6 / examples)
+            made["acceptance"] = float(draws.acceptance_rate.mean())
+        away = draws.values.double() - mode
+        ratio = (away.square().mean(1) / covariance.diagonal()).mean(1)
+        made["variance / Laplace"] = mean_and_error(ratio)
+        mean = away.mean(1) / covariance.diagonal().sqrt()
+        made["mean, largest |z|"] = float((mean.mean(0) / mean.std(0) * runs**0.5).abs().max())
+        found[method] = made
+        print("logistic", method, made, flush=True)
+        return float(made.get("renewed visits", [0.0])[0])
 
-    n_steps = int(examples / (40 * 256))
-    tuned = tr.tune(target, lr=lr, hot=10.0, n_steps=n_steps, n_runs=8, initial=start)
-    found["tuning"] = tuned.examples / 8
-    tell("tuned", tuned.ladder, examples - tuned.examples / 8, **tuned.rules)
-    places = torch.linspace(0, 1, tuned.ladder.n_rungs, dtype=torch.float64)
-    logs = torch.tensor(tuned.ladder.temperatures, dtype=torch.float64).log()
+    tell("one rung", tr.Ladder((1.0,), lr), FIRST_LOOK * examples, 1)
+    n_steps = int(examples / (6 * 2 * 256))
+    tuned = tr.tune(target, lr=lr, hot=10.0, n_steps=n_steps, n_runs=runs, initial=mode.float())
+    spent = tuned.examples / runs
+    found["tuning, examples of a run"] = spent
     tried = {}
-    for rungs in BRUTE["rungs"]:
-        even = torch.linspace(0, 1, rungs, dtype=torch.float64)
-        spaced = [math.exp(_between(float(at), places, logs)) for at in even]
-        settings = {"own batch": (tr.Ladder(spaced, lr), {})}
-        for size, interval in itertools.product(BRUTE["swap_batch"], BRUTE["swap_interval"]):
-            ladder = tr.Ladder.geometric(1.0, 10.0, rungs, lrs=lr)
-            rules = {"swap_batch": size, "swap_interval": interval}
-            settings[f"{size:,} every {interval}"] = (ladder, rules)
-        for how, (ladder, rules) in settings.items():
-            name = f"{rungs} rungs, {how}"
-            tried[name] = (tell(name, ladder, examples, **rules), ladder, rules)
+    for rungs, (size, interval) in itertools.product(BRUTE["rungs"], BRUTE["tests"]):
+        rules = {"swap_batch": size, "swap_interval": interval} if size else {}
+        ladder = tr.Ladder.geometric(1.0, 10.0, rungs, lrs=lr)
+        name = f"{rungs} rungs, {f'{size:,} every {interval}' if size else 'own batch'}"
+        tried[name] = (tell(name, ladder, FIRST_LOOK * examples, 1, **rules), ladder, rules)
     for name in sorted(tried, key=lambda name: -tried[name][0])[:5]:  # the best once more, longer
         _, ladder, rules = tried[name]
-        tell(f"{name}, again", ladder, 3 * examples, **rules)
-    tell("tuned, again", tuned.ladder, 3 * examples - tuned.examples / 8, **tuned.rules)
+        tell(f"{name}, again", ladder, examples, 2, **rules)
+    tell("tuned", tuned.ladder, examples - spent, 2, **tuned.rules)
     return found
 
 
-def _between(at: float, places: Tensor, values: Tensor) -> float:
-    k = min(int(torch.searchsorted(places, at, right=True)), len(places) - 1)
-    share = (at - float(places[k - 1])) / float(places[k] - places[k - 1])
-    return float(values[k - 1] + share * (values[k] - values[k - 1]))
+def renewed_visits(replica_at: Tensor, relaxations: float) -> Tensor:
+    """Visits to rung 0 (runs,) by replicas that have forgotten at the top where they were.
+
+    A replica is new with probability p, which is 0 when it leaves rung 0 and at the top grows as
+    1 - exp(-t / relaxation). A visit counts p. `relaxations` pass between two rows of (k, rungs,
+    runs).
+    """
+    _, rungs, runs = replica_at.shape
+    new, visits = torch.zeros(rungs, runs), torch.zeros(runs)
+    stays = math.exp(-relaxations)
+    for ends in replica_at[:, [0, -1]].long():
+        cold, top = ends[:1], ends[1:]
+        visits += new.gather(0, cold)[0]
+        new.scatter_(0, top, 1.0 - stays * (1.0 - new.gather(0, top)))
+        new.scatter_(0, cold, 0.0)
+    return visits.double()
+
+
+def mean_and_error(values: Tensor) -> list[float]:
+    """Of one value for each run."""
+    return [float(values.mean()), float(values.std() / math.sqrt(len(values)))]
 
 
 if __name__ == "__main__":

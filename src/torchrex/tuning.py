@@ -10,13 +10,16 @@ which has none, have h^2 = 2 gap (mean energy hot - cold) instead. Both lengths 
 proportion to the gap, so rungs in equal steps of l have equal rejection, and the sum of l over the
 ladder is its barrier here.
 
-A cycle of a replica, from the hot end to rung 0 and back, takes R times the time between two
-arrivals of the even-odd scheme (Syed et al. 2022), and the relaxation at the hot end:
+A cycle of a replica, from the hot end to rung 0 and back, takes R t steps, where t is the time
+between two arrivals of the even-odd scheme (Syed et al. 2022), and t of them at the hot end. There
+it forgets where it was with probability 1 - exp(-t / relaxation), so a new visit to rung 0 takes
 
-    steps = R K (2 + 2 (R - 1) (W - 1)) + relaxation,    examples a step = n + m / K
+    R t / (1 - exp(-t / relaxation)) steps,    t = K (2 + 2 (R - 1) (W - 1))
 
-with R rungs, a test every K steps and W the tests that a swap takes. The choice has the fewest
-examples a cycle.
+of n + m / K examples each, with R rungs, a test on m examples every K steps and W the tests that a
+swap takes. The choice has the fewest examples a new visit. The step's own minibatch is no choice
+where there are swap batches: a move that shares the noise of many swaps makes rung 0 too wide
+(1.5 times its variance on logistic regression with 60 rungs, benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -120,7 +123,9 @@ class Lengths:
         return float(self.together(swap_batch).sum())
 
     def examples_a_visit(self, setting: Setting) -> float:
-        """Of all replicas together, for one arrival at rung 0 of a replica that has been hot."""
+        """Of all replicas together, for one arrival at rung 0 of a replica that has forgotten at
+        the hot end where it was.
+        """
         rungs, size, interval = setting
         together = self.together(size)
         length = float(together.sum()) / (rungs - 1)
@@ -133,7 +138,8 @@ class Lengths:
             tests = max(1.0, self.relaxation / (2 * interval))
             waits = swap_waits(heat, noise, tests) - 1.0
             steps = interval * (2.0 + 2.0 * (rungs - 1) * waits)
-        return (rungs * steps + self.relaxation) * self.examples_a_step(setting)
+        forgets = -math.expm1(-steps / self.relaxation)
+        return rungs * steps / forgets * self.examples_a_step(setting)
 
     def examples_a_step(self, setting: Setting) -> float:
         """Of one replica, those of swap batches included."""
@@ -706,13 +712,10 @@ class _Tuning:
     def choices(self) -> tuple[list[int | None], Sequence[int]]:
         """Swap batches and intervals to choose from."""
         trials = self.trials
-        sizes: list[int | None] = [None]
         if not trials.can_have_swap_batches or trials.n_data is None:
-            return sizes, (1,)
-        # On the step's own batch replicas must share it, and move by the same rates.
-        if not trials.shares_minibatch or self.likelihood:
-            sizes = []
-        size = 2 * trials.batch
+            return [None], (1,)
+        sizes: list[int | None] = []
+        size = trials.batch
         while size < trials.n_data:
             sizes.append(size)
             size *= 2

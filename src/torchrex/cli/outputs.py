@@ -41,7 +41,8 @@ from torchrex.experiments.images import (
 from torchrex.experiments.mixtures import figure1_recipes
 from torchrex.experiments.recipes import families_of, matches
 from torchrex.experiments.runner import Group, group_runs, run_in
-from torchrex.report import digits, figure1, figure2, figure3, tables
+from torchrex.experiments.theory import theory_recipes
+from torchrex.report import digits, figure1, figure2, figure3, tables, theory
 
 Folders = Mapping[str, list[RunFolder]]
 
@@ -109,6 +110,7 @@ def make_figure(figure: Any, what: str, chosen: Mapping[str, Any], out: Path) ->
 OUTPUTS = {
     "figure1": Output(figure1_recipes, partial(make_of_runs, figure1), of_folder=False),
     "digits": Output(digits_recipes, partial(make_of_runs, digits), of_folder=False, n_seeds=5),
+    "theory": Output(theory_recipes, partial(make_figure, theory)),
     "table1": Output(table1_recipes, partial(make_table, TABLE1)),
     "table2": Output(table2_recipes, partial(make_table, TABLE2)),
     "figure2": Output(figure2_recipes, partial(make_figure, figure2)),

@@ -36,6 +36,7 @@ from torchrex.settings import require_same, settings_of
 logger = logging.getLogger("torchrex")
 
 
+MOST_ON_OWN_BATCH = 8  # rungs; with more the bias is larger than that of the gradient noise
 LATER = ("swap_batch", "tempering")  # rules that older states do not name
 
 
@@ -341,6 +342,13 @@ def _warn_of_biased_rules(rules: Rules, target: Any) -> None:
     if rules.tempering == "likelihood":
         rates = tuple(lr / t for lr, t in zip(rates, ladder.temperatures, strict=True))
     own = rules.swap_batch is None and target.n_data is not None
+    if own and rules.swap_interval == 1 and ladder.n_rungs > MOST_ON_OWN_BATCH:
+        logger.warning(
+            "the swaps of %d rungs are tested on the minibatch of the move: rung 0 is too wide, the "
+            "more so the larger lr is (1.5 times its variance with 60 rungs on tall logistic "
+            "regression). Use a swap_batch, or torchrex.tune",
+            ladder.n_rungs,
+        )
     if max(rates) > 1.1 * min(rates) and rules.swap_interval == 1 and own:
         logger.warning(
             "the learning rates %s are unequal and swaps are tested on the minibatch of the move: "

@@ -13,6 +13,7 @@ from torchrex.experiments.gan import gan_recipes
 from torchrex.experiments.images import image_recipes
 from torchrex.experiments.mixtures import figure1_recipes
 from torchrex.experiments.tall import tall_recipes
+from torchrex.experiments.theory import theory_recipes
 
 MOST_NAMED = 4  # recipes in a hint
 LEAST_LIKENESS = 0.5  # of a name to one that may have been meant; 1 is the same
@@ -21,6 +22,7 @@ LEAST_LIKENESS = 0.5  # of a name to one that may have been meant; 1 is the same
 def recipes() -> dict[str, ExperimentConfig]:
     return {
         **figure1_recipes(),
+        **theory_recipes(),
         **tall_recipes(),
         **digits_recipes(),
         **image_recipes(),
