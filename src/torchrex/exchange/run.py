@@ -344,8 +344,8 @@ def _warn_of_biased_rules(rules: Rules, target: Any) -> None:
     own = rules.swap_batch is None and target.n_data is not None
     if own and rules.swap_interval == 1 and ladder.n_rungs > MOST_ON_OWN_BATCH:
         logger.warning(
-            "the swaps of %d rungs are tested on the minibatch of the move: rung 0 is too wide, the "
-            "more so the larger lr is (1.5 times its variance with 60 rungs on tall logistic "
+            "the swaps of %d rungs are tested on the minibatch of the move: rung 0 is too wide, "
+            "the more so the larger lr is (1.5 times its variance with 60 rungs on tall logistic "
             "regression). Use a swap_batch, or torchrex.tune",
             ladder.n_rungs,
         )
