@@ -314,3 +314,18 @@ def test_collect_goes_on_after_steps_of_before(tmp_path):
         tr.collect(fresh, 200, **kept, checkpoints=tmp_path)
     with pytest.raises(InvalidArgumentError, match="n_steps must be a whole number"):
         tr.collect(fresh, 0)
+
+
+def test_the_energies_of_the_latest_swap_test_survive_a_resume(tmp_path):
+    """The checkpoint of step 10 lies between the tests of steps 7 and 14."""
+    data = torch.randn(40, generator=torch.Generator().manual_seed(0))
+    target = tr.TallPosterior(
+        lambda x, y: -0.5 * (y - x[..., 0]).square(), lambda x: -x.square().sum(-1), (data,), 1,
+        batch_size=5,
+    )  # fmt: skip
+    options = {"temperatures": (1.0, 2.0), "lr": 1e-3, "swap_batch": "full", "swap_interval": 7}
+    complete = tr.sample(target, **options, n_steps=20)
+    tr.sample(target, **options, n_steps=10, checkpoints=tmp_path)
+    resumed = tr.sample(target, **options, n_steps=20, checkpoints=tmp_path)
+    assert torch.equal(resumed.energy, complete.energy)
+    assert len(complete.energy[:, 0, 0].unique()) == 3
