@@ -420,6 +420,43 @@ def table3_table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def tuned_exchange_table(record: dict[str, Any]) -> str:
+    """Three problems, each with the tuned exchange first."""
+    found, lines = record["results"], []
+
+    def setting_of(row: dict[str, Any]) -> str:
+        if "swap_batch" not in row:
+            return "own batch"
+        return f"{row['swap_batch']:,} every {row['swap_interval']:,}"
+
+    for name, score in (("location", "rms"), ("clusters", "at the global mode")):
+        part = found[name]
+        rows = {method: row for method, row in part.items() if isinstance(row, dict)}
+        head = {"rms": "rms error of the weight", score: f"{score}, of {part['runs']}"}
+        lines += [f"| {name} | tests on | examples of a run | {head[score]} |", "|---|---|---|---|"]
+        for method, row in rows.items():
+            value = f"{row['rms']:.3f}" if score == "rms" else f"{row[score][-1]}"
+            rungs = f", {row['rungs']} rungs to {row['hot']:g}" if "rungs" in row else ""
+            tests = "" if "chains" in method else setting_of(row)
+            examples = row.get("examples", part["examples"])
+            lines.append(f"| {method}{rungs} | {tests} | {examples:.2g} | {value} |")
+        lines.append("")
+    lines += [
+        "| logistic | rungs | tests on | new visits | variance of rung 0 / Laplace |",
+        "|---|---|---|---|---|",
+    ]
+    for method, row in found["logistic"].items():
+        if not isinstance(row, dict):
+            continue
+        visits = "{:.1f} ± {:.1f}".format(*row["renewed visits"]) if row["rungs"] > 1 else ""
+        law = "{:.2f} ± {:.2f}".format(*row["variance / Laplace"])
+        tests = setting_of(row) if row["rungs"] > 1 else ""
+        look = {"tuned": "tuned", "one rung": "one rung"}.get(method, "")
+        look = "by hand, again" if method.endswith("again") else look or "by hand"
+        lines.append(f"| {look} | {row['rungs']} | {tests} | {visits} | {law} |")
+    return "\n".join(lines)
+
+
 def swap_energies_table(record: dict[str, Any]) -> str:
     """The law of windows, then anchors and windows beside swap batches at equal cost."""
 
@@ -500,6 +537,7 @@ def main() -> None:
         "shared_batch": (shared_batch_table, "shared_batch"),
         "variance_of_rung0": (variance_of_rung0_table, "variance_of_rung0"),
         "swap_energies": (swap_energies_table, "swap_energies"),
+        "tuned_exchange": (tuned_exchange_table, "tuned_exchange"),
     }
     for page in (HERE / "README.md", HERE.parent / "README.md"):
         text = page.read_text()
