@@ -432,11 +432,11 @@ def tuned_exchange_table(record: dict[str, Any]) -> str:
     for name, score in (("location", "rms"), ("clusters", "at the global mode")):
         part = found[name]
         rows = {method: row for method, row in part.items() if isinstance(row, dict)}
-        head = {"rms": "rms error of the weight", score: f"{score}, of {part['runs']}"}
-        lines += [f"| {name} | tests on | examples of a run | {head[score]} |", "|---|---|---|---|"]
+        head = {"rms": "rms error of the weight"}.get(score, f"{score}, of {part['runs']}")
+        lines += [f"| {name} | tests on | examples of a run | {head} |", "|---|---|---|---|"]
         for method, row in rows.items():
             value = f"{row['rms']:.3f}" if score == "rms" else f"{row[score][-1]}"
-            rungs = f", {row['rungs']} rungs to {row['hot']:g}" if "rungs" in row else ""
+            rungs = f", {row['rungs']} rungs to {row['hot']}" if "rungs" in row else ""
             tests = "" if "chains" in method else setting_of(row)
             examples = row.get("examples", part["examples"])
             lines.append(f"| {method}{rungs} | {tests} | {examples:.2g} | {value} |")
