@@ -12,7 +12,7 @@ from torch.distributions import Normal
 import torchrex as tr
 from modules import classes, cross_entropy, mlp
 from torchrex.errors import InvalidArgumentError, NonFiniteEnergyError
-from torchrex.tuning import Lengths, Setting, nearest, swap_waits
+from torchrex.tuning.model import Lengths, Setting, nearest, swap_waits
 
 CENTRES = 4.0 * torch.tensor([[0.0, 0.0], [1, 1], [-1, 1], [1, -1], [-1, -1]])
 SIZES = [None, *(256 * 2**k for k in range(1, 9)), 100_000]
@@ -31,7 +31,7 @@ def regular(*, d=4, n_data=100_000, batch=256, hot=10.0, relaxation=2_000.0):
     return Lengths(inverse, heat, variance, relaxation, batch, n_data)
 
 
-def test_the_barrier_is_that_of_the_theory():
+def test_the_lengths_are_those_of_the_theory():
     """Heat sqrt(d) log(T), noise 2 sqrt(2 d N / n) (1 - T^-1/2); with all data no noise."""
     lengths = regular()
     assert float(lengths.heat.sum()) == pytest.approx(2 * math.log(10), rel=1e-3)
@@ -64,11 +64,11 @@ def test_a_label_that_is_faster_than_its_replica_brings_nothing_new():
 
 
 def test_few_rungs_reach_a_part_of_the_temperatures():
-    """Between exact energies the barrier of d parameters is sqrt(d) log(T)."""
+    """Between exact energies the length of d parameters is sqrt(d) log(T)."""
     reached = regular().up_to(3.0, 100_000)
-    assert reached.barrier(100_000) == pytest.approx(3.0, rel=1e-3)
+    assert reached.total(100_000) == pytest.approx(3.0, rel=1e-3)
     assert float(reached.inverse[-1]) == pytest.approx(math.exp(-3.0 / 2), rel=1e-3)
-    assert regular().up_to(5.0, 100_000).barrier(100_000) == pytest.approx(2 * math.log(10), 1e-3)
+    assert regular().up_to(5.0, 100_000).total(100_000) == pytest.approx(2 * math.log(10), 1e-3)
 
 
 def test_few_rungs_have_a_swap_batch():
@@ -189,14 +189,18 @@ def test_tall_data_of_one_mode_need_one_rung():
 
 
 def test_the_barrier_is_measured_by_swaps():
-    """Of a Gaussian sqrt(d) log(T) = 11.1, with steps of heat that are equal, and so is rejection:
-    all runs start at one point, and the last round is as long as three relaxations.
+    """Of a Gaussian the length is sqrt(d) log(T) = 11.1, in steps of heat that are equal, and so is
+    rejection. All runs start at one point, and the last round is as long as three relaxations.
     """
     tuned = tr.tune(
         lambda x: -0.5 * x.square().sum(-1), dim=16, lr=5e-3, hot=16.0, n_steps=30_000, n_runs=4,
         initial=0.0, show=False,
     )  # fmt: skip
-    assert tuned.rounds[-1].barrier == pytest.approx(11.1, rel=0.1), tuned.rounds
+    last = tuned.rounds[-1]
+    pairs = last.setting.n_rungs - 1
+    expected = pairs * math.erf(11.1 / pairs / math.sqrt(8))
+    assert last.barrier == pytest.approx(expected, rel=0.1), tuned.rounds
+    assert last.barrier == pytest.approx(pairs * (1 - last.mean), rel=0.05)
     ratios = torch.tensor(tuned.ladder.temperatures).log().diff()
     assert float(ratios.max() / ratios.min()) < 1.5
     assert tuned.examples <= 0.1 * 30_000 * 4 * tuned.ladder.n_rungs

@@ -1,67 +1,43 @@
 """`tune`: a ladder, a swap batch and an interval that bring most new visits to rung 0 per example.
 
-Short rounds, each longer than the last, measure between neighbouring temperatures two lengths: the
-heat h of exact energies and the noise s of the test. Their squares add in the acceptance,
+Short rounds, each longer than the last, measure heat and noise between neighbouring temperatures.
+The heat comes from the swaps of a round. A pair with few swaps, and the first round, which has
+none, have h^2 = 2 gap (mean energy hot - cold) instead. Runs of one rung at the hot end measure the
+relaxation there. `model.py` then says what a new visit costs.
 
-    a = 2 Phi(-l / 2),    l^2 = h^2 + s^2
-
-and this is how h is found from the swaps of a round. A pair with few swaps, and the first round,
-which has none, have h^2 = 2 gap (mean energy hot - cold) instead. Both lengths grow in
-proportion to the gap, so rungs in equal steps of l have equal rejection, and the sum of l over the
-ladder is its barrier here.
-
-A cycle of a replica, from the hot end to rung 0 and back, takes R t steps, where t is the time
-between two arrivals of the even-odd scheme (Syed et al. 2022), and t of them at the hot end. There
-it forgets where it was with probability 1 - exp(-t / relaxation), so a new visit to rung 0 takes
-
-    R t / (1 - exp(-t / relaxation)) steps,    t = K (2 + 2 (R - 1) (W - 1))
-
-of n + m / K examples each, with R rungs, a test on m examples every K steps and W the tests that a
-swap takes. The choice has the fewest examples a new visit. The step's own minibatch is no choice
-where there are swap batches: a move that shares the noise of many swaps makes rung 0 too wide
-(1.5 times its variance on logistic regression with 60 rungs, benchmarks/README.md).
+The step's own minibatch is no choice where there are swap batches: a move that shares the noise of
+many swaps makes rung 0 too wide (1.5 times its variance on logistic regression with 60 rungs,
+benchmarks/README.md).
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from torchrex.density import DensityExchange, TensorEnsemble
-from torchrex.density.tensor_ensemble import as_target, starting_points
+from torchrex.density.tensor_ensemble import as_target
 from torchrex.errors import InvalidArgumentError, known_arguments, require_whole
-from torchrex.exchange import (
-    Ladder,
-    NoSwaps,
-    ReplicaExchange,
-    RuleOptions,
-    StepInfo,
-    count_trips,
-    expected_acceptance,
-    resolve_device,
-    rung_of,
-)
+from torchrex.exchange import Ladder, NoSwaps, RuleOptions, resolve_device
 from torchrex.posterior import mean_error
-from torchrex.rng import Streams, derive_seed
 from torchrex.samplers import Sampler
 from torchrex.targets import Target
+from torchrex.tuning.model import Lengths, Setting, nearest
+from torchrex.tuning.trials import FIRST_RUNGS, ROWS, DensityTrials, NetworkTrials, Seen, Trials
 
 if TYPE_CHECKING:
-    from torchrex.network import ModuleEnsemble, ModuleExchange
+    from torchrex.network import ModuleEnsemble
 
 logger = logging.getLogger("torchrex")
 
-FIRST_RUNGS = 8  # of the first round, which has no swaps
 FEWEST_RUNGS = 3  # of a run for which the hot end is looked for
 ASSUMED_STEPS = 100_000  # of the run to come, if nobody says how long it will be
 SHORTEST = 200  # steps of a round
@@ -78,139 +54,6 @@ LEAST_FACTOR = 1.2  # in temperature, of a ladder that explores
 STEP_WITHIN_REACH = 2.0  # where the number of rungs decides how hot the ladder is: 32 %
 GAIN = 1.1  # fewer examples a visit by this factor are worth another round
 INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000)
-ROWS = 128  # times at which positions are looked at
-COORDINATES = 64  # and how many of each replica
-
-
-class Setting(NamedTuple):
-    """What is chosen besides the temperatures."""
-
-    n_rungs: int
-    swap_batch: int | None
-    swap_interval: int
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """What lies between neighbouring temperatures, (pairs,), and what a step costs."""
-
-    inverse: Tensor  # (rungs,): inverse temperatures, falling
-    heat: Tensor  # per pair: h
-    # Variance of the difference of two energies: of one example each, or of a whole energy where
-    # there are no data.
-    variance: Tensor
-    relaxation: float  # steps at the hot end until a replica has forgotten where it was
-    batch: int  # examples a step
-    n_data: int | None
-    finite_population: bool = False  # is no example twice in a minibatch?
-    one_pair_at_a_time: bool = False
-
-    def noise(self, swap_batch: int | None) -> Tensor:
-        """s of each pair."""
-        gap = -self.inverse.diff()
-        if self.n_data is None:
-            return gap * self.variance.sqrt()
-        n, n_data = swap_batch or self.batch, self.n_data
-        finite = swap_batch is not None or self.finite_population
-        per_energy = n_data**2 * (1.0 / n - (1.0 / n_data if finite else 0.0))
-        return gap * (max(0.0, per_energy) * self.variance).sqrt()
-
-    def together(self, swap_batch: int | None) -> Tensor:
-        """Heat and noise of each pair, whose squares add."""
-        return (self.heat.square() + self.noise(swap_batch).square()).sqrt()
-
-    def barrier(self, swap_batch: int | None) -> float:
-        return float(self.together(swap_batch).sum())
-
-    def examples_a_visit(self, setting: Setting) -> float:
-        """Of all replicas together, for one arrival at rung 0 of a replica that has forgotten at
-        the hot end where it was.
-        """
-        rungs, size, interval = setting
-        together = self.together(size)
-        length = float(together.sum()) / (rungs - 1)
-        share = float((self.heat.square() / together.clamp(min=1e-12)).sum() / together.sum())
-        heat, noise = length * math.sqrt(share), length * math.sqrt(max(0.0, 1.0 - share))
-        if self.one_pair_at_a_time:
-            tests = max(1.0, self.relaxation / (interval * (rungs - 1)))
-            steps = interval * (rungs - 1) ** 2 * swap_waits(heat, noise, tests)
-        else:
-            tests = max(1.0, self.relaxation / (2 * interval))
-            waits = swap_waits(heat, noise, tests) - 1.0
-            steps = interval * (2.0 + 2.0 * (rungs - 1) * waits)
-        forgets = -math.expm1(-steps / self.relaxation)
-        return rungs * steps / forgets * self.examples_a_step(setting)
-
-    def examples_a_step(self, setting: Setting) -> float:
-        """Of one replica, those of swap batches included."""
-        return self.batch + (setting.swap_batch or 0) / setting.swap_interval
-
-    def temperatures(self, setting: Setting) -> tuple[float, ...]:
-        """In equal steps of heat and noise together; inside a pair in equal ratios."""
-        together = self.together(setting.swap_batch).tolist()
-        ends, points = self.inverse.tolist(), [float(self.inverse[0])]
-        total, passed, pair = sum(together), 0.0, 0
-        for k in range(1, setting.n_rungs - 1):
-            wanted = total * k / (setting.n_rungs - 1)
-            while pair < len(together) - 1 and passed + together[pair] < wanted:
-                passed += together[pair]
-                pair += 1
-            part = (wanted - passed) / together[pair] if together[pair] else 0.5
-            cold, hot = ends[pair], ends[pair + 1]
-            inside = cold * (hot / cold) ** part if hot > 0 else cold * (1 - part)
-            points.append(inside)
-        return tuple(math.inf if b == 0 else 1.0 / b for b in [*points, ends[-1]])
-
-    def up_to(self, barrier: float, swap_batch: int | None) -> Lengths:
-        """The cold part with so much of a barrier, or all."""
-        together = self.together(swap_batch)
-        n = int((together.cumsum(0) < barrier).sum())  # pairs that are inside
-        if n == len(together):
-            return self
-        part = (barrier - float(together[:n].sum())) / float(together[n])
-        cold, hot = float(self.inverse[n]), float(self.inverse[n + 1])
-        end = cold * (hot / cold) ** part if hot > 0 else cold * (1 - part)
-        share = (cold - end) / (cold - hot)
-        return replace(
-            self,
-            inverse=torch.cat([self.inverse[: n + 1], self.inverse.new_tensor([end])]),
-            heat=torch.cat([self.heat[:n], share * self.heat[n : n + 1]]),
-            variance=self.variance[: n + 1],
-        )
-
-    def best(
-        self, most_rungs: int, sizes: Sequence[int | None], intervals: Sequence[int]
-    ) -> Setting:
-        """The setting with the fewest examples a visit."""
-        candidates = [
-            Setting(rungs, size, interval)
-            for size in sizes
-            for interval in intervals
-            for rungs in _numbers_of_rungs(self.barrier(size), most_rungs)
-        ]
-        return min(candidates, key=self.examples_a_visit)
-
-
-def _numbers_of_rungs(barrier: float, most: int) -> list[int]:
-    """Those that are worth a look: from steps of 6 to steps of 0.5."""
-    least, largest = math.ceil(barrier / 6.0) + 1, math.ceil(barrier / 0.5) + 1
-    first, last = max(2, min(least, most)), max(2, min(largest, most))
-    return sorted({round(first * (last / first) ** (k / 24)) for k in range(25)})
-
-
-def swap_waits(heat: float, noise: float, tests: float) -> float:
-    """How many tests of a pair one swap takes, with `tests` in the time in which exact energies
-    change; their noise is new in each.
-
-    With a(D) the acceptance at the exact difference D, which is normal with mean -heat^2 / 2:
-
-        W = E[(1 - (1 - a)^tests) / a] / E[1 - (1 - a)^tests]
-    """
-    nodes = torch.linspace(-5.0, 5.0, 101, dtype=torch.float64)
-    weights = (-0.5 * nodes.square()).exp()
-    accept = expected_acceptance(heat * nodes - 0.5 * heat**2, noise).clamp(1e-300, 1.0)
-    swapped = -torch.expm1(tests * torch.log1p(-accept.clamp(max=1 - 1e-12)))
-    return float((weights * swapped / accept).sum() / (weights * swapped).sum())
 
 
 @dataclass(frozen=True)
@@ -220,7 +63,7 @@ class Round:
     setting: Setting
     hot: float
     n_steps: int
-    barrier: float
+    barrier: float  # the sum of the rejection rates; without swaps, as expected
     least: float  # acceptance of a pair
     mean: float
     trips: int
@@ -323,14 +166,14 @@ def tune(
         require_whole(name, count, least)
     if most_rungs is not None:
         require_whole("most_rungs", most_rungs, 2)
-    trials: _Trials
+    trials: Trials
     if isinstance(target, ModuleEnsemble):
         if data is None:
             raise InvalidArgumentError("a network needs its data: tune(ensemble, loader, lr=...)")
-        trials = _NetworkTrials(target, data, seed, dict(rules))
+        trials = NetworkTrials(target, data, seed, dict(rules))
         most = most_rungs or (16 if hot is not None else 8)
     else:
-        trials = _DensityTrials(
+        trials = DensityTrials(
             as_target(target, dim), sampler, min(8, max(2, n_runs)), initial, seed, dict(rules),
             resolve_device(device), dtype,
         )  # fmt: skip
@@ -338,178 +181,10 @@ def tune(
     return _Tuning(trials, lr, cold, hot, most, n_steps, n_runs, show=show).tuned()
 
 
-class _Seen(NamedTuple):
-    """What a round showed."""
-
-    energy: Tensor  # (rungs,): mean
-    variance: Tensor  # (pairs,): of the difference of two energies, by their noise
-    accepted: Tensor  # (pairs,)
-    proposed: Tensor
-    trips: int
-    path: Tensor  # (rows, rungs, runs, coordinates): where the replica of each rung was
-
-
-class _Trials:
-    """Short runs on one target, each beginning where the one before ended."""
-
-    n_data: int | None
-    batch: int = 1
-    finite_population = False
-    can_have_swap_batches = False
-    shares_minibatch = True
-    starts_apart = False  # do the runs start at different points?
-    prior_variance: float | None = None
-    has_proper_prior = False
-    data: Any = None
-    dim: int
-    n_runs: int
-    rules: dict[str, Any]
-
-    def begin(self, ladder: Ladder, rules: dict[str, Any]) -> ReplicaExchange:
-        raise NotImplementedError
-
-    def positions(self, run: Any) -> Tensor:
-        """(rungs, runs, coordinates)"""
-        raise NotImplementedError
-
-    def measure(self, ladder: Ladder, rules: dict[str, Any], n_steps: int) -> _Seen:
-        run, infos, path = self.begin(ladder, rules), [], []
-        for info in run.advance(n_steps, self.data, every=max(1, n_steps // ROWS)):
-            infos.append(StepInfo(*(values.clone().cpu() for values in info)))
-            path.append(self.positions(run)[..., :COORDINATES].cpu())
-        self.end(run)
-        first = len(infos) // 3  # what comes before is the way from the round before
-        late = infos[first:]
-        energy = torch.cat([info.energy for info in late]).double()
-        sigma2 = torch.cat([info.noise_variance for info in late]).double()
-        proposed = torch.cat([i.proposed.expand(len(i.proposed), *sigma2.shape[1:]) for i in late])
-        if run.rules.swap_batch is not None:  # rows between the tests know nothing of their noise
-            sigma2 = sigma2[proposed.flatten(1).any(1)]
-        replica_at = torch.cat([info.replica_at for info in infos])
-        return _Seen(
-            energy.mean((0, 2)),
-            2.0 * sigma2.mean((0, 2)),
-            torch.cat([info.accepted for info in late]).sum((0, 2)),
-            proposed.sum((0, 2)),
-            int(count_trips(rung_of(replica_at))[1].sum()),
-            torch.stack(path[first:]).double(),
-        )
-
-    def end(self, run: Any) -> None:
-        """Keep what the next round begins with."""
-        raise NotImplementedError
-
-
-class _DensityTrials(_Trials):
-    def __init__(
-        self,
-        target: Target,
-        sampler: Sampler | None,
-        n_runs: int,
-        initial: Tensor | float | Distribution | None,
-        seed: int,
-        rules: dict[str, Any],
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self.target, self.sampler, self.n_runs, self.rules = target, sampler, n_runs, rules
-        self.seed, self.device, self.dtype, self.dim = seed, device, dtype, target.dim
-        self.n_data, self.shares_minibatch = target.n_data, target.shares_minibatch
-        self.batch = target.batch_size or 1
-        self.starts_apart = initial is None or isinstance(initial, Distribution)
-        self.can_have_swap_batches = target.n_data is not None
-        self.prior_variance = target.prior_variance
-        self.has_proper_prior = target.has_proper_prior
-        self._rounds = itertools.count()
-        self._inverse, self._start = torch.ones(1), torch.zeros(0)
-        shape, streams = (FIRST_RUNGS, n_runs), Streams(seed)
-        start = starting_points(initial, target, shape, streams)
-        self._given = torch.as_tensor(start, dtype=dtype).expand(*shape, self.dim)
-
-    def start_from(self, other: _DensityTrials) -> None:
-        """Begin where the runs of one temperature have ended."""
-        self._inverse, self._start = other._inverse, other._start
-
-    def _next_seed(self) -> int:
-        return derive_seed(self.seed, f"tuning.{next(self._rounds)}")
-
-    def begin(self, ladder: Ladder, rules: dict[str, Any]) -> DensityExchange:
-        inverse = 1.0 / torch.tensor(ladder.temperatures, dtype=torch.float64)
-        start = self._given[: ladder.n_rungs]
-        if len(self._start) == 1:  # each rung of a run begins where another run has ended
-            start = torch.cat([self._start.roll(k, 1) for k in range(ladder.n_rungs)])
-        elif len(self._start):
-            start = self._start[nearest(inverse, self._inverse)]
-        ensemble = TensorEnsemble.start(
-            self.target, self.sampler, n_rungs=ladder.n_rungs, n_runs=self.n_runs, initial=start,
-            device=self.device, dtype=self.dtype,
-        )  # fmt: skip
-        return DensityExchange(ensemble, ladder, seed=self._next_seed(), **{**self.rules, **rules})
-
-    def positions(self, run: DensityExchange) -> Tensor:
-        at = run.state.replica_at.long()
-        return run.ensemble.position[at, torch.arange(at.shape[1], device=at.device)]
-
-    def end(self, run: DensityExchange) -> None:
-        self._inverse, self._start = 1.0 / run.temperatures_at(0), self.positions(run)
-
-
-class _NetworkTrials(_Trials):
-    n_runs = 1
-
-    def __init__(self, source: ModuleEnsemble, data: Any, seed: int, rules: dict[str, Any]) -> None:
-        self.source, self.data, self.seed, self.rules = source, data, seed, rules
-        if source.mesh is not None:
-            raise InvalidArgumentError("tune works in one process; give an ensemble without mesh")
-        self.n_data, self.shares_minibatch = source.n_data, source.shares_minibatch
-        self.finite_population = not source.replacement
-        self.prior_variance = source.prior_variance
-        self.has_proper_prior = source.has_proper_prior
-        from torchrex.network.step import size_of
-
-        self.batch = getattr(data, "batch_size", None) or size_of(next(iter(data)))
-        whole = getattr(data, "dataset", None)
-        self.can_have_swap_batches = hasattr(data, "swap_batches") or hasattr(whole, "__getitem__")
-        self._rounds = itertools.count()
-        self._inverse: Tensor | None = None
-        self._start: list[Any] = []
-
-    def begin(self, ladder: Ladder, rules: dict[str, Any]) -> ModuleExchange:
-        from torchrex.network import ModuleExchange
-
-        inverse = 1.0 / torch.tensor(ladder.temperatures, dtype=torch.float64)
-        seed = derive_seed(self.seed, f"tuning.{next(self._rounds)}")
-        run = ModuleExchange(self.source, ladder, seed=seed, **{**self.rules, **rules})
-        self.dim = run.ensemble.position.shape[-1]
-        if self._inverse is not None and not self.source.shared:
-            run.ensemble.load_tensors([self._start[k] for k in nearest(inverse, self._inverse)])
-        return run
-
-    def positions(self, run: ModuleExchange) -> Tensor:
-        position = run.ensemble.position
-        some = position[:, :: -(-position.shape[-1] // COORDINATES)]
-        return some[run.state.replica_at[:, 0], None]
-
-    def end(self, run: ModuleExchange) -> None:
-        self._inverse = 1.0 / run.temperatures_at(0)
-        states = [run.ensemble.tensors_of(int(k)) for k in run.state.replica_at[:, 0]]
-        self._start = [
-            {part: {n: t.clone() for n, t in tensors.items()} for part, tensors in state.items()}
-            for state in states
-        ]
-
-
-def nearest(wanted: Tensor, there: Tensor) -> list[int]:
-    """For each inverse temperature the place of the nearest one that is there, in ratio."""
-    tiny = 1e-3 * float(there[there > 0].min())
-    distance = ((wanted[:, None] + tiny).log() - (there + tiny).log()).abs()
-    return [int(k) for k in distance.argmin(1)]
-
-
 class _Tuning:
     def __init__(
         self,
-        trials: _Trials,
+        trials: Trials,
         lr: float,
         cold: float,
         hot: float | None,
@@ -520,7 +195,7 @@ class _Tuning:
         show: bool,
     ) -> None:
         self.trials, self.lr, self.cold, self.most = trials, lr, cold, most_rungs
-        is_network = isinstance(trials, _NetworkTrials)
+        is_network = isinstance(trials, NetworkTrials)
         known = trials.prior_variance is not None and math.isfinite(trials.prior_variance)
         to_prior = hot is None and known and trials.has_proper_prior
         # A ladder to the prior needs no search, and its hot rungs take larger steps. At another
@@ -581,7 +256,7 @@ class _Tuning:
         they do, then colder until they do not. Do they at `cold`?
         """
         trials, length, least = self.trials, self.length, (math.inf, self.hot)
-        assert isinstance(trials, _DensityTrials)
+        assert isinstance(trials, DensityTrials)
         while (rhat := self.alone(self.hot, length)) > MIXED:
             least = min(least, (rhat, self.hot))
             length, hotter = min(2 * length, self.steps_left_for_search()), self.hot * HOTTER
@@ -596,7 +271,7 @@ class _Tuning:
                 )  # fmt: skip
                 break
             self.hot = hotter
-        trials.start_from(cast("_DensityTrials", self.hottest))
+        trials.start_from(cast("DensityTrials", self.hottest))
         relaxation = self.relaxation
         while math.isinf(least[0]) or self.hot > least[1]:  # no colder one is known to fail
             colder = max(self.cold, self.hot / COLDER)
@@ -652,7 +327,7 @@ class _Tuning:
 
     def round(
         self, ladder: Ladder, rules: dict[str, Any], setting: Setting, before: Lengths | None
-    ) -> _Seen:
+    ) -> Seen:
         seen = self.trials.measure(ladder, rules, self.length)
         lengths = self.lengths_of(ladder, seen, setting.swap_batch, before)
         batch, runs = self.trials.batch, self.trials.n_runs
@@ -670,7 +345,7 @@ class _Tuning:
         return seen
 
     def lengths_of(
-        self, ladder: Ladder, seen: _Seen, swap_batch: int | None, before: Lengths | None
+        self, ladder: Ladder, seen: Seen, swap_batch: int | None, before: Lengths | None
     ) -> Lengths:
         trials = self.trials
         inverse = 1.0 / torch.tensor(ladder.temperatures, dtype=torch.float64)
@@ -747,7 +422,7 @@ class _Tuning:
                 f"{self.most:,} rungs reach a factor of {self.hot / self.cold:.4g} in temperature: "
                 f"d is {self.trials.dim:,}; use independent replicas, or more rungs"
             )
-        needed = math.ceil(lengths.barrier(setting.swap_batch) / LONGEST_STEP) + 1
+        needed = math.ceil(lengths.total(setting.swap_batch) / LONGEST_STEP) + 1
         if needed > self.most:
             return (
                 f"{needed:,} rungs for a factor of {self.hot / self.cold:.3g} in temperature: d is "
