@@ -153,7 +153,8 @@ def compared(name: str, problem: Problem, examples: float, runs: int) -> dict[st
         values = sampled(tuned.ladder, examples - spent, **tuned.rules)
         tell(
             f"tuned, {tempering}", values, rungs=tuned.ladder.n_rungs,
-            hot=f"{tuned.ladder.temperatures[-1]:g}", tuning=spent, seconds=time.monotonic() - began,
+            hot=f"{tuned.ladder.temperatures[-1]:g}", tuning=spent,
+            seconds=time.monotonic() - began,
             **{k: v for k, v in tuned.rules.items() if k.startswith("swap")}, advice=tuned.advice,
         )  # fmt: skip
     for rungs, hot in HANDMADE[name]:
