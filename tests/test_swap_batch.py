@@ -306,6 +306,25 @@ def test_data_without_other_examples_are_refused(data, words):
     assert run.n_steps == 0
 
 
+def test_training_on_a_data_loader_ends_with_its_last_checkpoint(tmp_path, monkeypatch):
+    """A batch of a DataLoader is a list [x, y], not one batch per replica. What is looked at in the
+    end cannot cost the run.
+    """
+    loader = DataLoader(TensorDataset(*classes()), batch_size=10)
+
+    def run():
+        ensemble = tr.ModuleEnsemble(mlp, cross_entropy())
+        ladder = tr.Ladder((1.0, 1.2), 1e-4)
+        return tr.ModuleExchange(ensemble, ladder, swap_batch=20, swap_interval=2)
+
+    assert tr.train(run(), loader, 10, checkpoints=tmp_path / "a").total_steps == 10
+    monkeypatch.setattr(tr.ModuleExchange, "noise_shape", lambda *batches: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        tr.train(run(), loader, 10, checkpoints=tmp_path / "b")
+    saved = sorted(path.name for path in (tmp_path / "b").glob("step=*"))
+    assert saved[-1] == "step=000000010"
+
+
 def test_a_loop_of_ones_own():
     run, whole = run_on(swap_interval=2), run_on(swap_interval=2)
     list(whole.advance(6, tr.DeviceLoader(classes(), 8, seed=1)))

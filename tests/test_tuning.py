@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributions import Normal
+from torch.utils.data import DataLoader, IterableDataset
 
 import torchrex as tr
-from modules import classes, cross_entropy, mlp
-from torchrex.errors import InvalidArgumentError, NonFiniteEnergyError
+from modules import classes, cross_entropy, mlp, same
+from torchrex.errors import InvalidArgumentError, NonFiniteEnergyError, RunInterrupted
 from torchrex.tuning.model import Lengths, Setting, nearest, swap_waits
 
 CENTRES = 4.0 * torch.tensor([[0.0, 0.0], [1, 1], [-1, 1], [1, -1], [-1, -1]])
@@ -169,7 +170,7 @@ def test_a_prior_that_is_a_distribution_is_the_hot_end():
     tuned = tr.tune(folded(Normal(0.0, 3.0)), **options)
     assert math.isinf(tuned.ladder.temperatures[-1])
     assert tuned.rules["tempering"] == "likelihood"
-    assert tuned.rules["swap_batch"] in (80, 160, 320, 400)
+    assert tuned.rules["swap_batch"] in (40, 80, 160, 320, 400)
     assert 2 <= tuned.ladder.n_rungs < 30
     assert tuned.settings()["swap_batch"] == tuned.rules["swap_batch"]
     other = tr.tune(folded(lambda x: -x.square().sum(-1) / 18), **options, hot=50.0)
@@ -223,8 +224,10 @@ def test_a_network_is_tuned_and_is_told_when_exchange_is_not_worth_it(caplog):
 
 BAD = {
     "hot must be above cold": {"hot": 0.5},
-    "lr must be positive": {"lr": -1.0},
-    "cold must be positive": {"cold": math.nan},
+    "lr must be a positive": {"lr": -1.0},
+    "lr must be a positive, finite number": {"lr": "0.1"},
+    "cold must be a positive": {"cold": math.nan},
+    "an infinite temperature needs": {"hot": math.inf},
     "tune chooses swap_batch": {"swap_batch": 10},
     "most_rungs must be a whole number": {"most_rungs": 1},
     "n_steps must be a whole number": {"n_steps": 0},
@@ -250,6 +253,38 @@ def test_wrong_kinds_are_refused():
 def test_an_energy_that_is_not_finite_ends_it_in_one_line():
     with pytest.raises(NonFiniteEnergyError, match="energy"):
         tr.tune(lambda x: -x.pow(4).sum(-1), dim=1, lr=1.0, hot=2.0, initial=10.0, show=False)
+
+
+def test_ctrl_c_while_the_ladder_is_tuned(monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torchrex.sampling.tune", interrupted)
+    with pytest.raises(RunInterrupted, match="while the ladder was tuned") as caught:
+        tr.sample(five_modes, dim=2, ladder="auto", lr=0.02, n_steps=100)
+    assert caught.value.draws is None
+
+
+def test_the_loader_is_where_it_was():
+    """The run to come gets the batches that it would have got."""
+    ensemble = tr.ModuleEnsemble(nn.Linear(4, 3), cross_entropy())
+    loader = tr.DeviceLoader(classes(), 10, seed=0)
+    before = loader.state_dict()
+    first, again = (tr.tune(ensemble, loader, lr=1e-4, n_steps=1_000, show=False) for _ in range(2))
+    assert same(loader.state_dict(), before)
+    assert repr(first) == repr(again)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(zip(*classes(), strict=True))
+
+
+def test_a_stream_in_a_data_loader_has_no_swap_batches():
+    ensemble = tr.ModuleEnsemble(nn.Linear(4, 3), cross_entropy())
+    loader = DataLoader(Stream(), batch_size=10)
+    tuned = tr.tune(ensemble, loader, lr=1e-4, n_steps=1_000, show=False)
+    assert "swap_batch" not in tuned.rules
 
 
 def test_a_plain_data_loader_has_no_swap_batches():

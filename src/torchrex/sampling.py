@@ -127,7 +127,8 @@ def sample(
                     'ladder="auto" chooses the temperatures and needs one lr, that of rung 0: '
                     f"got temperatures={temperatures} and lr={lr}"
                 )
-            ladder = tune(
+            ladder = _tuned(
+                options,
                 target,
                 lr=lr,
                 n_steps=n_steps,
@@ -273,6 +274,14 @@ def _draw(
         _report_interrupt(draws, options, signals, is_main=group.is_main)
     assert draws is not None
     return draws
+
+
+def _tuned(options: DrawOptions, target: Target, **arguments: Any) -> Tuned:
+    try:
+        return tune(target, **arguments)
+    except KeyboardInterrupt:
+        how = f"interrupted while the ladder was tuned, before the first of {options.n_steps:,}"
+        raise RunInterrupted(f"{how} steps", draws=None) from None
 
 
 def _out_of_memory(start: Tensor, options: DrawOptions) -> str:

@@ -68,7 +68,7 @@ def make_rules(ladder: Ladder, target: Any, options: RuleOptions) -> Rules:
     """Check the options and fill in what fits the target."""
     given: dict[str, Any] = {"noise": None, "pairing": None, **options}
     for name, value, kind, example in (
-        ("ladder", ladder, Ladder, "a ladder such as Ladder((1.0, 10.0), 0.03)"),
+        ("ladder", ladder, Ladder, "a ladder such as Ladder((1.0, 10.0), 0.03) or tuned.ladder"),
         ("noise", given["noise"], NoiseEstimator, "an estimator such as KnownVariance(1.0)"),
         ("pairing", given["pairing"], Pairing, "a rule such as EvenOdd()"),
     ):
@@ -135,7 +135,8 @@ def _require_tempering(rules: Rules, target: Any) -> None:
     if rules.tempering == "posterior":
         if not math.isfinite(hottest):
             raise InvalidArgumentError(
-                'an infinite temperature needs tempering="likelihood" and a prior'
+                'an infinite temperature needs tempering="likelihood" and a prior that is a '
+                f"distribution, got temperatures={rules.ladder.temperatures}"
             )
         return
     if not rules.ladder.temperatures[0] > 0:

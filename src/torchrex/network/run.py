@@ -251,9 +251,10 @@ class ModuleExchange(ReplicaExchange):
         finite = own is not None and self._network.finite_swap_population
         if finite and own == n_data:
             return None  # all data
+        own_batches = not self.ensemble.source.shared_batches  # then a batch is a list of batches
         with self.forward.restored():
             seen = [
-                self.energies(each[0] if own and isinstance(each, list) else each, shared=bool(own))
+                self.energies(each[0] if own and own_batches else each, shared=bool(own))
                 for each in (batch, *more)
             ]
         losses = [each.per_example for each in seen if each.per_example is not None]

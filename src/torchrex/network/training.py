@@ -307,11 +307,12 @@ class _Loop:
             for each in self.going:  # no energy follows the last move
                 if (failure := _nonfinite_weights(each.one.run)) is not None:
                     self._stop_one(each, failure)
+            (number,) = process_group.maximum((received[0] if received else 0,))
+            end = outcome("finished", int(number) or None)
             for each in self.going if process_group.is_main else ():
                 each.warn_of_swaps(str(each.one) if len(self.runs) > 1 else "")
             self.group.warn_of_noise_shapes()
-            (number,) = process_group.maximum((received[0] if received else 0,))
-            return outcome("finished", int(number) or None)
+            return end
 
     @contextlib.contextmanager
     def _observed(self, n_steps: int, live: bool) -> Iterator[None]:

@@ -33,7 +33,8 @@ def log_evidence(energy: Tensor, temperatures: Tensor, *, noise: str = "") -> Lo
 
     Standard errors are those of `mean_error` for the sum over all rungs: they cover the spread
     within and between chains, the correlation of draws and of rungs, and the energy noise. That of
-    the integration has the difference to another spline added, for a ladder with too few rungs.
+    the integration has the largest difference to another spline and to ladders without every second
+    rung added, for a ladder with too few rungs.
     They do not know of modes that no replica has seen, nor of the bias that lr and gradient noise
     give every rung.
 
@@ -71,8 +72,16 @@ def _integral(beta: np.ndarray, mean: np.ndarray) -> tuple[float, np.ndarray, fl
     def by(interpolator: Any, mean: np.ndarray) -> float:
         return float(-weight @ interpolator(u, mean[::-1])(at))
 
+    def coarser(first: int) -> float:
+        """Without every second inner rung."""
+        kept = np.ones(len(beta), bool)
+        kept[first:-1:2] = False
+        knots, values = u[kept[::-1]], mean[kept][::-1]
+        return float(-weight @ PchipInterpolator(knots, values)(at))
+
     value, step = by(PchipInterpolator, mean), 1e-5 * float(np.ptp(mean)) or 1.0
     bumps = step * np.eye(len(mean))
     gradient = np.array([by(PchipInterpolator, mean + bump) - value for bump in bumps]) / step
-    other = by(CubicSpline, mean) if len(mean) > 3 else float(np.trapezoid(mean, beta))
-    return value, gradient, abs(value - other)
+    others = [by(CubicSpline, mean) if len(mean) > 3 else float(np.trapezoid(mean, beta))]
+    others += [coarser(1), coarser(2)] if len(mean) > 3 else []
+    return value, gradient, max(abs(value - other) for other in others)

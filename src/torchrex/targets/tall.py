@@ -44,7 +44,9 @@ class TallPosterior(Target):
         shared: bool = True,
     ) -> None:
         if not isinstance(data, tuple | list) or not all(isinstance(t, Tensor) for t in data):
-            raise TargetError(f"data must be a tuple of tensors, got {type(data).__name__}")
+            kinds = [type(t).__name__ for t in data] if isinstance(data, tuple | list) else data
+            kinds = kinds if isinstance(kinds, list) else type(data).__name__
+            raise TargetError(f"data must be a tuple of tensors, got {kinds}")
         if not data or any(len(t) != len(data[0]) for t in data):
             shapes = [tuple(t.shape) for t in data]
             raise TargetError(f"the data tensors must have the same first size, got {shapes}")

@@ -52,6 +52,7 @@ FEWEST_SWAPS, FEWEST_TESTS = 0.02, 50  # share and tests of a pair whose swaps s
 LONGEST_STEP = 2.5  # heat and noise of a pair that still swaps: 21 % of the tests
 LEAST_FACTOR = 1.2  # in temperature, of a ladder that explores
 STEP_WITHIN_REACH = 2.0  # where the number of rungs decides how hot the ladder is: 32 %
+MOST_OVERHEAD = 2  # examples for swaps over those for moves, of a round
 GAIN = 1.1  # fewer examples a visit by this factor are worth another round
 INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000)
 
@@ -136,8 +137,9 @@ def tune(
 
     `target` is what `sample` takes, or a ModuleEnsemble with its `data` (a DeviceLoader or a
     DataLoader). `lr` is that of the coldest rung. Rounds get longer until the choice no
-    longer changes. They cost at most a tenth of the run that is to be tuned, which has
-    `n_steps` steps (100,000 if you do not say) and `n_runs` runs (8; 1 of a network).
+    longer changes. They cost about a tenth of the run that is to be tuned at most, which
+    has `n_steps` steps (100,000 if you do not say) and `n_runs` runs (8; 1 of a network). The first
+    ones have 200 steps, also if that is more.
 
     Without `hot` and `tempering`, data with a prior that is a distribution get a ladder of
     likelihoods up to the prior (`tempering="likelihood"`). Other ladders end where independent runs
@@ -155,8 +157,8 @@ def tune(
     n_steps = ASSUMED_STEPS if n_steps is None else n_steps
     n_runs = (1 if is_network else 8) if n_runs is None else n_runs
     for name, number in (("cold", cold), ("lr", lr)):
-        if not (number > 0 and math.isfinite(number)):
-            raise InvalidArgumentError(f"{name} must be positive and finite, got {number}")
+        if not (isinstance(number, int | float) and number > 0 and math.isfinite(number)):
+            raise InvalidArgumentError(f"{name} must be a positive, finite number, got {number!r}")
     if hot is not None and not hot > cold:
         raise InvalidArgumentError(f"hot must be above cold, got cold={cold:g} and hot={hot:g}")
     for name in ("swap_batch", "swap_interval", "pairing"):
@@ -178,7 +180,18 @@ def tune(
             resolve_device(device), dtype,
         )  # fmt: skip
         most = most_rungs or 64
-    return _Tuning(trials, lr, cold, hot, most, n_steps, n_runs, show=show).tuned()
+    if hot == math.inf and not (rules.get("tempering") == "likelihood" and trials.has_proper_prior):
+        raise InvalidArgumentError(
+            'an infinite temperature needs tempering="likelihood" and a prior that is a '
+            f"distribution, got hot=inf for {target!r}; give a finite one, or none"
+        )
+    restores = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+    position = data.state_dict() if restores else None
+    try:
+        return _Tuning(trials, lr, cold, hot, most, n_steps, n_runs, show=show).tuned()
+    finally:
+        if restores:  # the run to come begins with the batches with which it would have begun
+            data.load_state_dict(position)
 
 
 class _Tuning:
@@ -236,8 +249,9 @@ class _Tuning:
             if not self.searches and self.relaxation * RELAXED > self.length // 2:
                 self.alone(self.hot, self.length)
             ladder = self.ladder(lengths.temperatures(setting))
-            rules = {"swap_batch": setting.swap_batch, "swap_interval": setting.swap_interval}
-            seen = self.round(ladder, rules, setting, lengths)
+            tested = self.affordable(setting)
+            rules = {"swap_batch": tested.swap_batch, "swap_interval": tested.swap_interval}
+            seen = self.round(ladder, rules, tested, lengths)
             lengths = self.lengths_of(ladder, seen, setting.swap_batch, lengths)
             lengths = self.within_reach(lengths, sizes)
             better = lengths.best(self.most, sizes, intervals)
@@ -409,8 +423,15 @@ class _Tuning:
         left = 0.5 * SHARE * self.n_steps * self.n_runs * FEWEST_RUNGS * per_step - self.examples
         return int(left / (self.trials.n_runs * per_step))
 
+    def affordable(self, setting: Setting) -> Setting:
+        """With tests so rare that they cost twice the moves at most: enough to measure swaps."""
+        least = (setting.swap_batch or 0) / (MOST_OVERHEAD * self.trials.batch)
+        intervals = [each for each in INTERVALS if each >= max(least, setting.swap_interval)]
+        return setting._replace(swap_interval=intervals[0] if intervals else INTERVALS[-1])
+
     def steps_left(self, lengths: Lengths, setting: Setting) -> int:
         """Of a round with this setting, until tuning has cost a tenth of the run."""
+        setting = self.affordable(setting)
         per_step = setting.n_rungs * lengths.examples_a_step(setting)
         left = SHARE * self.n_steps * self.n_runs * per_step - self.examples
         return int(left / (self.trials.n_runs * (per_step + self.trials.batch)))

@@ -157,7 +157,8 @@ class NetworkTrials(Trials):
 
         self.batch = getattr(data, "batch_size", None) or size_of(next(iter(data)))
         whole = getattr(data, "dataset", None)
-        self.can_have_swap_batches = hasattr(data, "swap_batches") or hasattr(whole, "__getitem__")
+        has_items = hasattr(whole, "__getitem__") and hasattr(whole, "__len__")
+        self.can_have_swap_batches = hasattr(data, "swap_batches") or has_items
         self._rounds = itertools.count()
         self._inverse: Tensor | None = None
         self._start: list[Any] = []
