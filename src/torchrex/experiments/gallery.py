@@ -152,11 +152,7 @@ class FullData(TallPosterior):
     def draw_noise(
         self, generator: torch.Generator, n: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Noise:
-        """Those that take longer; `torchrex run` runs them."""
-    return {
-        "gallery/period-200k": GalleryConfig("gallery/period-200k", n_steps=50_000_000),
-        "gallery/clusters-million": GalleryConfig("gallery/clusters-million", n_steps=10_000_000),
-    }
+        return {}
 
 
 class _Stopped(Exception):  # noqa: N818 - not an error
