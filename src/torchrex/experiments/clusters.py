@@ -28,9 +28,7 @@ LAPLACE_DRAWS = 400
 NEAR = 1.0  # a centre is found if one of x is within this distance
 
 
-def clusters(
-    k: int = 8, n_data: int = 3_000, batch_size: int = 100, lr: float = 5e-5
-) -> Problem:
+def clusters(k: int = 8, n_data: int = 3_000, batch_size: int = 100, lr: float = 5e-5) -> Problem:
     """Held-out loss above that of the truth."""
     centres, data, held_out = simulate(k, n_data)
     log_likelihood = log_mixture(k)

@@ -58,8 +58,8 @@ class Problem:
     hot: float = 100.0  # the hottest temperature of a ladder made by hand
     # Of draws (runs, draws, dim): the share of each run that is in the right modes.
     found: Callable[[Tensor], Tensor] | None = None
-    # Of draws (runs, draws, dim): at most a few hundred numbers (n,) from which `plot(axis, {method:
-    # numbers})` draws what was found.
+    # Of draws (runs, draws, dim): at most a few hundred numbers. `plot(axis, {method: numbers})`
+    # makes a picture of them.
     shown: Callable[[Tensor], Tensor] | None = None
     plot: Callable[[Any, dict[str, Tensor]], None] | None = None
 
@@ -85,7 +85,7 @@ def gallery_recipes() -> dict[str, GalleryConfig]:
         "gallery/period": GalleryConfig("gallery/period", n_steps=5_000_000),
         "gallery/clusters": GalleryConfig("gallery/clusters", n_steps=1_000_000),
         "gallery/clusters-15": GalleryConfig("gallery/clusters-15", n_steps=2_000_000),
-        "gallery/clusters-25": GalleryConfig("gallery/clusters-25", n_steps=4_000_000),
+        "gallery/clusters-25": GalleryConfig("gallery/clusters-25", n_steps=1_000_000),
     }
 
 
@@ -182,13 +182,14 @@ class Comparison:
     def compare(self) -> None:
         """Tune, then draw by each method and measure."""
         problem, target, lr = self.problem, self.problem.target, self.problem.lr
-        began = time.monotonic()
         tuned = self.tuned()
         tuning, rungs = tuned.examples / self.config.n_runs, max(2, tuned.ladder.n_rungs)
-        self.metrics |= {"tuning_seconds": time.monotonic() - began, "rungs": tuned.ladder.n_rungs}
-        self.metrics |= {"tuning_examples": tuning}
-        self.metrics |= {"swap_batch": tuned.rules.get("swap_batch", 0)}
-        self.metrics |= {"swap_interval": tuned.rules.get("swap_interval", 1)}
+        self.metrics |= {
+            "rungs": tuned.ladder.n_rungs,
+            "tuning_examples": tuning,
+            "swap_batch": tuned.rules.get("swap_batch", 0),
+            "swap_interval": tuned.rules.get("swap_interval", 1),
+        }
         alone = Ladder((1.0,), lr)
         self.draw("one", alone, self.examples)
         self.independent(alone, rungs)
@@ -225,12 +226,12 @@ class Comparison:
         """So many chains without swaps, pooled, and the one of least energy on all data."""
         target, runs = self.problem.target, self.config.n_runs
         judging = n * JUDGED * len(target.data[0])
-        kept = max(JUDGED, KEPT // n)
         draws = self.sampled(
-            "pooled", target, alone, (self.examples - judging) / n, runs * n, kept=kept
+            "pooled", target, alone, (self.examples - judging) / n, runs * n, chains=n
         )
         chains = draws.values.unflatten(0, (runs, n))  # (runs, chains, draws, dim)
-        judged = chains[:, :, torch.linspace(0, kept - 1, JUDGED).long()].flatten(0, 2)
+        some = torch.linspace(0, draws.n_draws - 1, JUDGED).long()
+        judged = chains[:, :, some].flatten(0, 2)
         energy = torch.cat([target.full_energy(part) for part in judged.split(64)])
         best = energy.unflatten(0, (runs, n, JUDGED)).mean(2).argmin(1)
         examples = n * self.evaluated(draws, target) + judging
@@ -258,20 +259,22 @@ class Comparison:
         examples: float,
         n_runs: int,
         *,
-        kept: int = KEPT,
+        chains: int = 1,
         **rules: Any,
     ) -> Draws:
-        """As many steps as the examples allow, of which the second half is kept."""
+        """As many steps as the examples allow. Draws of the second half are kept, KEPT of a run of
+        so many chains.
+        """
         size, interval = rules.get("swap_batch") or 0, rules.get("swap_interval", 1)
         per_step = ladder.n_rungs * (target.batch_size + size / interval)
         n_steps = int((examples - ladder.n_rungs * size) / per_step)
-        thin = max(1, n_steps // (2 * kept))
-        if n_steps < 2 * kept:
+        if n_steps < 2 * JUDGED:
             raise ConfigError(
-                f"setting 'n_steps' is too small: {METHODS[method]} has {n_steps} steps for "
-                f"{kept} draws; raise it"
+                f"setting 'n_steps' is too small: {METHODS[method]} gets {n_steps} steps; raise it"
             )
-        options, folder, began = self.options, self.run.checkpoints, time.monotonic()
+        kept = min(max(JUDGED, KEPT // chains), n_steps // 2)
+        thin = n_steps // (2 * kept)
+        options, folder = self.options, self.run.checkpoints
         budget = options.budget
         if budget is not None:
             budget = max(1e-9, budget - (time.monotonic() - self.began))
@@ -285,7 +288,6 @@ class Comparison:
         if draws.status != "finished":
             raise _Stopped(draws.status)
         self.done += 1
-        self.metrics[f"{method}_seconds"] = time.monotonic() - began
         return draws
 
     def progress(self) -> Callable[[int, int], None] | None:

@@ -54,7 +54,10 @@ def period(n_data: int = 2_000, batch_size: int = 200, lr: float = 3e-5) -> Prob
         middle = 0.5 * (EDGES[1:] + EDGES[:-1])
         exact = torch.histogram(grid.float(), EDGES, weight=mass.float()).hist
         axis.stairs(exact, EDGES, fill=True, color="0.85", label="exact")
-        looks = {"pooled": ("#c8553d", "x", "independent chains"), "tuned": ("#0b3c5d", "o", "tuned exchange")}
+        looks = {
+            "pooled": ("#c8553d", "x", "independent chains"),
+            "tuned": ("#0b3c5d", "o", "tuned exchange"),
+        }
         for method, (colour, marker, label) in looks.items():
             if method in found:
                 there = found[method] > 0

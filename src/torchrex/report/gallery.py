@@ -152,8 +152,8 @@ def notes(found: Mapping[str, Any]) -> list[str]:
     for row in found["rows"]:
         name, cost = row["recipe"].partition("/")[2], row["methods"]["one"]["examples"]
         said.append(
-            f"{name}: {row['words']}; {cost:.3g} examples for each of {row['n_runs']} runs of every "
-            f"method, {row['rungs']} rungs. Here {row['verdict']}."
+            f"{name}: {row['words']}; {cost:.3g} examples for each of {row['n_runs']} runs of "
+            f"every method, {row['rungs']} rungs. Here {row['verdict']}."
         )
     return [*said, *missing_words(found["not_run"], found["unfinished"])]
 
