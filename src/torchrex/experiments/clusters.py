@@ -41,7 +41,7 @@ def clusters(k: int = 8, n_data: int = 3_000, batch_size: int = 100, lr: float =
 
     def found(x: Tensor) -> Tensor:
         """Share of draws with a centre at every cluster."""
-        away = torch.cdist(centres, x.unflatten(-1, (k, 2)))  # (runs, draws, clusters, centres)
+        away = torch.cdist(centres, x.view(*x.shape[:-1], k, 2))  # (runs, draws, clusters, centres)
         return (away.amin(-1) < NEAR).all(-1).double().mean(1)
 
     target = TallPosterior(
@@ -111,7 +111,10 @@ def _log_mean(
     log_likelihood: Callable[[Tensor, Tensor], Tensor], draws: Tensor, y: Tensor
 ) -> Tensor:
     """Log of the predictive density at each of the points y."""
-    parts = [log_likelihood(part[:, None], y).logsumexp(0) for part in draws.split(100)]
+    parts = [
+        log_likelihood(part[:, None], y).logsumexp(0)
+        for part in draws.chunk(math.ceil(len(draws) / 100))
+    ]
     return torch.stack(parts).logsumexp(0) - math.log(len(draws))
 
 

@@ -229,11 +229,13 @@ class Comparison:
         draws = self.sampled(
             "pooled", target, alone, (self.examples - judging) / n, runs * n, chains=n
         )
-        chains = draws.values.unflatten(0, (runs, n))  # (runs, chains, draws, dim)
+        chains = draws.values.reshape(runs, n, draws.n_draws, -1)  # (runs, chains, draws, dim)
         some = torch.linspace(0, draws.n_draws - 1, JUDGED).long()
         judged = chains[:, :, some].flatten(0, 2)
-        energy = torch.cat([target.full_energy(part) for part in judged.split(64)])
-        best = energy.unflatten(0, (runs, n, JUDGED)).mean(2).argmin(1)
+        energy = torch.cat(
+            [target.full_energy(part) for part in judged.chunk(math.ceil(len(judged) / 64))]
+        )
+        best = energy.view(runs, n, JUDGED).mean(2).argmin(1)
         examples = n * self.evaluated(draws, target) + judging
         self.measure("pooled", chains.flatten(1, 2), examples, draws)
         self.measure("best", chains[torch.arange(runs), best], examples, draws)
@@ -292,7 +294,7 @@ class Comparison:
 
     def progress(self) -> Callable[[int, int], None] | None:
         show, total, before = self.options.progress, self.config.n_steps, self.steps_done
-        if show is None or show is True:
+        if show is None:
             return None
         share = total // (len(METHODS) - 1)
         return lambda done, of: show(before + share * done // of, total)

@@ -73,7 +73,9 @@ def period(n_data: int = 2_000, batch_size: int = 200, lr: float = 3e-5) -> Prob
         exact=float(mass[near(grid, 0)].sum()),
         words="probability of the true period",
         hot=30.0,
-        found=lambda x: sum(near(frequency(x), k).double().mean(1) for k in aliases),
+        found=lambda x: (
+            torch.stack([near(frequency(x), k) for k in aliases]).any(0).double().mean(1)
+        ),
         shown=shown,
         plot=plot,
     )
@@ -111,7 +113,7 @@ def exact_law(times: Tensor, values: Tensor, step: float = 5e-4) -> tuple[Tensor
     ends = (PRIOR_MEAN - 4.5 * PRIOR_SD, PRIOR_MEAN + 4.5 * PRIOR_SD)
     grid = torch.arange(*ends, step, dtype=torch.float64)
     logs = []
-    for part in grid.split(max(1, 4_000_000 // len(times))):
+    for part in grid.chunk(math.ceil(len(grid) * len(times) / 4_000_000)):
         phase = 2.0 * math.pi * part[:, None] * times
         cos, sin = phase.cos(), phase.sin()
         cc, ss, cs = 1.0 + cos.square().sum(1), 1.0 + sin.square().sum(1), (cos * sin).sum(1)
