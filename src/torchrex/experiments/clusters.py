@@ -57,8 +57,10 @@ def clusters(k: int = 8, n_data: int = 3_000, batch_size: int = 100, lr: float =
             if method in numbers:
                 at = numbers[method].view(k, 2)
                 axis.plot(*at.T, marker, color=colour, label=label, markersize=8, fillstyle="none")
-        axis.set(xlabel="centres of one run at its end", aspect="equal")
-        axis.legend(fontsize=8, loc="upper left")
+        axis.set(xlabel="centres at the end of the first run", aspect="equal")
+        axis.legend(
+            fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2
+        )
 
     return Problem(
         target,

@@ -26,7 +26,7 @@ NIGHTS, DAYS, HOURS = 24, 40, 0.12  # nights of so many days; length of each, in
 PRIOR_MEAN, PRIOR_SD = 1.5, 0.5  # of the frequency; those of a and b are 0 and 1
 UNIT = 1.0 / 30.0  # of the frequency as a coordinate: about as stiff as a and b
 NEAR = 0.02  # half the width of a mode, per day
-EDGES = torch.linspace(0.0, 3.0, 151)  # of the histogram that is shown; aliases are mid-bin
+EDGES = torch.linspace(0.0, 3.0, 201)  # of the histogram that is shown
 DATA_SEED = 58  # two aliases have about a third and two thirds of the mass
 
 
