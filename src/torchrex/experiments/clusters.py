@@ -47,7 +47,6 @@ def clusters(k: int = 8, n_data: int = 3_000, batch_size: int = 100, lr: float =
     target = TallPosterior(
         log_likelihood, Normal(0.0, side(k) / 3.0), (data,), 2 * k, batch_size=batch_size
     )
-    exact, error = predictive_by_laplace(target, centres, excess)
 
     def plot(axis: Any, numbers: dict[str, Tensor]) -> None:
         axis.plot(*data[:2_000].T, ".", color="0.8", markersize=2, zorder=0)
@@ -66,8 +65,7 @@ def clusters(k: int = 8, n_data: int = 3_000, batch_size: int = 100, lr: float =
         target,
         lr,
         estimate=excess,
-        exact=exact,
-        exact_error=error,
+        exact=lambda: predictive_by_laplace(target, centres, excess),
         words=f"held-out loss above that of the truth, {k} clusters",
         lower_is_better=True,
         hot=300.0,

@@ -51,8 +51,9 @@ class Problem:
     target: TallPosterior  # its prior is a distribution: where runs start, and the hot end
     lr: float  # of rung 0, on minibatches
     estimate: Callable[[Tensor], Tensor]  # of draws (runs, draws, dim): one number per run
-    exact: float  # what the estimate must be,
-    words: str  # and what it is
+    # What the estimate must be, or what computes it and its error.
+    exact: float | Callable[[], tuple[float, float]]
+    words: str  # what the number is
     exact_error: float = 0.0
     lower_is_better: bool | None = None  # None: |estimate - exact| is the score, else the estimate
     hot: float = 100.0  # the hottest temperature of a ladder made by hand
@@ -62,6 +63,10 @@ class Problem:
     # makes a picture of them.
     shown: Callable[[Tensor], Tensor] | None = None
     plot: Callable[[Any, dict[str, Tensor]], None] | None = None
+
+    def answer(self) -> tuple[float, float]:
+        """What the estimate must be, and the error of that."""
+        return self.exact() if callable(self.exact) else (self.exact, self.exact_error)
 
 
 def problems() -> dict[str, Callable[[], Problem]]:
@@ -324,5 +329,6 @@ class Comparison:
             self.metrics[f"{method}_acceptance_rate"] = float(draws.acceptance_rate.mean())
 
     def result(self) -> RunResult:
-        exact = {"answer_true": self.problem.exact, "answer_se": self.problem.exact_error}
-        return RunResult(metrics={**self.metrics, **exact}, curves=self.curves)
+        exact, error = self.problem.answer()
+        answer = {"answer_true": exact, "answer_se": error}
+        return RunResult(metrics={**self.metrics, **answer}, curves=self.curves)

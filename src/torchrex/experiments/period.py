@@ -25,6 +25,7 @@ SIGNAL = 60.0  # nats: log likelihood of the truth over that of no star
 NIGHTS, DAYS, HOURS = 24, 40, 0.12  # nights of so many days; length of each, in days
 PRIOR_MEAN, PRIOR_SD = 1.5, 0.5  # of the frequency; those of a and b are 0 and 1
 UNIT = 1.0 / 30.0  # of the frequency as a coordinate: about as stiff as a and b
+ALIASES = (0, 1)  # those that have the mass, by their distance from the truth
 NEAR = 0.02  # half the width of a mode, per day
 EDGES = torch.linspace(0.0, 3.0, 201)  # of the histogram that is shown
 DATA_SEED = 58  # two aliases have about a third and two thirds of the mass
@@ -33,7 +34,6 @@ DATA_SEED = 58  # two aliases have about a third and two thirds of the mass
 def period(n_data: int = 2_000, batch_size: int = 200, lr: float = 3e-5) -> Problem:
     """How probable is the true frequency? The other one that may be is an alias."""
     times, values = observations(n_data)
-    grid, mass = exact_law(times, values)
 
     def log_likelihood(x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         phase = 2.0 * math.pi * frequency(x) * t
@@ -44,16 +44,19 @@ def period(n_data: int = 2_000, batch_size: int = 200, lr: float = 3e-5) -> Prob
         log_likelihood, Normal(torch.zeros(3), sds), (times.float(), values.float()), 3,
         batch_size=batch_size,
     )  # fmt: skip
-    # The modes that count: the two of most mass among the truth and its neighbours.
-    aliases = sorted(range(-3, 4), key=lambda k: -float(mass[near(grid, k)].sum()))[:2]
+
+    def exact() -> tuple[float, float]:
+        grid, mass = exact_law(times, values)
+        return float(mass[near(grid, 0)].sum()), 0.0
 
     def shown(x: Tensor) -> Tensor:
         return torch.histogram(frequency(x).flatten().float(), EDGES).hist / x[..., 0].numel()
 
     def plot(axis: Any, found: dict[str, Tensor]) -> None:
+        grid, mass = exact_law(times, values)
         middle = 0.5 * (EDGES[1:] + EDGES[:-1])
-        exact = torch.histogram(grid.float(), EDGES, weight=mass.float()).hist
-        axis.stairs(exact, EDGES, fill=True, color="0.85", label="exact")
+        law = torch.histogram(grid.float(), EDGES, weight=mass.float()).hist
+        axis.stairs(law, EDGES, fill=True, color="0.85", label="exact")
         looks = {
             "pooled": ("#c8553d", "x", "independent chains"),
             "tuned": ("#0b3c5d", "o", "tuned exchange"),
@@ -70,11 +73,11 @@ def period(n_data: int = 2_000, batch_size: int = 200, lr: float = 3e-5) -> Prob
         target,
         lr,
         estimate=lambda x: near(frequency(x), 0).double().mean(1),
-        exact=float(mass[near(grid, 0)].sum()),
+        exact=exact,
         words="probability of the true period",
         hot=30.0,
         found=lambda x: (
-            torch.stack([near(frequency(x), k) for k in aliases]).any(0).double().mean(1)
+            torch.stack([near(frequency(x), k) for k in ALIASES]).any(0).double().mean(1)
         ),
         shown=shown,
         plot=plot,
