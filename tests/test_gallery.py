@@ -67,7 +67,7 @@ def eager(monkeypatch):
 @pytest.fixture
 def toy(monkeypatch, eager):
     tuned = torchrex.Tuned(LADDER, RULES, examples=TUNING)
-    monkeypatch.setattr(gallery, "problems", lambda: {TOY.recipe: two_modes})
+    monkeypatch.setattr(gallery, "problems", lambda: {TOY.recipe: gallery.Entry(two_modes, 800)})
     monkeypatch.setattr(gallery, "tune", lambda *given, **more: tuned)
 
 

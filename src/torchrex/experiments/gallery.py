@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,36 +69,37 @@ class Problem:
         return self.exact() if callable(self.exact) else (self.exact, self.exact_error)
 
 
-def problems() -> dict[str, Callable[[], Problem]]:
+class Entry(NamedTuple):
+    """A problem of the gallery and what a run of it costs."""
+
+    make: Callable[[], Problem]
+    n_steps: int  # of one chain
+    is_large: bool = False  # not part of `torchrex reproduce gallery`
+
+
+def problems() -> dict[str, Entry]:
     """Every problem by its recipe."""
     from torchrex.experiments.clusters import clusters  # they import `Problem` from here
     from torchrex.experiments.period import period
 
+    # The learning rates of the large forms have the bias of the small ones: lr h N / (2 n).
+    many_points = partial(clusters, 8, 1_000_000, 1_000, lr=4.5e-9)
     return {
-        "gallery/period": period,
-        "gallery/period-200k": partial(period, 200_000, lr=3e-7),
-        "gallery/clusters": clusters,
-        "gallery/clusters-15": partial(clusters, 15),
-        "gallery/clusters-25": partial(clusters, 25),
-        "gallery/clusters-million": partial(clusters, 8, 1_000_000, 1_000, lr=1.5e-6),
+        "gallery/period": Entry(period, 5_000_000),
+        "gallery/clusters": Entry(clusters, 1_000_000),
+        "gallery/clusters-15": Entry(partial(clusters, 15), 2_000_000),
+        "gallery/clusters-25": Entry(partial(clusters, 25), 1_000_000),
+        "gallery/period-200k": Entry(partial(period, 200_000, lr=3e-7), 500_000_000, is_large=True),
+        "gallery/clusters-million": Entry(many_points, 30_000_000, is_large=True),
     }
 
 
-def gallery_recipes() -> dict[str, GalleryConfig]:
-    """Those that run in minutes."""
+def gallery_recipes(*, large: bool = False) -> dict[str, GalleryConfig]:
+    """Those that run in minutes, or the large ones."""
     return {
-        "gallery/period": GalleryConfig("gallery/period", n_steps=5_000_000),
-        "gallery/clusters": GalleryConfig("gallery/clusters", n_steps=1_000_000),
-        "gallery/clusters-15": GalleryConfig("gallery/clusters-15", n_steps=2_000_000),
-        "gallery/clusters-25": GalleryConfig("gallery/clusters-25", n_steps=1_000_000),
-    }
-
-
-def large_gallery_recipes() -> dict[str, GalleryConfig]:
-    """Those that take longer; `torchrex run` runs them."""
-    return {
-        "gallery/period-200k": GalleryConfig("gallery/period-200k", n_steps=50_000_000),
-        "gallery/clusters-million": GalleryConfig("gallery/clusters-million", n_steps=10_000_000),
+        name: GalleryConfig(name, each.n_steps)
+        for name, each in problems().items()
+        if each.is_large == large
     }
 
 
@@ -121,7 +122,7 @@ class GalleryConfig(ExperimentConfig):
         return Ladder(self.temperatures, self.problem().lr)
 
     def problem(self) -> Problem:
-        return problems()[self.recipe]()
+        return problems()[self.recipe].make()
 
     @property
     def columns(self) -> tuple[Column, ...]:

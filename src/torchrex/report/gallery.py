@@ -19,7 +19,7 @@ from torchrex.experiments.gallery import (
     METHODS,
     GalleryConfig,
     Problem,
-    large_gallery_recipes,
+    gallery_recipes,
 )
 from torchrex.report.tables import (
     fitted_table,
@@ -40,7 +40,7 @@ def numbers(out: Path, chosen: Mapping[str, GalleryConfig]) -> dict[str, Any]:
     there.
     """
     rows, unfinished = [], []
-    for name, config in {**chosen, **large_gallery_recipes()}.items():
+    for name, config in {**chosen, **gallery_recipes(large=True)}.items():
         paths = sorted((out / name).glob("seed=*"))
         folders = [RunFolder(path) for path in paths if path.suffix != ".new"]
         finished = [folder for folder in folders if folder.finished]
