@@ -342,7 +342,7 @@ def _warn_of_biased_rules(rules: Rules, target: Any) -> None:
     rates = ladder.lrs
     if rules.tempering == "likelihood":
         rates = tuple(lr / t for lr, t in zip(rates, ladder.temperatures, strict=True))
-    own = rules.swap_batch is None and target.n_data is not None
+    own = rules.swap_batch is None and target.n_data is not None and target.has_noise
     if own and rules.swap_interval == 1 and ladder.n_rungs > MOST_ON_OWN_BATCH:
         logger.warning(
             "the swaps of %d rungs are tested on the minibatch of the move: rung 0 is too wide, "

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from torchrex.errors import RecipeError
 from torchrex.experiments.config import ExperimentConfig
 from torchrex.experiments.digits import digits_recipes
+from torchrex.experiments.gallery import gallery_recipes
 from torchrex.experiments.gan import gan_recipes
 from torchrex.experiments.images import image_recipes
 from torchrex.experiments.mixtures import figure1_recipes
@@ -24,6 +25,8 @@ def recipes() -> dict[str, ExperimentConfig]:
         **figure1_recipes(),
         **theory_recipes(),
         **tall_recipes(),
+        **gallery_recipes(),
+        **gallery_recipes(large=True),
         **digits_recipes(),
         **image_recipes(),
         **gan_recipes(),
