@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributions import Normal
 
-from torchrex.targets import Noise, TallPosterior
+from torchrex.experiments.gallery import FullData, Problem
 
 N_COUNTS = 10  # one a year
 STEPS_A_YEAR = 8  # of the integrator
@@ -36,7 +37,11 @@ PRIOR_SD = (20.0, 2.0, 2.0)
 MIDDLE_PERIOD = 3.0
 WIDEST = (0.9, 0.5, 0.8)  # log frequency from the middle; log(a / c) / 2; v at year 0
 SCALE = (40.0, 4.0, 4.0)  # of the positions at which the bounds are felt
-NEAR_TRUTH = (1.4, 1.85)  # periods of small cycles in the true mode
+NEAR_TRUTH, NEAR_OTHER = (1.4, 1.85), (2.1, 3.0)  # periods of small cycles in the two modes
+
+LR = 0.01  # of rung 0
+GRID = (800, 48, 48)  # intervals of the quadrature
+SHOWN = 400  # numbers in a picture
 
 
 def constants(position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,58 +87,89 @@ def log_prey(
     return years
 
 
-def simulate(seed: int = DATA_SEED, noise: float = NOISE) -> Tensor:
+def simulate(seed: int = DATA_SEED) -> Tensor:
     """Logs of the counts, (N_COUNTS,)."""
     generator = torch.Generator().manual_seed(seed)
     log_frequency = torch.tensor(math.log(2.0 * math.pi / TRUE_PERIOD), dtype=torch.float64)
     prey = log_prey(log_frequency, log_frequency, torch.full_like(log_frequency, TRUE_PREDATORS))
     error = torch.randn(N_COUNTS, generator=generator, dtype=torch.float64)
-    return torch.stack(prey) + noise * error
+    return torch.stack(prey) + NOISE * error
 
 
-class Trajectory(TallPosterior):
-    """All data at every step: no minibatch, and no noise."""
+def dynamics() -> Problem:
+    """The probability of the true mode."""
+    right = exact()
+    return Problem(
+        posterior(),
+        LR,
+        estimate=share_in_true_mode,
+        exact=right,
+        exact_error=abs(right - exact(coarser=2)),
+        words=f"probability that a cycle takes {NEAR_TRUTH[0]:g} to {NEAR_TRUTH[1]:g} years",
+        hot=10.0,
+        found=share_in_modes,
+        shown=lambda x: period(x).flatten()[:: max(1, x[..., 0].numel() // SHOWN)],
+        plot=plot,
+    )
 
-    has_noise = False
 
-    def draw_noise(
-        self, generator: torch.Generator, n: int, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Noise:
-        return {}
-
-
-def predators_and_prey(seed: int = DATA_SEED, noise: float = NOISE) -> Trajectory:
+def posterior(seed: int = DATA_SEED) -> FullData:
     def log_likelihood(position: Tensor, count: Tensor) -> Tensor:
         expected = torch.cat(log_prey(*constants(position)), -1)
-        return -0.5 * ((count - expected) / noise).square()
+        return -0.5 * ((count - expected) / NOISE).square()
 
     prior = Normal(torch.zeros(3), torch.tensor(PRIOR_SD))
-    counts = simulate(seed, noise).float()
-    return Trajectory(log_likelihood, prior, (counts,), 3, batch_size=N_COUNTS)
+    return FullData(log_likelihood, prior, (simulate(seed),), 3, batch_size=N_COUNTS)
 
 
-def estimate(values: Tensor) -> Tensor:
-    """Of draws (runs, draws, 3): the share of each run in the true mode."""
-    short, long = NEAR_TRUTH
-    years = period(values)
-    return ((years > short) & (years < long)).double().mean(-1)
+def share_in_true_mode(x: Tensor) -> Tensor:
+    """Of draws (runs, draws, 3): one number for each run."""
+    return _is_between(period(x), NEAR_TRUTH).double().mean(-1)
+
+
+def share_in_modes(x: Tensor) -> Tensor:
+    """The same for both modes, which have nearly all of the mass."""
+    years = period(x)
+    return (_is_between(years, NEAR_TRUTH) | _is_between(years, NEAR_OTHER)).double().mean(-1)
+
+
+def exact(seed: int = DATA_SEED, *, coarser: int = 1) -> float:
+    """The probability of the true mode by quadrature, over 5 sds of the prior to either side."""
+    points, density = density_on_grid(seed, coarser)
+    return float((density * share_in_true_mode(points[:, None])).sum())
 
 
 @functools.cache
-def exact(seed: int = DATA_SEED, noise: float = NOISE, *, n_grid: int = 401) -> float:
-    """The probability of the true mode by quadrature, from 5 sds of the prior to 5 in each
-    coordinate; the integrand is smooth and vanishes there, so that the sum converges fast.
+def density_on_grid(seed: int = DATA_SEED, coarser: int = 1) -> tuple[Tensor, Tensor]:
+    """Points (n, 3) and the posterior mass of each. The density is smooth and vanishes at the ends,
+    where a plain sum converges faster than any power of the spacing.
     """
-    target = predators_and_prey(seed, noise).to("cpu", torch.float64)
-    inside = total = torch.zeros((), dtype=torch.float64)
-    sizes = (2 * n_grid - 1, n_grid // 8, n_grid // 8)
+    target = posterior(seed).to("cpu", torch.float64)
     axes = [
-        sd * torch.linspace(-5.0, 5.0, n, dtype=torch.float64)
-        for sd, n in zip(PRIOR_SD, sizes, strict=True)
+        sd * torch.linspace(-5.0, 5.0, n // coarser + 1, dtype=torch.float64)
+        for sd, n in zip(PRIOR_SD, GRID, strict=True)
     ]
     points = torch.cartesian_prod(*axes)
     energy = torch.cat([target.full_energy(part) for part in points.split(2**16)])
-    density = (energy.min() - energy).exp()
-    weight = estimate(points[:, None])
-    inside, total = (density * weight).sum(), density.sum()
-    return float(inside / total)
+    return points, torch.softmax(-energy, 0)
+
+
+def plot(axis: Any, numbers: dict[str, Tensor]) -> None:
+    """The law of the period: exact, and what two methods found."""
+    points, density = density_on_grid()
+    bins = torch.linspace(1.2, 4.0, 113, dtype=torch.float64)
+    mass, _ = torch.histogram(period(points), bins, weight=density)
+    width = float(bins[1] - bins[0])
+    axis.stairs(mass / width, bins, fill=True, color="0.8", label="exact")
+    looks = {"pooled": ("#c8553d", "independent chains"), "tuned": ("#0b3c5d", "tuned exchange")}
+    for method, (colour, label) in looks.items():
+        if method in numbers:
+            count, _ = torch.histogram(numbers[method].double(), bins)
+            share = count / max(1, len(numbers[method]))
+            axis.stairs(share / width, bins, color=colour, label=label)
+    axis.set(xlabel="years of a cycle", ylabel="density")
+    axis.legend(fontsize=8)
+
+
+def _is_between(years: Tensor, ends: tuple[float, float]) -> Tensor:
+    return (years > ends[0]) & (years < ends[1])
