@@ -30,6 +30,7 @@ from torchrex.experiments import (
 from torchrex.experiments.config import descriptions
 from torchrex.experiments.digits import digits_recipes
 from torchrex.experiments.folder import differences
+from torchrex.experiments.gallery import gallery_recipes
 from torchrex.experiments.gan import TABLE3, figure3_recipes, table3_recipes
 from torchrex.experiments.images import (
     TABLE1,
@@ -41,7 +42,7 @@ from torchrex.experiments.images import (
 from torchrex.experiments.mixtures import figure1_recipes
 from torchrex.experiments.recipes import families_of, matches
 from torchrex.experiments.runner import Group, group_runs, run_in
-from torchrex.report import digits, figure1, figure2, figure3, tables
+from torchrex.report import digits, figure1, figure2, figure3, gallery, tables
 
 Folders = Mapping[str, list[RunFolder]]
 
@@ -114,6 +115,7 @@ OUTPUTS = {
     "figure2": Output(figure2_recipes, partial(make_figure, figure2)),
     "table3": Output(table3_recipes, partial(make_table, TABLE3)),
     "figure3": Output(figure3_recipes, partial(make_figure, figure3)),
+    "gallery": Output(gallery_recipes, partial(make_figure, gallery)),
 }
 
 

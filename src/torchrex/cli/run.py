@@ -13,7 +13,7 @@ import typer
 from torchrex.cli.main import loading
 from torchrex.errors import ConfigError, RecipeError
 
-THINGS = ("figure1", "digits", "table1", "table2", "figure2", "table3", "figure3")
+THINGS = ("figure1", "digits", "table1", "table2", "figure2", "table3", "figure3", "gallery")
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 Set = Annotated[

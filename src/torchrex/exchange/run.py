@@ -340,7 +340,7 @@ def _warn_of_biased_rules(rules: Rules, target: Any) -> None:
     rates = ladder.lrs
     if rules.tempering == "likelihood":
         rates = tuple(lr / t for lr, t in zip(rates, ladder.temperatures, strict=True))
-    own = rules.swap_batch is None and target.n_data is not None
+    own = rules.swap_batch is None and target.n_data is not None and target.has_noise
     if max(rates) > 1.1 * min(rates) and rules.swap_interval == 1 and own:
         logger.warning(
             "the learning rates %s are unequal and swaps are tested on the minibatch of the move: "

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from torchrex.errors import RecipeError
 from torchrex.experiments.config import ExperimentConfig
 from torchrex.experiments.digits import digits_recipes
+from torchrex.experiments.gallery import gallery_recipes, large_gallery_recipes
 from torchrex.experiments.gan import gan_recipes
 from torchrex.experiments.images import image_recipes
 from torchrex.experiments.mixtures import figure1_recipes
@@ -22,6 +23,8 @@ def recipes() -> dict[str, ExperimentConfig]:
     return {
         **figure1_recipes(),
         **tall_recipes(),
+        **gallery_recipes(),
+        **large_gallery_recipes(),
         **digits_recipes(),
         **image_recipes(),
         **gan_recipes(),

@@ -1,0 +1,326 @@
+"""Problems where exchange may win, and what each method makes of them at equal cost.
+
+The cost of a run is the number of examples it evaluates, those of swaps and of tuning included. One
+recipe is one problem with all methods, of which every one has `n_runs` independent runs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from torchrex.density import few_threads
+from torchrex.errors import ConfigError
+from torchrex.exchange import Ladder
+from torchrex.experiments.config import Column, ExperimentConfig, RunOptions
+from torchrex.experiments.folder import Run, RunResult
+from torchrex.network import Outcome
+from torchrex.posterior import Draws
+from torchrex.rng import derive_seed
+from torchrex.sampling import sample
+from torchrex.targets import TallPosterior
+from torchrex.targets.density import Noise
+from torchrex.tuning import Tuned, tune
+
+METHODS = {
+    "one": "one chain",
+    "pooled": "independent chains, pooled",
+    "best": "independent chains, best of",
+    "naive": "naive swaps, step's batch",
+    "corrected": "corrected swaps, step's batch",
+    "full": "exact tempering, all data",
+    "tuned": "tuned exchange",
+}
+INDEPENDENT = ("one", "pooled", "best")  # the baselines without swaps
+KEPT = 200  # draws of a run that are measured, from its second half
+JUDGED = 4  # draws by whose energy on all data the best of independent chains is chosen
+GUESSED_RUNGS = 20  # of the tuned ladder, for the number of steps that `tune` is told
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A posterior, a question about it, and the right answer."""
+
+    target: TallPosterior  # its prior is a distribution: where runs start, and the hot end
+    lr: float  # of rung 0, on minibatches
+    estimate: Callable[[Tensor], Tensor]  # of draws (runs, draws, dim): one number per run
+    exact: float  # what the estimate must be,
+    words: str  # and what it is
+    exact_error: float = 0.0
+    lower_is_better: bool | None = None  # None: |estimate - exact| is the score, else the estimate
+    hot: float = 100.0  # the hottest temperature of a ladder made by hand
+    # Of draws (runs, draws, dim): the share of each run that is in the right modes.
+    found: Callable[[Tensor], Tensor] | None = None
+    # Of draws (runs, draws, dim): at most a few hundred numbers. `plot(axis, {method: numbers})`
+    # makes a picture of them.
+    shown: Callable[[Tensor], Tensor] | None = None
+    plot: Callable[[Any, dict[str, Tensor]], None] | None = None
+
+
+def problems() -> dict[str, Callable[[], Problem]]:
+    """Every problem by its recipe."""
+    from torchrex.experiments.clusters import clusters  # they import `Problem` from here
+    from torchrex.experiments.period import period
+
+    return {
+        "gallery/period": period,
+        "gallery/period-200k": partial(period, 200_000, lr=3e-7),
+        "gallery/clusters": clusters,
+        "gallery/clusters-15": partial(clusters, 15),
+        "gallery/clusters-25": partial(clusters, 25),
+        "gallery/clusters-million": partial(clusters, 8, 1_000_000, 1_000, lr=1.5e-6),
+    }
+
+
+def gallery_recipes() -> dict[str, GalleryConfig]:
+    """Those that run in minutes."""
+    return {
+        "gallery/period": GalleryConfig("gallery/period", n_steps=5_000_000),
+        "gallery/clusters": GalleryConfig("gallery/clusters", n_steps=1_000_000),
+        "gallery/clusters-15": GalleryConfig("gallery/clusters-15", n_steps=2_000_000),
+        "gallery/clusters-25": GalleryConfig("gallery/clusters-25", n_steps=1_000_000),
+    }
+
+
+def large_gallery_recipes() -> dict[str, GalleryConfig]:
+    """Those that take longer; `torchrex run` runs them."""
+    return {
+        "gallery/period-200k": GalleryConfig("gallery/period-200k", n_steps=50_000_000),
+        "gallery/clusters-million": GalleryConfig("gallery/clusters-million", n_steps=10_000_000),
+    }
+
+
+@dataclass(frozen=True)
+class GalleryConfig(ExperimentConfig):
+    """All methods on one problem."""
+
+    n_steps: int = 1_000_000  # of one chain; every method evaluates as many minibatches
+    n_runs: int = 8  # independent runs of every method
+    keeps_checkpoints: ClassVar[bool] = False
+
+    temperatures = (1.0,)
+
+    def check(self) -> None:
+        self.require("n_steps", self.n_steps >= 1, "at least 1")
+        self.require("n_runs", self.n_runs >= 2, "at least 2, for a standard error")
+
+    def ladder(self) -> Ladder:
+        """That of one chain; the others depend on what tuning finds."""
+        return Ladder(self.temperatures, self.problem().lr)
+
+    def problem(self) -> Problem:
+        return problems()[self.recipe]()
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        answers = [Column(name, title, decimals=4) for name, title in METHODS.items()]
+        return (*answers, Column("answer_true", "exact", decimals=4))
+
+    def execute(
+        self, runs: Sequence[Run], options: RunOptions
+    ) -> tuple[Outcome, Sequence[RunResult]]:
+        if options.log:
+            raise ConfigError(f"--log is for networks; leave it out for {self.recipe}")
+        ((run,), began) = runs, time.perf_counter()
+        comparison = Comparison(self, self.problem(), run, options)
+        try:
+            comparison.compare()
+            status, result = "finished", comparison.result()
+        except _Stopped as stopped:
+            status, result = stopped.status, RunResult(steps_done=comparison.steps_done)
+        return Outcome(status, total_seconds=time.perf_counter() - began), [result]
+
+
+class FullData(TallPosterior):
+    """All data at every step: moves and swaps without noise."""
+
+    has_noise = False
+
+    @classmethod
+    def of(cls, target: TallPosterior) -> FullData:
+        prior = target.prior or target.log_prior
+        n = len(target.data[0])
+        return cls(target.log_likelihood, prior, target.data, target.dim, batch_size=n)
+
+    def draw_noise(
+        self, generator: torch.Generator, n: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Noise:
+        return {}
+
+
+class _Stopped(Exception):  # noqa: N818 - not an error
+    """The budget is used up, or a signal came."""
+
+    def __init__(self, status: str) -> None:
+        self.status = status
+
+
+class Comparison:
+    """Every method on one problem, each with the same number of examples."""
+
+    def __init__(
+        self, config: GalleryConfig, problem: Problem, run: Run, options: RunOptions
+    ) -> None:
+        self.config, self.problem, self.run, self.options = config, problem, run, options
+        self.examples = float(config.n_steps * problem.target.batch_size)  # of one run
+        self.began = time.monotonic()
+        self.metrics: dict[str, Any] = {}
+        self.curves: dict[str, list[float]] = {}
+        self.done = 0  # methods, of those that draw
+
+    @property
+    def steps_done(self) -> int:
+        return self.config.n_steps * self.done // (len(METHODS) - 1)
+
+    def compare(self) -> None:
+        """Tune, then draw by each method and measure."""
+        problem, target, lr = self.problem, self.problem.target, self.problem.lr
+        tuned = self.tuned()
+        tuning, rungs = tuned.examples / self.config.n_runs, max(2, tuned.ladder.n_rungs)
+        self.metrics |= {
+            "rungs": tuned.ladder.n_rungs,
+            "tuning_examples": tuning,
+            "swap_batch": tuned.rules.get("swap_batch", 0),
+            "swap_interval": tuned.rules.get("swap_interval", 1),
+        }
+        alone = Ladder((1.0,), lr)
+        self.draw("one", alone, self.examples)
+        self.independent(alone, rungs)
+        by_hand = Ladder.geometric(1.0, problem.hot, rungs, lrs=lr)
+        self.draw("naive", by_hand, self.examples, correction_factor=math.inf)
+        self.draw("corrected", by_hand, self.examples)
+        # Minibatches of n widen a law by lr h N / (2 n) besides the lr h / 2 of the discretisation:
+        # without them a larger lr has the same bias.
+        larger = lr * (1.0 + len(target.data[0]) / target.batch_size)
+        exact = Ladder.for_likelihood(
+            tuned.ladder.temperatures, larger, prior_variance=target.prior_variance
+        )
+        rules = {"tempering": "likelihood"}
+        self.draw("full", exact, self.examples, target=FullData.of(target), **rules)
+        self.draw("tuned", tuned.ladder, self.examples - tuning, **tuned.rules)
+        self.metrics["tuned_examples"] += tuning
+
+    def tuned(self) -> Tuned:
+        """What `tune` chooses. All runs together pay for it, so each pays its part."""
+        target, config = self.problem.target, self.config
+        n_steps = int(self.examples / (2 * target.batch_size * GUESSED_RUNGS))
+        tuned = tune(
+            target, lr=self.problem.lr, n_steps=max(1, n_steps), n_runs=config.n_runs,
+            seed=derive_seed(self.run.seed, "gallery.tune"), show=False,
+        )  # fmt: skip
+        if tuned.examples > 0.5 * self.examples * config.n_runs:
+            raise ConfigError(
+                f"setting 'n_steps' is too small: tuning alone evaluates {tuned.examples:.3g} of "
+                f"the {self.examples * config.n_runs:.3g} examples of all runs; raise it"
+            )
+        return tuned
+
+    def independent(self, alone: Ladder, n: int) -> None:
+        """So many chains without swaps, pooled, and the one of least energy on all data."""
+        target, runs = self.problem.target, self.config.n_runs
+        judging = n * JUDGED * len(target.data[0])
+        draws = self.sampled(
+            "pooled", target, alone, (self.examples - judging) / n, runs * n, chains=n
+        )
+        chains = draws.values.unflatten(0, (runs, n))  # (runs, chains, draws, dim)
+        some = torch.linspace(0, draws.n_draws - 1, JUDGED).long()
+        judged = chains[:, :, some].flatten(0, 2)
+        energy = torch.cat([target.full_energy(part) for part in judged.split(64)])
+        best = energy.unflatten(0, (runs, n, JUDGED)).mean(2).argmin(1)
+        examples = n * self.evaluated(draws, target) + judging
+        self.measure("pooled", chains.flatten(1, 2), examples, draws)
+        self.measure("best", chains[torch.arange(runs), best], examples, draws)
+
+    def draw(
+        self,
+        method: str,
+        ladder: Ladder,
+        examples: float,
+        *,
+        target: TallPosterior | None = None,
+        **rules: Any,
+    ) -> None:
+        target = target or self.problem.target
+        draws = self.sampled(method, target, ladder, examples, self.config.n_runs, **rules)
+        self.measure(method, draws.values, self.evaluated(draws, target), draws)
+
+    def sampled(
+        self,
+        method: str,
+        target: TallPosterior,
+        ladder: Ladder,
+        examples: float,
+        n_runs: int,
+        *,
+        chains: int = 1,
+        **rules: Any,
+    ) -> Draws:
+        """As many steps as the examples allow. Draws of the second half are kept, KEPT of a run of
+        so many chains.
+        """
+        size, interval = rules.get("swap_batch") or 0, rules.get("swap_interval", 1)
+        per_step = ladder.n_rungs * (target.batch_size + size / interval)
+        n_steps = int((examples - ladder.n_rungs * size) / per_step)
+        if n_steps < 2 * JUDGED:
+            raise ConfigError(
+                f"setting 'n_steps' is too small: {METHODS[method]} gets {n_steps} steps; raise it"
+            )
+        kept = min(max(JUDGED, KEPT // chains), n_steps // 2)
+        thin = n_steps // (2 * kept)
+        options, folder = self.options, self.run.checkpoints
+        budget = options.budget
+        if budget is not None:
+            budget = max(1e-9, budget - (time.monotonic() - self.began))
+        draws = sample(
+            target, ladder=ladder, n_steps=n_steps, n_runs=n_runs, thin=thin,
+            burn_in=n_steps - kept * thin, seed=derive_seed(self.run.seed, f"gallery.{method}"),
+            device=self.config.device(options.device), progress=self.progress(),
+            checkpoints=None if folder is None else folder / method, resume=options.resume,
+            budget=budget, on_interrupt="return", **rules,
+        )  # fmt: skip
+        if draws.status != "finished":
+            raise _Stopped(draws.status)
+        self.done += 1
+        return draws
+
+    def progress(self) -> Callable[[int, int], None] | None:
+        show, total, before = self.options.progress, self.config.n_steps, self.steps_done
+        if show is None or show is True:
+            return None
+        share = total // (len(METHODS) - 1)
+        return lambda done, of: show(before + share * done // of, total)
+
+    @staticmethod
+    def evaluated(draws: Draws, target: TallPosterior) -> float:
+        """Examples of one run, those of its swaps included."""
+        n_rungs, swaps = draws.replica_at.shape[1], draws.settings.get("swap_cost", 0.0)
+        return draws.n_steps * n_rungs * target.batch_size * (1.0 + float(swaps))
+
+    def measure(self, method: str, values: Tensor, examples: float, draws: Draws) -> None:
+        from torchrex.diagnostics import mean_and_error  # scipy loads slowly
+
+        problem, values = self.problem, values.cpu()
+        with few_threads(0):
+            each = {"": problem.estimate(values)}
+            if problem.found is not None:
+                each["_found"] = problem.found(values)
+            for ending, numbers in each.items():
+                name = method + ending
+                self.metrics[name], self.metrics[f"{name}_se"] = mean_and_error(numbers.double())
+                self.curves[name] = numbers.tolist()
+            if problem.shown is not None:
+                self.curves[f"{method}_shown"] = problem.shown(values).tolist()
+        self.metrics[f"{method}_examples"] = examples
+        if len(draws.accepted):
+            self.metrics[f"{method}_acceptance_rate"] = float(draws.acceptance_rate.mean())
+
+    def result(self) -> RunResult:
+        exact = {"answer_true": self.problem.exact, "answer_se": self.problem.exact_error}
+        return RunResult(metrics={**self.metrics, **exact}, curves=self.curves)
