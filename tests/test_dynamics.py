@@ -33,7 +33,7 @@ def numbers(*values: float) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("a", "c", "predators"), [(3.9, 3.9, 0.3), (2.0, 3.0, -0.5)])
 def test_the_integrator_converges_to_scipys_solution(a, c, predators):
-    """By the square of the step; at the step that is used the error is a small part of the noise."""
+    """By the square of the step. Without its first half step a leapfrog is of first order."""
     years = np.arange(1, N_COUNTS + 1)
     solution = scipy.integrate.solve_ivp(
         lambda t, s: [a * (1 - np.exp(s[1])), c * (np.exp(s[0]) - 1)],
@@ -47,7 +47,6 @@ def test_the_integrator_converges_to_scipys_solution(a, c, predators):
 
     assert error(64) / error(128) == pytest.approx(4.0, rel=0.02)
     assert error(512) < 2e-3
-    # The mutant: without its first half step a leapfrog is of first order.
 
 
 def test_a_small_cycle_has_the_period_of_the_equilibrium(monkeypatch):
@@ -91,7 +90,9 @@ def test_the_exact_answer_by_importance_sampling():
     """Draws of the prior, weighted by the likelihood: another way, with a known standard error."""
     target, n = posterior(), 400_000
     x = torch.tensor(PRIOR_SD) * torch.randn(n, 3, generator=torch.Generator().manual_seed(1))
-    energy = torch.cat([target.full_energy(part) + target.log_prior(part) for part in x.split(2**16)])
+    energy = torch.cat(
+        [target.full_energy(part) + target.log_prior(part) for part in x.split(2**16)]
+    )
     weight = torch.softmax(-energy.double(), 0)
     inside = share_in_true_mode(x[:, None])
     share = float((weight * inside).sum())

@@ -1,4 +1,4 @@
-"""Teacher and student: the target, the answer at the teacher, and the methods that do not sample."""
+"""Teacher and student: the target, the answer, and the methods that do not sample."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 from assertions import assert_mean_is, assert_mean_is_not
@@ -54,7 +55,7 @@ def test_estimate_and_found_on_known_students(problem):
     eye = torch.eye(3)
     swapped, doubled = eye[[2, 0, 1]], eye[[0, 0, 1]]
     x = torch.stack([eye, swapped, doubled]).flatten(1)[:, None]  # three runs of one draw
-    _, (test, exact) = simulate(3, 300)
+    _, (test, _) = simulate(3, 300)
     spurious = (test[:, 0].relu() - test[:, 2].relu()).square().mean()
     expected = torch.tensor([0.0, 0.0, float(spurious)])
     assert torch.allclose(problem.estimate(x), expected, atol=1e-10)
@@ -92,20 +93,21 @@ def test_sgd_with_restarts_keeps_the_student_of_least_energy(problem, monkeypatc
     best = sgd_restarts(problem, 3 * (600 * 20 + 300), 2, seed=1)
     assert best.shape == (2, 1, 9)
     assert problem.found(best).tolist() == [1.0, 1.0]
-    one = torch.cat([sgd_restarts(problem, 600 * 20 + 300, 6, seed=1)])  # the same starts, one each
+    one = sgd_restarts(problem, 600 * 20 + 300, 6, seed=1)  # the same starts, one each
     energy = problem.target.full_energy(one[:, 0]).view(2, 3)
     assert torch.allclose(problem.target.full_energy(best[:, 0]), energy.amin(1))
     assert bool((energy.amax(1) > energy.amin(1)).all())
 
 
 def test_a_deep_ensemble_is_cooled(problem):
-    """At temperature 1 the mean energy is 4.5, half a unit per weight, above that of the mode."""
-    members = deep_ensemble(problem, 8 * 20 * 3_000, 4, seed=1, members=8)
-    assert members.shape == (4, 8, 9)
-    each = members.flatten(0, 1)
-    at_teacher = each[problem.found(each[:, None]) == 1.0]
-    assert len(at_teacher) > 16
+    """Twice the energy above that of the mode is chi-square of 9 degrees at temperature 1. One
+    member of a hundred would be below 1; at least half are. Minibatches add the rest.
+    """
+    members = deep_ensemble(problem, 8 * 20 * 2_000, 2, seed=1, members=8)
+    assert members.shape == (2, 8, 9)
+    assert scipy.stats.chi2(9).cdf(2 * 1.0) < 0.01
     mode, _ = laplace(problem.target, start=torch.eye(3).flatten())
-    above = problem.target.full_energy(at_teacher) - problem.target.full_energy(mode.float())
-    assert_mean_is_not(above, 4.5)
-    assert 0.0 < float(above.mean()) < 1.5  # the rest is the noise of minibatches
+    energy = problem.target.full_energy(members.flatten(0, 1))
+    above = energy - problem.target.full_energy(mode.float())
+    assert float(above.min()) > -1e-2
+    assert float(above.median()) < 1.0

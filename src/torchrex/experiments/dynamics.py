@@ -6,11 +6,12 @@ The system of Lotka and Volterra in units of its equilibrium, u = log prey and v
 
 Counts once a year of a cycle that takes 1.6 years look much like those of a slower cycle that runs
 the other way round. The posterior of the constants has two modes, with a cycle of 1.6 and of about
-2.4 years, and many local maxima without mass. The constants are bounded smoothly, so that the
+2.5 years, and many local maxima without mass. The constants are bounded smoothly, so that the
 integrator is stable wherever a sampler goes.
 
-Every count needs the trajectory before it: a step on some of the counts costs as much as one on all.
-Steps use all of them, and energies have no noise; one example is one count of a whole trajectory.
+Every count needs the trajectory before it: a step on some of the counts costs as much as one on
+all. Steps use all of them, and energies have no noise. The cost is counted in examples, as in the
+other problems; the ten counts of one trajectory are ten.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
     f(z) = sum_j relu(w_j . z),    y = f*(z) + noise,    z ~ N(0, 1) in k dimensions
 
-The teacher f* has k orthonormal weight vectors, and so many has the student. From k = 6 on the
-expected loss has spurious minima (Safran and Shamir, ICML 2018), for instance with two vectors of
-the student at one of the teacher's and one between two others. The fewer the data, the more of them
-there are. The answer is the error of the mean prediction on test points without noise.
+The teacher f* has k orthonormal weight vectors, and so many has the student. For k from 6 to 20 the
+expected loss has spurious minima (Safran and Shamir, ICML 2018). With fewer data fewer runs of SGD
+reach the teacher. The answer is the error of the mean prediction on test points without noise.
 
 Besides the methods of the gallery there are two that do not sample: a deep ensemble, and SGD with
 restarts.
@@ -35,13 +34,11 @@ RESTART_STEPS = 12_000  # of SGD, each time
 RESTART_FACTOR = 10.0  # its first lr over that of rung 0; with three times this it diverges
 
 
-def teacher(
-    k: int = 12, n_data: int = 600, batch_size: int = 25, lr: float = 8e-7
-) -> Problem:
+def teacher(k: int = 12, n_data: int = 600, batch_size: int = 25, lr: float = 8e-7) -> Problem:
     """Error on test points, in units in which the teacher's own values have a variance of about
     0.34 k.
     """
-    data, test = simulate(k, n_data)
+    data, (points, outputs) = simulate(k, n_data)
     truth = torch.eye(k).flatten()
     target = TallPosterior(
         log_likelihood(k), Normal(0.0, k**-0.5), data, k * k, batch_size=batch_size
@@ -49,7 +46,6 @@ def teacher(
 
     def error(x: Tensor) -> Tensor:
         """Mean square of the mean prediction of each run, of draws (runs, draws, dim)."""
-        outputs, points = test[1], test[0]
         mean = torch.stack([predictions(k, draws, points).mean(0) for draws in x])
         return (mean - outputs).square().mean(-1)
 
