@@ -69,7 +69,9 @@ def log_prey(
     n_years: int = N_COUNTS,
     steps_a_year: int = STEPS_A_YEAR,
 ) -> list[Tensor]:
-    """u after each year, by leapfrog with steps h, an error of order h^2.
+    """u after each year, by leapfrog with steps h, an error of order h^2. Data and posterior have the
+    same steps: the answer is exact for them. The differential equations differ from them by up to
+    0.4 in ten years of the true cycle, which is 1 % too fast here.
 
     With p = u + log(h c) and q = v + log(h a) a step has two exponentials and no product:
 
@@ -151,7 +153,7 @@ def density_on_grid(seed: int = DATA_SEED, coarser: int = 1) -> tuple[Tensor, Te
         for sd, n in zip(PRIOR_SD, GRID, strict=True)
     ]
     points = torch.cartesian_prod(*axes)
-    energy = torch.cat([target.full_energy(part) for part in points.split(2**16)])
+    energy = torch.cat([target.full_energy(part) for part in points.chunk(16)])
     return points, torch.softmax(-energy, 0)
 
 

@@ -51,7 +51,7 @@ def teacher(k: int = 12, n_data: int = 600, batch_size: int = 25, lr: float = 8e
 
     def found(x: Tensor) -> Tensor:
         """Share of draws with a vector of the student at every one of the teacher."""
-        away = torch.cdist(torch.eye(k), x.unflatten(-1, (k, k)))
+        away = torch.cdist(torch.eye(k), x.reshape(*x.shape[:-1], k, k))
         return (away.amin(-1) < NEAR).all(-1).double().mean(1)
 
     exact, exact_error = error_by_laplace(target, truth, error)
@@ -90,7 +90,7 @@ def log_likelihood(k: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 def predictions(k: int, x: Tensor, points: Tensor) -> Tensor:
     """Of students x (..., k k) at points (n, k): (..., n)."""
-    weights = x.unflatten(-1, (k, k))
+    weights = x.reshape(*x.shape[:-1], k, k)
     return (points @ weights.transpose(-1, -2)).relu().sum(-1)
 
 
@@ -119,7 +119,7 @@ def deep_ensemble(
         problem.target, ladder=Ladder((1.0,), problem.lr, anneal=cooling), n_steps=n_steps,
         n_runs=n_runs * members, burn_in=n_steps - 1, seed=seed,
     )  # fmt: skip
-    return draws.values[:, -1].unflatten(0, (n_runs, members))
+    return draws.values[:, -1].reshape(n_runs, members, -1)
 
 
 def sgd_restarts(problem: Problem, examples: float, n_runs: int, *, seed: int = 0) -> Tensor:
@@ -136,6 +136,6 @@ def sgd_restarts(problem: Problem, examples: float, n_runs: int, *, seed: int = 
         ),
     )  # fmt: skip
     ends = draws.values[:, -1]
-    energy = torch.cat([target.full_energy(part) for part in ends.split(64)])
-    best = energy.unflatten(0, (n_runs, starts)).argmin(1)
-    return ends.unflatten(0, (n_runs, starts))[torch.arange(n_runs), best][:, None]
+    energy = torch.cat([target.full_energy(part) for part in ends.chunk(starts)])
+    best = energy.view(n_runs, starts).argmin(1)
+    return ends.reshape(n_runs, starts, -1)[torch.arange(n_runs), best][:, None]
