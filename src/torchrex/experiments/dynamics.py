@@ -69,10 +69,10 @@ def log_prey(
     n_years: int = N_COUNTS,
     steps_a_year: int = STEPS_A_YEAR,
 ) -> list[Tensor]:
-    """u after each year, by leapfrog with steps h, an error of order h^2. Data and posterior have the
-    same steps: the answer is exact for them. The differential equations differ from them by up to
-    0.4 in ten years of the true cycle, which is 1 % too fast here.
+    """u after each year, by leapfrog with steps h, an error of order h^2.
 
+    Data and posterior have the same steps, and the answer is exact for them. From the differential
+    equations they differ by up to 0.4 in ten years of the true cycle, which is 1 % too fast here.
     With p = u + log(h c) and q = v + log(h a) a step has two exponentials and no product:
 
         p <- p + h a - exp q,    q <- q + exp p - h c
