@@ -101,13 +101,11 @@ def simulate(seed: int = DATA_SEED) -> Tensor:
 
 def dynamics() -> Problem:
     """The probability of the true mode."""
-    right = exact()
     return Problem(
         posterior(),
         LR,
         estimate=share_in_true_mode,
-        exact=right,
-        exact_error=abs(right - exact(coarser=2)),
+        exact=lambda: (exact(), abs(exact() - exact(coarser=2))),
         words=f"probability that a cycle takes {NEAR_TRUTH[0]:g} to {NEAR_TRUTH[1]:g} years",
         hot=10.0,
         found=share_in_modes,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -38,7 +38,8 @@ METHODS = {
     "full": "exact tempering, all data",
     "tuned": "tuned exchange",
 }
-INDEPENDENT = ("one", "pooled", "best")  # the baselines without swaps
+MORE = {"ensemble": "deep ensemble", "restarts": "SGD with restarts"}  # of some problems
+INDEPENDENT = ("one", "pooled", "best", *MORE)  # the baselines without swaps
 KEPT = 200  # draws of a run that are measured, from its second half
 JUDGED = 4  # draws by whose energy on all data the best of independent chains is chosen
 GUESSED_RUNGS = 20  # of the tuned ladder, for the number of steps that `tune` is told
@@ -63,6 +64,9 @@ class Problem:
     # makes a picture of them.
     shown: Callable[[Tensor], Tensor] | None = None
     plot: Callable[[Any, dict[str, Tensor]], None] | None = None
+    # Further baselines by their names in MORE: `f(problem, examples, n_runs, seed=...)` gives what
+    # the estimate takes.
+    more: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
 
     def answer(self) -> tuple[float, float]:
         """What the estimate must be, and the error of that."""
@@ -80,7 +84,9 @@ class Entry(NamedTuple):
 def problems() -> dict[str, Entry]:
     """Every problem by its recipe."""
     from torchrex.experiments.clusters import clusters  # they import `Problem` from here
+    from torchrex.experiments.dynamics import dynamics
     from torchrex.experiments.period import period
+    from torchrex.experiments.teacher import teacher
 
     # The learning rates of the large forms have the bias of the small ones: lr h N / (2 n).
     many_points = partial(clusters, 8, 1_000_000, 1_000, lr=4.5e-9)
@@ -89,6 +95,8 @@ def problems() -> dict[str, Entry]:
         "gallery/clusters": Entry(clusters, 1_000_000),
         "gallery/clusters-15": Entry(partial(clusters, 15), 2_000_000),
         "gallery/clusters-25": Entry(partial(clusters, 25), 1_000_000),
+        "gallery/dynamics": Entry(dynamics, 3_000_000),
+        "gallery/teacher": Entry(teacher, 3_600_000, is_large=True),
         "gallery/period-200k": Entry(partial(period, 200_000, lr=3e-7), 500_000_000, is_large=True),
         "gallery/clusters-million": Entry(many_points, 30_000_000, is_large=True),
     }
@@ -126,7 +134,9 @@ class GalleryConfig(ExperimentConfig):
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        answers = [Column(name, title, decimals=4) for name, title in METHODS.items()]
+        more = {name: title for name, title in MORE.items() if name in self.problem().more}
+        titles = {**METHODS, **more}
+        answers = [Column(name, title, decimals=4) for name, title in titles.items()]
         return (*answers, Column("answer_true", "exact", decimals=4))
 
     def execute(
@@ -212,6 +222,10 @@ class Comparison:
         self.draw("full", exact, self.examples, target=FullData.of(target), **rules)
         self.draw("tuned", tuned.ladder, self.examples - tuning, **tuned.rules)
         self.metrics["tuned_examples"] += tuning
+        for name, function in problem.more.items():
+            seed = derive_seed(self.run.seed, f"gallery.{name}")
+            values = function(problem, self.examples, self.config.n_runs, seed=seed)
+            self.measure(name, values, self.examples)
 
     def tuned(self) -> Tuned:
         """What `tune` chooses. All runs together pay for it, so each pays its part."""
@@ -311,7 +325,9 @@ class Comparison:
         n_rungs, swaps = draws.replica_at.shape[1], draws.settings.get("swap_cost", 0.0)
         return draws.n_steps * n_rungs * target.batch_size * (1.0 + float(swaps))
 
-    def measure(self, method: str, values: Tensor, examples: float, draws: Draws) -> None:
+    def measure(
+        self, method: str, values: Tensor, examples: float, draws: Draws | None = None
+    ) -> None:
         from torchrex.diagnostics import mean_and_error  # scipy loads slowly
 
         problem, values = self.problem, values.cpu()
@@ -326,7 +342,7 @@ class Comparison:
             if problem.shown is not None:
                 self.curves[f"{method}_shown"] = problem.shown(values).tolist()
         self.metrics[f"{method}_examples"] = examples
-        if len(draws.accepted):
+        if draws is not None and len(draws.accepted):
             self.metrics[f"{method}_acceptance_rate"] = float(draws.acceptance_rate.mean())
 
     def result(self) -> RunResult:

@@ -54,17 +54,16 @@ def teacher(k: int = 12, n_data: int = 600, batch_size: int = 25, lr: float = 8e
         away = torch.cdist(torch.eye(k), x.reshape(*x.shape[:-1], k, k))
         return (away.amin(-1) < NEAR).all(-1).double().mean(1)
 
-    exact, exact_error = error_by_laplace(target, truth, error)
     return Problem(
         target,
         lr,
         estimate=error,
-        exact=exact,
-        exact_error=exact_error,
+        exact=functools.partial(error_by_laplace, target, truth, error),
         words=f"test error of the mean prediction, teacher of width {k}",
         lower_is_better=True,
         hot=300.0,
         found=found,
+        more={"ensemble": deep_ensemble, "restarts": sgd_restarts},
     )
 
 

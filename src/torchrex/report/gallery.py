@@ -17,6 +17,7 @@ from torchrex.experiments import RunFolder
 from torchrex.experiments.gallery import (
     INDEPENDENT,
     METHODS,
+    MORE,
     GalleryConfig,
     Problem,
     gallery_recipes,
@@ -56,7 +57,9 @@ def _row(config: GalleryConfig, results: Sequence[Mapping[str, Any]]) -> dict[st
     # As of the run: a later version may know the answer better, or have other data.
     exact, exact_error = first["answer_true"], first["answer_se"]
     methods = {}
-    for name, title in METHODS.items():
+    for name, title in {**METHODS, **MORE}.items():
+        if name not in first:
+            continue
         estimates, found = (_pooled(results, each) for each in (name, f"{name}_found"))
         mean, error = mean_and_error(estimates)
         score, score_error = mean_and_error(scores(problem, estimates, exact))
@@ -102,7 +105,8 @@ def scores(problem: Problem, estimates: Tensor, exact: float) -> Tensor:
 def verdict(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Does the tuned exchange beat the best of the independent baselines, and is it right?"""
     tuned = methods["tuned"]
-    best = min(INDEPENDENT, key=lambda name: methods[name]["score"])
+    there = [name for name in INDEPENDENT if name in methods]
+    best = min(there, key=lambda name: methods[name]["score"])
     other = methods[best]
     gain = _over(other["score"] - tuned["score"], math.hypot(other["score_se"], tuned["score_se"]))
     off = tuned["off"]
