@@ -460,7 +460,7 @@ def test_nothing_to_rebuild_from(cli, write, tmp_path, what):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["figure1"], "--rebuild is for table1"),
+        (["figure1"], "--rebuild is for theory, table1"),
         (["table1", "--set", "epochs=3"], "--set"),
         (["table1", "--seeds", "2"], "--seeds"),
         (["table1", "--overwrite"], "--overwrite"),
