@@ -14,7 +14,7 @@ from torchrex.cli.main import loading
 from torchrex.errors import ConfigError, RecipeError
 
 THINGS = (
-    "figure1", "digits", "theory", "gallery", "table1", "table2", "figure2", "table3", "figure3"
+    "figure1", "digits", "theory", "table1", "table2", "figure2", "table3", "figure3", "gallery"
 )  # fmt: skip
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
