@@ -289,7 +289,7 @@ class Drawing:
         now: dict[str, Any] = {"temperatures": last.tolist()}
         now |= {"annealed": True} if self.run.rules.ladder.anneal else {}
         if (size := self.run.rules.swap_batch) is not None:
-            now |= {"swap_batch": size, "swap_batch_every": self.run.rules.swap_interval}
+            now |= {"swap_batch": size, "swap_interval": self.run.rules.swap_interval}
             now |= {"swaps_on_all_data": True} if size == self.run.ensemble.n_data else {}
         if self.run.rules.tempering == "likelihood":
             now["tempering"] = "likelihood"

@@ -312,10 +312,8 @@ class _Tuning:
         """Runs of one rung at this temperature: how they disagree, and their relaxation."""
         hot = self.ladder((self.cold, temperature)) if temperature > self.cold else None
         lr = self.lr if hot is None else hot.lrs[-1]
-        seen, self.steps_alone = (
-            self.hottest.measure(Ladder((temperature,), lr), {}, length),
-            length,
-        )
+        seen = self.hottest.measure(Ladder((temperature,), lr), {}, length)
+        self.steps_alone = length
         self.examples += length * self.hottest.n_runs * self.trials.batch
         path = seen.path[:, 0].movedim(0, 1)  # (runs, rows, coordinates)
         error, variance = mean_error(path), path.flatten(0, 1).var(0)
