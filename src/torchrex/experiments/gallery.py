@@ -94,7 +94,7 @@ def problems() -> dict[str, Entry]:
         "gallery/period": Entry(period, 5_000_000),
         "gallery/clusters": Entry(clusters, 1_000_000),
         "gallery/clusters-15": Entry(partial(clusters, 15), 2_000_000),
-        "gallery/clusters-25": Entry(partial(clusters, 25), 1_000_000),
+        "gallery/clusters-25": Entry(partial(clusters, 25), 3_000_000),
         "gallery/dynamics": Entry(dynamics, 3_000_000),
         "gallery/teacher": Entry(teacher, 3_600_000, is_large=True),
         "gallery/period-200k": Entry(partial(period, 200_000, lr=3e-7), 500_000_000, is_large=True),
@@ -214,7 +214,7 @@ class Comparison:
         self.draw("corrected", by_hand, self.examples)
         # Minibatches of n widen a law by lr h N / (2 n) besides the lr h / 2 of the discretisation:
         # without them a larger lr has the same bias.
-        larger = lr * (1.0 + len(target.data[0]) / target.batch_size)
+        larger = lr * (1.0 + len(target.data[0]) / target.batch_size) if target.has_noise else lr
         exact = Ladder.for_likelihood(
             tuned.ladder.temperatures, larger, prior_variance=target.prior_variance
         )
