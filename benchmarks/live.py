@@ -40,8 +40,8 @@ from rich.console import Console
 
 from record import HERE, into_page, setting, surroundings, write
 from torchrex.experiments import Run, RunOptions, get_recipe
-from torchrex.experiments.config import override
 from torchrex.recording import JsonLines, LiveDisplay, Observer, TensorBoard
+from torchrex.runs.config import override
 
 RESULT = HERE / "results" / "live.json"
 CALLS = ("on_start", "on_steps", "on_draw", "on_save", "on_end")

@@ -37,13 +37,13 @@ from torch import Tensor, nn
 from torchrex.checkpoint import Checkpoints
 from torchrex.errors import TorchrexError
 from torchrex.experiments import get_recipe, run_recipe
-from torchrex.experiments.folder import RunFolder
 from torchrex.posterior import Draws, DrawStore
 from torchrex.recording import read_log
 from torchrex.report.compare import compare_folders, lines
 from torchrex.report.doctor import as_text, diagnose
 from torchrex.report.page.build import page_of
 from torchrex.report.reader import load_run
+from torchrex.runs.folder import RunFolder
 from torchrex.vision.data import ImageSet, load_images, save_images
 from torchrex.vision.data.sources import SOURCES, Source
 

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from torchrex.cli.look import compare as command
 from torchrex.errors import ConfigError, InvalidArgumentError, RunFolderError
 from torchrex.experiments import get_recipe
-from torchrex.experiments.config import to_json
 from torchrex.report.compare import (
     LEVEL,
     as_json,
@@ -29,6 +28,7 @@ from torchrex.report.compare import (
     wrapped,
 )
 from torchrex.report.reader import load_run
+from torchrex.runs.config import to_json
 from written_runs import header, write_json
 
 RESULTS = Path(__file__).parents[1] / "results" / "images" / "icml2020"

@@ -11,8 +11,8 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from torchrex.errors import ConfigError, RecipeError
-from torchrex.experiments.config import descriptions, dumps, override
 from torchrex.experiments.recipes import get_recipe, recipes
+from torchrex.runs.config import descriptions, dumps, override
 
 
 @dataclass(frozen=True)

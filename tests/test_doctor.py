@@ -20,13 +20,13 @@ from torchrex.cli.look import doctor as command
 from torchrex.diagnostics import Estimate
 from torchrex.errors import CheckpointError, MissingDependencyError, RunFolderError
 from torchrex.experiments import get_recipe, run_recipe
-from torchrex.experiments.folder import config_sha256
 from torchrex.report import doctor, findings, swap_checks
 from torchrex.report.doctor import check_average, check_convergence, diagnose, findings_of
 from torchrex.report.findings import SEVERITIES, Diagnosis, Finding, about, several
 from torchrex.report.page import page_of
 from torchrex.report.reader import load_run
 from torchrex.report.swap_checks import Counted, check_ladder, history_from_curves
+from torchrex.runs.folder import config_sha256
 
 RESULTS = Path(__file__).parents[1] / "results" / "images" / "icml2020"
 TOO_FEW_TESTS = "too few swap tests to say"

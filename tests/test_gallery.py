@@ -18,10 +18,10 @@ from command import run_command
 from torchrex.errors import ConfigError
 from torchrex.experiments import RunOptions, gallery, get_recipe, run_recipe
 from torchrex.experiments.clusters import clusters, simulate
-from torchrex.experiments.folder import Run
 from torchrex.experiments.gallery import METHODS, Comparison, FullData, GalleryConfig, Problem
 from torchrex.experiments.period import exact_law, near, observations, period
 from torchrex.report import gallery as report
+from torchrex.runs.folder import Run
 
 RESULTS = Path(__file__).parents[1] / "results" / "gallery"
 TOY = GalleryConfig("gallery/period", n_steps=6_000, n_runs=2)

@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from chromium import chromium, find_chromium
 from torchrex.diagnostics import acceptance_from_energies
 from torchrex.experiments import get_recipe
-from torchrex.experiments.folder import png
 from torchrex.report.compare import compare_folders, differing_that_matter
 from torchrex.report.doctor import diagnose
 from torchrex.report.page import details as page_details
@@ -25,6 +24,7 @@ from torchrex.report.page.details import details_of, pictures_of, size_of, withi
 from torchrex.report.page.rows import cell, columns, families, paper_of
 from torchrex.report.reader import load_run
 from torchrex.report.swap_checks import check_ladder, gather, history_from_curves, while_swapping
+from torchrex.runs.folder import png
 from written_runs import write_run
 
 STEPS, WARM_START, EVERY = 1_000, 600, 10

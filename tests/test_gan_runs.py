@@ -25,13 +25,13 @@ from modules import same
 from torchrex.distributed import ProcessGroup, ReplicaMesh
 from torchrex.errors import ConfigError, DataError
 from torchrex.experiments import Run, RunOptions, gan, networks
-from torchrex.experiments.config import override
 from torchrex.experiments.digits import digit_images
-from torchrex.experiments.folder import png
 from torchrex.experiments.gan import GanConfig, authors_score
 from torchrex.experiments.networks import Kind
 from torchrex.experiments.recipes import get_recipe, recipes
 from torchrex.experiments.runner import run_recipe, run_together
+from torchrex.runs.config import override
+from torchrex.runs.folder import png
 from torchrex.vision.bayesian_gan import BayesianGAN
 from torchrex.vision.data import ImageSet, save_images
 from written_runs import outcome

@@ -13,11 +13,11 @@ from command import refused, run_command
 from modules import same
 from torchrex.experiments import Run, RunOptions
 from torchrex.experiments import images as made
-from torchrex.experiments.config import override
 from torchrex.experiments.images import ImageConfig
 from torchrex.experiments.networks import curves_of, metrics_of
 from torchrex.experiments.recipes import get_recipe, recipes
 from torchrex.posterior import PosteriorAverage
+from torchrex.runs.config import override
 from torchrex.vision.augment import CIFAR_MEAN, CIFAR_STD
 from torchrex.vision.data import ImageSet, load_images, save_images
 from written_runs import outcome

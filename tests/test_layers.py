@@ -26,6 +26,7 @@ ORDER = [
     {"posterior"},
     {"recording"},
     {"density"},
+    {"runs"},
     {"network"},
     {"tuning"},
     {"sampling"},

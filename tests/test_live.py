@@ -24,7 +24,6 @@ from torchrex.errors import (
 )
 from torchrex.exchange import StepInfo
 from torchrex.experiments import get_recipe, run_recipe
-from torchrex.experiments.config import override
 from torchrex.recording import (
     JsonLines,
     LiveDisplay,
@@ -35,6 +34,7 @@ from torchrex.recording import (
     progress_bar,
     read_log,
 )
+from torchrex.runs.config import override
 
 N_STEPS = 90
 

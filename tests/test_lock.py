@@ -27,11 +27,11 @@ from faults.fighting import RECIPE, Fights, at_once, only_run
 from ranks import Ranks, run_ranks
 from torchrex.errors import RunFolderError
 from torchrex.experiments import RunFolder, get_recipe, override, run_recipe
-from torchrex.experiments.config import RunOptions, to_json
-from torchrex.experiments.folder import RunResult, RunWriter, added_later, config_sha256
 from torchrex.experiments.runner import run_in
 from torchrex.lock import one_owner
 from torchrex.report.reader import load_run
+from torchrex.runs.config import RunOptions, to_json
+from torchrex.runs.folder import RunResult, RunWriter, added_later, config_sha256
 
 SOURCE = str(Path(torchrex.lock.__file__).parents[1])
 HOLD = """

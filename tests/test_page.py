@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 from chromium import chromium, find_chromium
 from torchrex.cli.look import report
 from torchrex.errors import RunFolderError
-from torchrex.experiments.config import override, to_json
 from torchrex.experiments.recipes import get_recipe
 from torchrex.posterior import Draws
 from torchrex.report import doctor
@@ -32,6 +31,7 @@ from torchrex.report.page.details import details_of
 from torchrex.report.page.rows import cell, columns, families, shown
 from torchrex.report.plots import error_of_mean
 from torchrex.report.reader import NotRead, command_to_repeat, find_runs, load_run
+from torchrex.runs.config import override, to_json
 from written_runs import header, write_json, write_run
 
 HOSTILE = (

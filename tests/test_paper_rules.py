@@ -17,9 +17,9 @@ from assertions import FALSE_ALARM_SIGMAS, assert_mean_is, assert_mean_is_not
 from modules import joined, same
 from torchrex.exchange import PerExample, ProportionalToGap, RepeatedDraws, draw_exchange_inputs
 from torchrex.exchange.algorithm import ExchangeState, StepInputs, exchange_rungs
-from torchrex.experiments.config import override
 from torchrex.experiments.recipes import get_recipe
 from torchrex.rng import Streams
+from torchrex.runs.config import override
 from torchrex.schedules import constant
 from torchrex.targets import Energy
 

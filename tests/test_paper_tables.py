@@ -14,7 +14,6 @@ from command import refused, run_command
 from torchrex.cli import console, outputs
 from torchrex.cli.outputs import _without_same_runs as trained_ones
 from torchrex.experiments import recipes
-from torchrex.experiments.config import dumps
 from torchrex.experiments.gan import PAPER_TABLE3, TABLE3, figure3_recipes, table3_recipes
 from torchrex.experiments.images import (
     PAPER_TABLE1,
@@ -31,6 +30,7 @@ from torchrex.report import figure2, figure3
 from torchrex.report.figure2 import plot_energies, plot_factors, ticks
 from torchrex.report.plots import p_of_pairs
 from torchrex.report.tables import build, z_score
+from torchrex.runs.config import dumps
 from written_runs import write_run_on_gpu
 
 HEADLINE = "logits_best_accuracy"

@@ -21,7 +21,6 @@ import torchrex
 from torchrex.durable import open_file, read_file, read_object, require_file
 from torchrex.errors import RunFolderError
 from torchrex.experiments import get_recipe, recipes, run_recipe
-from torchrex.experiments.config import to_json
 from torchrex.posterior.draws_file import SHAPES, WHOLE
 from torchrex.report.compare import compare_folders, lines
 from torchrex.report.doctor import as_text, diagnose, diagnose_folder
@@ -34,6 +33,7 @@ from torchrex.report.reader import (
     read_tree,
     require_ours,
 )
+from torchrex.runs.config import to_json
 
 RESULTS = Path(__file__).parents[1] / "results"
 

@@ -10,8 +10,8 @@ import scipy.linalg
 import torch
 
 from assertions import assert_mean_is, assert_mean_is_not
-from torchrex.experiments.config import override
 from torchrex.experiments.recipes import get_recipe
+from torchrex.runs.config import override
 
 
 def stationary_covariance(config, mode, covariance):

@@ -33,8 +33,8 @@ from torchrex.errors import (
     RunInterrupted,
 )
 from torchrex.experiments import RunFolder, get_recipe, run_recipe
-from torchrex.experiments.config import override
 from torchrex.processes import stopping_signals, terminating
+from torchrex.runs.config import override
 
 SETTINGS = ["epochs=24", "burn_in_epochs=4", "checkpoint_every=37"]
 

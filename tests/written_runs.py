@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from torchrex.experiments.config import dumps
+from torchrex.runs.config import dumps
 
 
 def header(recipe, seed, **more):

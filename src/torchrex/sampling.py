@@ -24,6 +24,7 @@ from torchrex.errors import (
     InvalidArgumentError,
     NonFiniteEnergyError,
     OnInterrupt,
+    RunFolderError,
     RunInterrupted,
     TorchrexError,
     explain_memory,
@@ -34,8 +35,10 @@ from torchrex.exchange import Ladder, RuleOptions, resolve_device, warn_of_dead_
 from torchrex.exchange.noise import warn_of_shape
 from torchrex.posterior import Draws
 from torchrex.processes import terminating
-from torchrex.recording import progress_bar
+from torchrex.recording import count_swaps, progress_bar
 from torchrex.rng import Streams
+from torchrex.runs.folder import RunResult
+from torchrex.runs.script import ScriptConfig, ScriptRun, owned_folders
 from torchrex.samplers import Sampler
 from torchrex.targets import Target
 from torchrex.tuning import Tuned, tune
@@ -64,6 +67,7 @@ def sample(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     progress: Progress | None = None,
+    out: Path | str | None = None,
     checkpoints: Checkpoints | Path | str | None = None,
     checkpoint_every: int = 100_000,
     resume: bool = True,
@@ -93,11 +97,14 @@ def sample(
     NonFiniteEnergyError with the draws so far in `draws`. `progress=True` shows a bar; a function
     is called as `progress(done, total)` after every block.
 
-    With `checkpoints` (a folder) everything, the draws included, is saved every `checkpoint_every`
-    steps, at the end and at Ctrl-C. A call that finds checkpoints of the same setting there goes on
-    from the newest, bit for bit as if it had not stopped; with `resume=False` it begins anew, in a
-    folder without later ones. After `budget` seconds it saves and returns what was drawn, with
-    status "paused".
+    `out="runs/mydensity/seed=0"` writes a run folder as a recipe does: settings, draws, swaps and
+    checkpoints. `torchrex report`, `doctor` and `compare` read it.
+
+    With `checkpoints` (a folder; `out` has its own) everything, the draws included, is saved every
+    `checkpoint_every` steps, at the end and at Ctrl-C. A call that finds checkpoints of the same
+    setting there goes on from the newest, bit for bit as if it had not stopped; with `resume=False`
+    it begins anew, in a folder without later ones. After `budget` seconds it saves and returns what
+    was drawn, with status "paused".
 
     `shards` divides the runs into so many groups, each with random numbers of its own. Under
     torchrun every process samples some of them, and all return all draws: the same on any number of
@@ -110,6 +117,14 @@ def sample(
     >>> draws.values.shape
     torch.Size([4, 200, 2])
     """
+    written = None
+    if out is not None:
+        if checkpoints is not None:
+            raise InvalidArgumentError(
+                f"out={str(out)!r} holds the checkpoints too; leave checkpoints out"
+            )
+        written = ScriptRun(out, "sample", seed)
+        checkpoints = written.checkpoints
     saving = (checkpoints, checkpoint_every, resume)
     options = DrawOptions(n_steps, thin, burn_in, progress, *saving, budget, on_interrupt)
     n_shards = 1 if shards is None else shards
@@ -179,8 +194,9 @@ def sample(
     divided.require_same_everywhere({**numbers, "shards": n_shards, "checkpoints": folder})
     settings = {"run": f"DensityExchange({ensemble!r}, {ladder!r})", "seed": seed}
     settings |= {"shards": n_shards} if n_shards > 1 else {}
-    with owned([options.folder], process_group):
-        return _draw(divided, make_run, options, settings)
+    runs = [] if written is None else [written]
+    with owned_folders(runs, process_group), owned([options.folder], process_group):
+        return _draw(divided, make_run, options, settings, written)
 
 
 @known_arguments()
@@ -220,8 +236,11 @@ def _draw(
     make_run: Callable[[int], DensityExchange],
     options: DrawOptions,
     settings: dict[str, Any],
+    written: ScriptRun | None = None,
 ) -> Draws:
-    """Draw the shards of this process, wait for the others, and put all draws together."""
+    """Draw the shards of this process, wait for the others, put all draws together, and write the
+    run folder.
+    """
     group, start = shards.process_group, shards.all_runs.position
     if start.shape[1] > 1 and bool((start == start[:, :1]).all()):
         settings = {**settings, "started_at_one_point": True}
@@ -232,6 +251,9 @@ def _draw(
             Drawing(make_run(k), options, shards.checkpoints(options.folder, k), shards.name(k))
             for k in shards.mine
         ]
+    with group.all_or_none("making of the run folder", RunFolderError):
+        if written is not None and group.is_main:
+            written.begin(_config(drawings[0].run, shards, options, written), start.device)
     meeting = Rendezvous(group)
     error: TorchrexError | OSError | None = None
     end = End("interrupted")
@@ -262,9 +284,15 @@ def _draw(
     signals = [number for _, _, numbers in ends for number in numbers]  # all ranks end alike
     with enough_memory():
         draws = shards.gather([drawing.draws(status, settings) for drawing in drawings])
-    for _, values, _ in ends:
-        if values is not None:
-            raise NonFiniteEnergyError(**values, draws=draws)
+    failures = [
+        NonFiniteEnergyError(**values, draws=draws) for _, values, _ in ends if values is not None
+    ]
+    with group.all_or_none("writing of the run folder", RunFolderError):
+        if written is not None and draws is not None and group.is_main:
+            seconds = max(drawing.seconds for drawing in drawings)
+            _write(written, draws, failures[:1], seconds, group.size)
+    if failures:
+        raise failures[0]
     if status == "finished" and draws is not None and group.is_main:
         run = drawings[0].run
         warn_of_shape(run.noise_shape(), run.correction_factor.mean(1))
@@ -274,6 +302,45 @@ def _draw(
         _report_interrupt(draws, options, signals, is_main=group.is_main)
     assert draws is not None
     return draws
+
+
+def _config(
+    run: DensityExchange, shards: Shards, options: DrawOptions, written: ScriptRun
+) -> ScriptConfig:
+    return ScriptConfig.of(
+        run,
+        written.folder.path,
+        options.n_steps,
+        made_by="sample",
+        n_runs=shards.all_runs.position.shape[1],
+        batch_size=run.ensemble.target.batch_size,
+        burn_in=options.burn_in,
+        thin=options.thin,
+        model=repr(run.ensemble.target),
+    )
+
+
+def _write(
+    written: ScriptRun,
+    draws: Draws,
+    failures: Sequence[NonFiniteEnergyError],
+    seconds: float,
+    n_processes: int,
+) -> None:
+    draws.save(written.folder.path / "draws.safetensors")
+    rate = draws.acceptance_rate
+    metrics = (
+        {"acceptance_rate": float(rate.mean())} if len(rate) and bool(rate.isfinite().all()) else {}
+    )
+    result = RunResult(
+        metrics={"n_steps": draws.n_steps, "n_runs": draws.n_chains, **metrics},
+        failure=failures[0] if failures else None,
+        swaps=count_swaps(draws.accepted.sum(1), draws.proposed.sum(1)),
+        exchange=draws.exchange().numbers,
+        steps_done=None if draws.status == "finished" else draws.n_steps,
+    )
+    status = "failed" if failures else draws.status
+    written.write(result, status, seconds, n_processes=n_processes)
 
 
 def _tuned(options: DrawOptions, target: Target, **arguments: Any) -> Tuned:

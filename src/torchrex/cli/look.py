@@ -108,8 +108,8 @@ def doctor(
 
         from torchrex.cli.console import stdout
         from torchrex.durable import printable
-        from torchrex.experiments.config import dumps
         from torchrex.report.doctor import as_json, as_text, diagnose_folder, roll_up
+        from torchrex.runs.config import dumps
     diagnoses = diagnose_folder(folder)
     if json_:
         typer.echo(dumps(as_json(diagnoses)), nl=False)
@@ -157,9 +157,9 @@ def compare(
     with loading():
         from torchrex.cli.console import say, stdout
         from torchrex.durable import replace_file, writing
-        from torchrex.experiments.config import dumps
         from torchrex.report.compare import MARK, as_json, as_markdown, compare_folders, lines
         from torchrex.report.reader import require_ours
+        from torchrex.runs.config import dumps
     if out is not None:  # every file of ours has one of the marks
         require_ours(out, (MARK, '"not_comparable_because_of"', "paired t"), "compare")
     comparisons = compare_folders(folders)

@@ -27,9 +27,7 @@ from torchrex.experiments import (
     recipes,
     to_json,
 )
-from torchrex.experiments.config import descriptions
 from torchrex.experiments.digits import digits_recipes
-from torchrex.experiments.folder import differences
 from torchrex.experiments.gallery import gallery_recipes
 from torchrex.experiments.gan import TABLE3, figure3_recipes, table3_recipes
 from torchrex.experiments.images import (
@@ -44,6 +42,8 @@ from torchrex.experiments.recipes import families_of, matches
 from torchrex.experiments.runner import Group, group_runs, run_in
 from torchrex.experiments.theory import theory_recipes
 from torchrex.report import digits, figure1, figure2, figure3, gallery, tables, theory
+from torchrex.runs.config import descriptions
+from torchrex.runs.folder import differences
 
 Folders = Mapping[str, list[RunFolder]]
 

@@ -276,10 +276,15 @@ class Drawing:
             "run": self.run.state_dict(),
             "recorder": self.recorder.state_dict(),
             "compiled": self.run.is_compiled,
-            "seconds": self._seconds + time.monotonic() - self._since,
+            "seconds": self.seconds,
         }
         self.checkpoints.save(self.run.n_steps, state, setting=self._setting)
         self._saved = self.n_done
+
+    @property
+    def seconds(self) -> float:
+        """What it took until now, with what was done before a resume."""
+        return self._seconds + time.monotonic() - self._since
 
     def draws(self, status: str, settings: dict[str, Any]) -> Draws | None:
         """What was recorded, with the temperatures of the last step and the F of each pair then,

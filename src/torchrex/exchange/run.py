@@ -10,11 +10,13 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields
+from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import torch
 from torch import Tensor
 
+import torchrex
 from torchrex import notebook
 from torchrex.errors import InvalidArgumentError, require_names, require_whole
 from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo, Tempering
@@ -181,6 +183,7 @@ class ReplicaExchange:
         if self.rules.swaps:
             ensemble.sampler.require_policy(self.rules.momentum)
         self.n_steps = 0
+        self._folder: Path | None = None
 
     @abstractmethod
     def step(self, batch: Any = None) -> StepInfo:
@@ -259,6 +262,18 @@ class ReplicaExchange:
             swap_cost=self._swap_cost(counts),
             steps_before=counts.first_step,
         )
+
+    def written_to(self, folder: Path) -> None:
+        """Remember the run folder that `train(out=...)` writes."""
+        self._folder = folder
+
+    def report(self) -> Any:
+        """What doctor says of the run, and its page in a notebook, from its run folder."""
+        if self._folder is None:
+            raise InvalidArgumentError(
+                "a report reads the folder of a run; give one: train(..., out='runs/mynet/seed=0')"
+            )
+        return torchrex.report.of_folder(self._folder)
 
     def _counted(self) -> SwapCounts:
         """The counts up to now."""

@@ -1,17 +1,19 @@
-"""Experiments of the paper and of our own: configs, recipes, run folders."""
+"""Experiments of the paper and of our own: configs, recipes, how they run."""
 
-from torchrex.experiments.config import (
+from torchrex.experiments.density import DensityConfig
+from torchrex.experiments.recipes import get_recipe, recipes
+from torchrex.experiments.runner import run_group, run_recipe, run_together
+from torchrex.runs import (
     Column,
     ExperimentConfig,
+    Run,
+    RunFolder,
     RunOptions,
+    RunResult,
     dumps,
     override,
     to_json,
 )
-from torchrex.experiments.density import DensityConfig
-from torchrex.experiments.folder import Run, RunFolder, RunResult
-from torchrex.experiments.recipes import get_recipe, recipes
-from torchrex.experiments.runner import run_group, run_recipe, run_together
 
 __all__ = [
     "Column",

@@ -13,11 +13,10 @@ from torchrex.checkpoint import Checkpoints
 from torchrex.density import shard_folders
 from torchrex.distributed import join
 from torchrex.errors import NonFiniteEnergyError, RunFolderError
-from torchrex.experiments.config import ExperimentConfig, RunOptions
-from torchrex.experiments.folder import Run, RunResult
-from torchrex.network import Outcome
 from torchrex.posterior import Draws
 from torchrex.recording import count_swaps
+from torchrex.runs.config import ExperimentConfig, Outcome, RunOptions
+from torchrex.runs.folder import Run, RunResult
 from torchrex.sampling import sample
 
 FEWEST_DRAWS = 2  # of an unfinished run that are worth measuring

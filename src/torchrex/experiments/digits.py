@@ -20,11 +20,11 @@ from torchrex.density import few_threads
 from torchrex.distributed import replica_mesh
 from torchrex.errors import MissingDependencyError
 from torchrex.exchange import Ladder, NoSwaps, PairedVariance
-from torchrex.experiments.config import ExperimentConfig, RunOptions
-from torchrex.experiments.folder import Run, RunResult
-from torchrex.network import ModuleEnsemble, ModuleExchange, Outcome, train
+from torchrex.network import ModuleEnsemble, ModuleExchange, train
 from torchrex.posterior import PosteriorAverage
 from torchrex.recording import Trace
+from torchrex.runs.config import ExperimentConfig, Outcome, RunOptions
+from torchrex.runs.folder import Run, RunResult
 from torchrex.samplers import SGHMC
 from torchrex.schedules import hold_then_decay
 from torchrex.targets import DeviceLoader, PosteriorEnergy, from_sgd

@@ -19,11 +19,10 @@ from torch import Tensor
 from torchrex.density import few_threads
 from torchrex.errors import ConfigError
 from torchrex.exchange import Ladder
-from torchrex.experiments.config import Column, ExperimentConfig, RunOptions
-from torchrex.experiments.folder import Run, RunResult
-from torchrex.network import Outcome
 from torchrex.posterior import Draws
 from torchrex.rng import derive_seed
+from torchrex.runs.config import Column, ExperimentConfig, Outcome, RunOptions
+from torchrex.runs.folder import Run, RunResult
 from torchrex.sampling import sample
 from torchrex.targets import TallPosterior
 from torchrex.targets.density import Noise

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from torchrex.errors import ConfigError, DataError
 from torchrex.exchange import Ladder, NoSwaps, PairedVariance
-from torchrex.experiments.config import Column, Precision, columns
 from torchrex.experiments.digits import digit_images
 from torchrex.experiments.networks import (
     EVALUATION_BATCH,
@@ -43,6 +42,7 @@ from torchrex.experiments.networks import (
 )
 from torchrex.network import ModuleEnsemble, ModuleExchange, evaluating
 from torchrex.rng import derive_seed
+from torchrex.runs.config import Column, Precision, columns
 from torchrex.samplers import SGHMC, AdamStart, Sampler
 from torchrex.targets import (
     DeviceLoader,

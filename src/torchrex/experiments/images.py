@@ -36,7 +36,6 @@ from torchrex.exchange import (
     Smoothing,
 )
 from torchrex.exchange.momentum import MomentumPolicy
-from torchrex.experiments.config import Column, Precision, columns
 from torchrex.experiments.networks import (
     EVALUATION_BATCH,
     Batches,
@@ -50,6 +49,7 @@ from torchrex.experiments.networks import (
 )
 from torchrex.network import ModuleEnsemble, ModuleExchange
 from torchrex.rng import derive_seed
+from torchrex.runs.config import Column, Precision, columns
 from torchrex.samplers import SGHMC
 from torchrex.targets import DeviceLoader, PosteriorEnergy, from_sgd
 from torchrex.vision.augment import Augment, Normalise, evaluation_batches

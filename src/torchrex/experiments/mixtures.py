@@ -12,9 +12,9 @@ from torch import Tensor
 
 from torchrex.density import few_threads
 from torchrex.exchange import Ladder, RepeatedDraws, RunningMean
-from torchrex.experiments.config import Column, columns
 from torchrex.experiments.density import DensityConfig
 from torchrex.posterior import Draws
+from torchrex.runs.config import Column, columns
 from torchrex.targets import Gaussian, GaussianMixture, NoiseModel, Noisy, StudentT
 
 

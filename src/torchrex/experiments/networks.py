@@ -19,11 +19,11 @@ from torchrex.checkpoint import Checkpoints
 from torchrex.density import few_threads
 from torchrex.distributed import replica_mesh
 from torchrex.errors import DataError, NonFiniteEnergyError
-from torchrex.experiments.config import ExperimentConfig, RunOptions
-from torchrex.experiments.folder import Run, RunResult
-from torchrex.network import ModuleExchange, Outcome, TrainingRun, train_together
+from torchrex.network import ModuleExchange, TrainingRun, train_together
 from torchrex.posterior import PosteriorAverage
 from torchrex.recording import Trace
+from torchrex.runs.config import ExperimentConfig, Outcome, RunOptions
+from torchrex.runs.folder import Run, RunResult
 from torchrex.targets import DeviceLoader, PosteriorEnergy
 from torchrex.vision.data import data_folder, stratified_split, stratified_subset
 

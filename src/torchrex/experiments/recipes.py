@@ -7,7 +7,6 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 
 from torchrex.errors import RecipeError
-from torchrex.experiments.config import ExperimentConfig
 from torchrex.experiments.digits import digits_recipes
 from torchrex.experiments.gallery import gallery_recipes
 from torchrex.experiments.gan import gan_recipes
@@ -15,6 +14,7 @@ from torchrex.experiments.images import image_recipes
 from torchrex.experiments.mixtures import figure1_recipes
 from torchrex.experiments.tall import tall_recipes
 from torchrex.experiments.theory import theory_recipes
+from torchrex.runs.config import ExperimentConfig
 
 MOST_NAMED = 4  # recipes in a hint
 LEAST_LIKENESS = 0.5  # of a name to one that may have been meant; 1 is the same

@@ -13,11 +13,10 @@ from typing import Any
 from torchrex.distributed import join
 from torchrex.durable import writing
 from torchrex.errors import NonFiniteEnergyError, RunFolderError
-from torchrex.experiments.config import ExperimentConfig, RunOptions
 from torchrex.experiments.density import DensityConfig
-from torchrex.experiments.folder import Run, RunFolder, RunResult, RunWriter, differences
-from torchrex.network import Outcome
 from torchrex.recording import open_logs
+from torchrex.runs.config import ExperimentConfig, Outcome, RunOptions
+from torchrex.runs.folder import Run, RunFolder, RunResult, RunWriter, differences
 
 logger = logging.getLogger("torchrex")
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from torchrex.exchange import Ladder, PairedVariance
-from torchrex.experiments.config import Column, columns
 from torchrex.experiments.density import DensityConfig
 from torchrex.posterior import Draws
+from torchrex.runs.config import Column, columns
 from torchrex.targets import TallPosterior, laplace, logistic_regression, simulate_logistic
 
 

@@ -23,8 +23,6 @@ from torch.distributions import Normal
 from torchrex.errors import ConfigError
 from torchrex.exchange import KnownVariance, Ladder, RepeatedDraws, RunningMean, Smoothing
 from torchrex.experiments import grid_law
-from torchrex.experiments.config import Column, ExperimentConfig, RunOptions
-from torchrex.experiments.folder import Run, RunResult
 from torchrex.experiments.grid_law import Array, Grid
 from torchrex.experiments.law_distance import (
     N_GROUPS,
@@ -39,9 +37,10 @@ from torchrex.experiments.law_distance import (
     w2_of,
     w2_squared,
 )
-from torchrex.network import Outcome
 from torchrex.posterior import Draws
 from torchrex.rng import derive_seed
+from torchrex.runs.config import Column, ExperimentConfig, Outcome, RunOptions
+from torchrex.runs.folder import Run, RunResult
 from torchrex.sampling import sample
 from torchrex.targets import Gaussian, GaussianMixture, NoiseModel, Noisy, StudentT
 

@@ -4,7 +4,8 @@ from torchrex.network.capture import compiled_or_plain, no_waiting
 from torchrex.network.group import SideBySide
 from torchrex.network.replicas import ModuleEnsemble, evaluating
 from torchrex.network.run import ModuleExchange
-from torchrex.network.training import Outcome, TrainingRun, train, train_together
+from torchrex.network.training import TrainingRun, train, train_together
+from torchrex.runs.config import Outcome
 
 __all__ = [
     "ModuleEnsemble",

@@ -14,14 +14,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal
+
+from torch import Tensor
 
 from torchrex.checkpoint import Checkpoint, Checkpoints, expect_form, owned, seconds_in
 from torchrex.errors import (
     CheckpointError,
     InvalidArgumentError,
+    MissingDependencyError,
     NonFiniteEnergyError,
     OnInterrupt,
+    RunFolderError,
     RunInterrupted,
     explain_memory,
     known_arguments,
@@ -34,23 +38,15 @@ from torchrex.network.run import LOWER_IT, ModuleExchange
 from torchrex.posterior import PosteriorAverage
 from torchrex.processes import stopping_signals
 from torchrex.recording import LiveDisplay, Observer, Trace, Watched, counted_so_far, on_host
+from torchrex.runs.config import Outcome
+from torchrex.runs.folder import RunResult
+from torchrex.runs.script import ScriptConfig, ScriptRun, name_of, owned_folders
 
 logger = logging.getLogger("torchrex")
 
 SECONDS_BETWEEN_LOOKS = 0.5  # at the clock and for signals
 
 Progress = Callable[[int, int], None] | bool | None
-
-
-class Outcome(NamedTuple):
-    """How a call of `train` ended. Totals include what was done before a resume."""
-
-    status: str  # "finished"; "paused", its budget used up; or "interrupted" by a signal
-    signal: int | None = None
-    seconds: float = 0.0  # of this call
-    steps: int = 0  # of this call
-    total_seconds: float = 0.0
-    total_steps: int = 0
 
 
 @dataclass
@@ -64,19 +60,29 @@ class TrainingRun:
     setting: Mapping[str, Any] = field(default_factory=dict)
     failure: NonFiniteEnergyError | None = None  # why it stopped before the others
     observers: Sequence[Observer] = ()  # several runs may share one
+    out: ScriptRun | None = None  # or a path: its run folder, with the checkpoints in it
 
     def __post_init__(self) -> None:
         given: tuple[Any, ...] = (self.run, self.averages, self.observers, self.checkpoints)
         run, averages, observers, folder = given
+        out: Any = self.out
         if not isinstance(run, ModuleExchange):
             raise InvalidArgumentError(f"torchrex.TrainingRun is for runs on a module, got {run!r}")
         self.averages = [averages] if isinstance(averages, PosteriorAverage) else list(averages)
         self.observers = [observers] if isinstance(observers, Observer) else list(observers)
+        if out is not None:
+            if folder is not None:
+                raise InvalidArgumentError(
+                    f"out={str(out)!r} holds the checkpoints too; leave checkpoints out"
+                )
+            self.out = ScriptRun(out, "train", run.streams.seed)
+            folder = self.out.checkpoints
         self.checkpoints = Checkpoints(Path(folder)) if isinstance(folder, Path | str) else folder
 
     @property
     def recipe(self) -> str:
-        return str(self.setting.get("recipe", "a run"))
+        name = "a run" if self.out is None else name_of(self.out.folder.path)
+        return str(self.setting.get("recipe", name))
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -87,6 +93,33 @@ class TrainingRun:
     def newest_checkpoint(self) -> Path | None:
         steps = [] if self.checkpoints is None else self.checkpoints.steps()
         return self.checkpoints.path_of(steps[-1]) if self.checkpoints and steps else None
+
+    def config(self, n_steps: int, data: Any) -> ScriptConfig:
+        """The settings that its run folder holds."""
+        assert self.out is not None
+        assert self.trace is not None
+        ensemble, first = self.run.ensemble, next(iter(self.averages), None)
+        return ScriptConfig.of(
+            self.run,
+            self.out.folder.path,
+            n_steps,
+            model=type(ensemble.modules[0]).__name__,
+            precision="float32" if ensemble.source.autocast is None else "bfloat16",
+            batch_size=getattr(data, "batch_size", None),
+            burn_in=0 if first is None else first.burn_in,
+            thin=1 if first is None else first.every,
+            trace_every=self.trace.every,
+        )
+
+    def result(self, exchange: Mapping[str, Any]) -> RunResult:
+        """What its run folder says of it: the metrics of its first average, and its swaps."""
+        metrics: dict[str, Any] = {}
+        tensors: dict[str, Tensor] = {}
+        for average in self.averages[:1] if self.failure is None else ():
+            metrics, tensors = summary_of(average)
+        return RunResult(
+            self.trace, metrics, tensors=tensors, exchange=exchange, failure=self.failure
+        )
 
     def __str__(self) -> str:
         return f"{self.recipe} with seed {self.run.streams.seed}"
@@ -100,6 +133,7 @@ def train(
     *,
     average: PosteriorAverage | Sequence[PosteriorAverage] = (),
     trace: Trace | None = None,
+    out: Path | str | None = None,
     checkpoints: Checkpoints | Path | str | None = None,
     checkpoint_every: int = 1000,
     resume: bool = True,
@@ -117,19 +151,26 @@ def train(
     is called as `progress(done, total)`. `observers` get reports of what the run does:
     `JsonLines(path)`, `TensorBoard(folder)`, or your own.
 
-    With `checkpoints` (a folder) everything is saved every `checkpoint_every` steps and at the end,
-    and a call that finds checkpoints there goes on from the newest one; with `resume=False` it
-    begins anew, in a folder without later ones. After `budget` seconds it saves and returns
-    "paused". Ctrl-C, SIGTERM and SIGHUP finish the step and save; then Ctrl-C goes on as
-    RunInterrupted, a KeyboardInterrupt, SIGTERM and SIGHUP as SystemExit(143) and SystemExit(129),
-    so that nothing that was to follow is begun. With `on_interrupt="return"` they return
-    "interrupted". `setting` is written into the
-    checkpoints, and a run with another one cannot resume from them. `extra` is where repeated
+    `out="runs/mynet/seed=0"` writes a run folder as a recipe does: settings, trace, swaps, metrics
+    of the averages, and checkpoints. `torchrex report`, `doctor` and `compare` read it, and so does
+    `run.report()`.
+
+    With `checkpoints` (a folder; `out` has its own) everything is saved every `checkpoint_every`
+    steps and at the end, and a call that finds checkpoints there goes on from the newest one; with
+    `resume=False` it begins anew, in a folder without later ones. After `budget` seconds it saves
+    and returns "paused". Ctrl-C, SIGTERM and SIGHUP finish the step and save; then Ctrl-C goes on
+    as RunInterrupted, a KeyboardInterrupt, SIGTERM and SIGHUP as SystemExit(143) and
+    SystemExit(129), so that nothing that was to follow is begun. With `on_interrupt="return"` they
+    return "interrupted". `setting` is written into the checkpoints, and a run with another one
+    cannot resume from them. `extra` is where repeated
     energies get their batches, if not from `data`.
     """
     if not isinstance(run, ModuleExchange):
         raise InvalidArgumentError("train is for runs on modules; use collect for densities")
-    own: Any = {"averages": average, "checkpoints": checkpoints, "observers": observers}
+    own: Any = {
+        **{"averages": average, "checkpoints": checkpoints},
+        **{"observers": observers, "out": out},
+    }
     one = TrainingRun(run, trace=trace, setting=dict(setting or {}), **own)
     return train_together(
         [one],
@@ -176,11 +217,21 @@ def train_together(
     with (
         process_group.reporting_errors(),
         explain_memory(loop.out_of_memory),
+        owned_folders([each.out for each in runs if each.out is not None], process_group),
         owned(folders, process_group),
     ):
+        loop.begin_traces(n_steps)
         if loop.saves:
             loop.resume() if resume else loop.require_nothing_later()
-        outcome = loop.train(n_steps, checkpoint_every, budget, progress)
+        loop.begin_folders(n_steps)
+        try:
+            outcome = loop.train(n_steps, checkpoint_every, budget, progress)
+        except NonFiniteEnergyError as failure:
+            for each in runs:
+                each.failure = each.failure or failure
+            loop.write_folders(Outcome("failed", total_seconds=loop.seconds))
+            raise
+        loop.write_folders(outcome)
     if outcome.signal is not None and on_interrupt == "raise":
         how = f"interrupted after {outcome.total_steps:,} of {n_steps:,} steps"
         if outcome.status != "finished":
@@ -375,6 +426,37 @@ class _Loop:
             f"{batches}; {fewer}lower the batch size or the number of rungs{saved}"
         )
 
+    # Run folders
+
+    def begin_traces(self, n_steps: int) -> None:
+        for one in self.runs:
+            if one.out is not None and one.trace is None:
+                one.trace = Trace(one.out.trace_every(n_steps))
+
+    def begin_folders(self, n_steps: int) -> None:
+        group = self.process_group
+        with group.all_or_none("making of the run folders", RunFolderError):
+            for one in self.runs if group.is_main else ():
+                if one.out is not None:
+                    one.out.begin(one.config(n_steps, self.data), one.run.device)
+                    one.run.written_to(one.out.folder.path)
+
+    def write_folders(self, outcome: Outcome) -> None:
+        """A result.json for every run that has a folder."""
+        group = self.process_group
+        reports = [one.run.exchange().numbers for one in self.runs if one.out is not None]
+        with group.all_or_none("writing of the results", RunFolderError):
+            for one in self.runs if group.is_main else ():
+                if one.out is not None:
+                    one.out.write(
+                        one.result(reports.pop(0)),
+                        "failed" if one.failure is not None else outcome.status,
+                        outcome.total_seconds,
+                        n_processes=group.size,
+                        n_replicas=sum(each.run.n_rungs for each in self.runs),
+                        signal=outcome.signal if outcome.status == "interrupted" else None,
+                    )
+
     # Checkpoints
 
     def save(self) -> None:
@@ -467,6 +549,31 @@ class _Loop:
                     "use DeviceLoader for an exact resume"
                 )
         self.seconds = seconds_in(state)
+
+
+def summary_of(average: PosteriorAverage) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What a run folder says of an average: its metrics on its first rung, those of the newest
+    network alone (`single_`) and of all rungs (`pooled_`), and the predictions.
+    """
+    metrics: dict[str, Any] = {"n_draws": average.n_draws}
+    if not average.n_draws:
+        return metrics, {}
+    first = average.rungs[0]
+    kinds: list[tuple[str, int | None, Literal["probabilities", "last"]]]
+    kinds = [("", first, "probabilities"), ("single_", first, "last")]
+    if len(average.rungs) > 1:
+        kinds.append(("pooled_", None, "probabilities"))
+    tensors = {"probabilities": average.probabilities(first)}
+    try:
+        for prefix, rung, of in kinds:
+            numbers = average.metrics(rung, of=of)
+            metrics |= {f"{prefix}{name}": value for name, value in numbers.items()}
+        tensors["labels"] = average.labels
+    except MissingDependencyError as error:
+        logger.warning("result.json lacks the metrics: %s", error)
+    except InvalidArgumentError:  # the data have no labels
+        pass
+    return metrics, tensors
 
 
 def _has_checkpoints(runs: Sequence[TrainingRun]) -> bool:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
 
+import torchrex
 from torchrex import notebook
 from torchrex.errors import InvalidArgumentError, import_extra
 from torchrex.exchange import (
@@ -110,6 +111,10 @@ class Draws:
             swap_cost=float(_numbers([self.settings.get("swap_cost")], 1)),
             log_evidence=self._log_evidence(),
         )
+
+    def report(self) -> Any:
+        """What doctor says of these draws, as text and in a notebook."""
+        return torchrex.report.of_draws(self)
 
     def _log_evidence(self) -> LogEvidence | None:
         """None where the ladder does not reach the prior."""

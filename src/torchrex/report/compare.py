@@ -26,10 +26,10 @@ from typing import Any, Literal
 
 from torchrex.durable import one_line
 from torchrex.errors import InvalidArgumentError, RunFolderError
-from torchrex.experiments.config import to_json
 from torchrex.report.plots import FEWEST_SEEDS, p_of_pairs
 from torchrex.report.reader import LoadedRun, NotRead, read_tree
 from torchrex.report.tables import in_markdown, markdown_table
+from torchrex.runs.config import to_json
 
 LEVEL = 0.05
 HIGHER, LOWER = {"accuracy", "ess"}, {"nll", "brier", "ece", "w1", "w2", "error", "rhat"}

@@ -29,7 +29,6 @@ from torchrex.diagnostics import (
     hill,
 )
 from torchrex.errors import MissingDependencyError, RunFolderError, TorchrexError
-from torchrex.experiments.config import to_json
 from torchrex.posterior import Draws
 from torchrex.report.findings import (
     QUICK,
@@ -45,6 +44,7 @@ from torchrex.report.findings import (
 )
 from torchrex.report.reader import LoadedRun, NotRead, checkpoints_of, command_to_repeat, read_tree
 from torchrex.report.swap_checks import FEWEST_TESTS, WANTED, check_ladder
+from torchrex.runs.config import to_json
 
 BURN_IN = 0.1  # of the steps of a density is left out
 RHAT, BAD_RHAT = 1.01, 1.1
@@ -204,7 +204,7 @@ def check_temperature(run: LoadedRun) -> Iterable[Finding]:
         return
     gradient, draws = settings.energy_gradient(), _settled(run)
     if gradient is None or draws is None or draws.n_draws < FEWEST_DRAWS:
-        if run.result is not None and settings.test_size is None:  # of networks it is never known
+        if run.result is not None and settings.is_density:  # of networks it is never known
             words = "Whether rung 0 is at its temperature needs draws and exact gradients."
             yield Finding("note", "temperature not known", words)
         return
@@ -539,8 +539,8 @@ def check_state(run: LoadedRun, *, unusable: bool = False) -> Iterable[Finding]:
         about = {"file": name} if name else {}
         title = "unreadable" if "cannot be read" in problem else "damaged"
         yield Finding("warning", title if name else other, f"{words}.", about)
-    if run.status == "finished" and run.settings is not None:
-        density = run.settings.test_size is None
+    if run.status == "finished" and run.settings is not None and run.result is not None:
+        density = run.settings.is_density
         name = "draws.safetensors" if density else "trace.safetensors"
         # Committed results of networks have curves in result.json in place of a trace.
         if not os.path.lexists(run.path / name) and (density or not run.curves):
@@ -550,6 +550,8 @@ def check_state(run: LoadedRun, *, unusable: bool = False) -> Iterable[Finding]:
 
 def _go_on(run: LoadedRun, unusable: bool) -> str:
     """What to type to finish it."""
+    if "made_by" in run.config:
+        return "The same call in its script continues it."
     depth, above = len(run.recipe.split("/")), run.path.parents
     again = command_to_repeat(run, str(above[depth]) if len(above) > depth else "runs").line
     option, does = "--resume", "continues it"

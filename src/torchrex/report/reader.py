@@ -26,8 +26,9 @@ from torchrex.durable import LONGEST_NAME, open_file, read_object
 from torchrex.errors import RecipeError, RunFolderError, TorchrexError
 from torchrex.exchange import Ladder
 from torchrex.experiments import ExperimentConfig, get_recipe
-from torchrex.experiments.config import override, parse, to_json
-from torchrex.experiments.folder import (
+from torchrex.posterior import Draws
+from torchrex.runs.config import override, parse, to_json
+from torchrex.runs.folder import (
     NUMBER,
     OF_ANOTHER_CONFIG,
     UNREADABLE,
@@ -38,7 +39,7 @@ from torchrex.experiments.folder import (
     read_tensors,
     seed_in,
 )
-from torchrex.posterior import Draws
+from torchrex.runs.script import ScriptConfig
 
 FILES = ("config.json", "result.json", "draws.safetensors", "trace.safetensors", "checkpoints")
 LARGEST_FILE = 2**30  # bytes; of the recipes none has draws of more than 2**24
@@ -100,6 +101,13 @@ class LoadedRun:
         if not pairs:
             return None
         return sum(pair["accepted"] for pair in pairs), sum(pair["proposed"] for pair in pairs)
+
+    @property
+    def labels(self) -> Tensor | None:
+        """Those of the examples whose predictions the trace holds."""
+        if "labels" in self.trace:
+            return self.trace["labels"]
+        return None if self.settings is None else self.settings.test_labels()
 
     @property
     def name(self) -> str:
@@ -251,7 +259,8 @@ def load_run(path: Path) -> LoadedRun:
     settings = ladder = None
     try:
         if config:
-            settings = config_from_json(get_recipe(recipe), config, problems)
+            base = ScriptConfig(recipe) if "made_by" in config else get_recipe(recipe)
+            settings = config_from_json(base, config, problems)
             ladder = settings.ladder()
     except RecipeError as error:
         problems.append(f"config.json is not of this version: {one_line(error)}")
@@ -372,6 +381,8 @@ def command_to_repeat(run: LoadedRun, out: str = "runs/again") -> Command:
     """The recipe, the seed, and every setting that is not the recipe's. The settings, applied to
     the recipe, give back the config, or the note says which do not.
     """
+    if "made_by" in run.config:
+        return Command("", "A script made this run: the same call in it repeats it.")
     try:
         recipe = get_recipe(run.recipe)
     except RecipeError:

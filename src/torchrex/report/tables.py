@@ -26,11 +26,11 @@ from rich.table import Table
 from torchrex.durable import new_file, read_object
 from torchrex.errors import MissingDependencyError
 from torchrex.experiments import RunFolder
-from torchrex.experiments.config import Column, to_json
-from torchrex.experiments.folder import LARGEST, OF_ANOTHER_CONFIG, belongs_to, read_result, seed_in
 from torchrex.experiments.networks import Difference, Line, NetworkConfig, PaperTable
 from torchrex.report.plots import FEWEST_SEEDS, p_of_pairs
 from torchrex.report.reader import config_from_json, why
+from torchrex.runs.config import Column, to_json
+from torchrex.runs.folder import LARGEST, OF_ANOTHER_CONFIG, belongs_to, read_result, seed_in
 
 PAPER_SEEDS = 5
 NO_MATTER = ("recipe", "epochs", "steps", "checkpoint_every")  # the length is shown in any case

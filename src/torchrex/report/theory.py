@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from torchrex.experiments import RunFolder
-from torchrex.experiments.folder import seed_in
 from torchrex.experiments.theory import TheoryConfig
 from torchrex.report.figure1 import STYLES
 from torchrex.report.tables import (
@@ -23,6 +22,7 @@ from torchrex.report.tables import (
     panels,
     value_and_error,
 )
+from torchrex.runs.folder import seed_in
 
 HEADS = ("statement of the paper", "computed", "measured", "agrees?")
 ORIGIN = ("seed", "date", "wall_seconds", "device", "versions")

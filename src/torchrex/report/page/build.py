@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 import torchrex
 from torchrex.durable import one_line, printable, replace_file, writing
 from torchrex.errors import RunFolderError
-from torchrex.experiments.folder import seed_in
 from torchrex.report import doctor
 from torchrex.report.findings import several, tally
 from torchrex.report.page.charts import overlays
 from torchrex.report.page.details import details_of, link_to, within_the_page
 from torchrex.report.page.rows import Family, cell, columns, families, label, paper_of
 from torchrex.report.reader import LoadedRun, NotRead, read_tree, recipe_in, require_ours
+from torchrex.runs.folder import seed_in
 
 MARK = "<!-- torchrex report -->"
 HERE = Path(__file__).parent

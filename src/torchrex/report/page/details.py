@@ -21,11 +21,11 @@ from torchrex.diagnostics import (
     round_trips,
 )
 from torchrex.errors import InvalidArgumentError
-from torchrex.experiments.config import dumps
 from torchrex.report.page.charts import charts_of
 from torchrex.report.page.rows import label, paper_of, scale, shown
 from torchrex.report.reader import LoadedRun, command_to_repeat
 from torchrex.report.swap_checks import last_quarter, settled_noise, while_swapping
+from torchrex.runs.config import dumps
 
 SAMPLES = "samples.png"
 SIGNATURE = b"\x89PNG\r\n\x1a\n"

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from torchrex.experiments import recipes
-from torchrex.experiments.config import COLUMNS, Column, ExperimentConfig, to_json
 from torchrex.report.compare import ABSENT, differing, with_known_settings
 from torchrex.report.plots import error_of_mean
 from torchrex.report.reader import LoadedRun, NotRead
 from torchrex.report.tables import value_and_error
+from torchrex.runs.config import COLUMNS, Column, ExperimentConfig, to_json
 
 MANY = 10_000  # from here on a number without an error is written out
 PERCENT = ("accuracy", "ece", "acceptance_rate", "called_fake")  # of metrics without a column

@@ -23,15 +23,25 @@ from torch import Tensor
 
 from torchrex.errors import ConfigError
 from torchrex.exchange import Ladder, resolve_device
-from torchrex.network import Outcome
 from torchrex.recording import Callback, Observer
 from torchrex.settings import shown
 
 if TYPE_CHECKING:
-    from torchrex.experiments.folder import Run, RunResult
+    from torchrex.runs.folder import Run, RunResult
 
 C = TypeVar("C")
 Precision = Literal["auto", "float32", "bfloat16"]  # of the forward pass; auto is bfloat16 on a GPU
+
+
+class Outcome(NamedTuple):
+    """How a call of `train` ended. Totals include what was done before a resume."""
+
+    status: str  # "finished"; "paused", its budget used up; or "interrupted" by a signal
+    signal: int | None = None
+    seconds: float = 0.0  # of this call
+    steps: int = 0  # of this call
+    total_seconds: float = 0.0
+    total_steps: int = 0
 
 
 class Column(NamedTuple):
@@ -69,6 +79,9 @@ COLUMNS = {
         Column("largest_mean_error_in_sd", "largest error of a mean (sd)", decimals=3),
         Column("smallest_sd_ratio", "smallest ratio of sds", decimals=3),
         Column("largest_sd_ratio", "largest ratio of sds", decimals=3),
+        Column("rmse", "RMSE", decimals=4),
+        Column("coverage_90", "coverage of 90 % intervals", percent=True),
+        Column("crps", "CRPS", decimals=4),
         Column("acceptance_rate", "acceptance rate", percent=True),
         Column("noise_variance", "noise variance"),
     )
@@ -234,8 +247,13 @@ class ExperimentConfig:
 
     @property
     def test_size(self) -> int | None:
-        """How many held-out examples the metrics are measured on; None for a density."""
+        """How many held-out examples the metrics are measured on, where that is known."""
         return None
+
+    @property
+    def is_density(self) -> bool:
+        """Does it sample a density, of which the draws are kept? Else a network."""
+        return self.test_size is None
 
     def advice(self, result: Mapping[str, Any]) -> list[str]:
         """Warnings about a result that only this experiment can give."""

@@ -1,0 +1,248 @@
+"""Run folders of scripts: `train(out=...)` and `sample(out=...)` write what a recipe writes, and
+`report`, `doctor` and `compare` read it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+import torchrex as tr
+from modules import N_DATA, classes, cross_entropy, linear
+from ranks import run_ranks
+from torchrex.errors import InvalidArgumentError, NonFiniteEnergyError, RunFolderError
+from torchrex.experiments import run_recipe
+from torchrex.experiments.recipes import get_recipe
+from torchrex.report.compare import compare_folders
+from torchrex.report.doctor import as_text, diagnose_folder
+from torchrex.report.page import write_page
+from torchrex.report.reader import load_run
+from torchrex.runs.config import override
+
+MIXTURE = tr.GaussianMixture([0.4, 0.6], [-3.0, 2.0], [0.7, 0.5])
+LADDER = tr.Ladder((1.0, 1.5, 2.0), 1e-3)
+STEPS = 60
+
+
+def a_run(seed=0, ladder=LADDER, mesh=None):
+    ensemble = tr.ModuleEnsemble(linear, cross_entropy(), mesh=mesh)
+    return tr.ModuleExchange(ensemble, ladder, seed=seed)
+
+
+def an_average():
+    return tr.PosteriorAverage([classes(30, seed=1)], every=5, burn_in=20, rungs=(0, 1, 2))
+
+
+def loader(seed=0):
+    return tr.DeviceLoader(classes(), 8, seed=seed)
+
+
+def trained(out=None, *, seed=0, ladder=LADDER, n_steps=STEPS, mesh=None, **options):
+    run, average = a_run(seed, ladder, mesh), an_average()
+    outcome = tr.train(run, loader(seed), n_steps, average=average, out=out, **options)
+    return run, average, outcome
+
+
+def sampled(out=None, *, seed=0, n_steps=2_000, **options):
+    return tr.sample(
+        MIXTURE, temperatures=(1.0, 10.0), lr=0.03, n_steps=n_steps, n_runs=4, seed=seed, out=out,
+        compiled=False, **options,
+    )  # fmt: skip
+
+
+def without_times(path):
+    values = json.loads((path / "result.json").read_text())
+    return {key: value for key, value in values.items() if key not in ("date", "wall_seconds")}
+
+
+def test_train_writes_what_a_recipe_writes(tmp_path):
+    out = tmp_path / "mynet" / "seed=0"
+    run, average, outcome = trained(out)
+    there = load_run(out)
+    assert (there.recipe, there.seed, there.status) == ("mynet", 0, "finished")
+    assert there.problems == ()
+    assert outcome.status == "finished"
+    for name, value in average.metrics(0).items():
+        assert there.metrics[name] == value
+    for name, value in average.metrics(None).items():
+        assert there.metrics[f"pooled_{name}"] == value
+    for name, value in average.metrics(0, of="last").items():
+        assert there.metrics[f"single_{name}"] == value
+    pairs = run.exchange().pairs
+    assert [each["accepted"] for each in there.result["swaps"]] == [p.accepted for p in pairs]
+    assert sum(each.accepted for each in pairs) > 0
+    assert there.ladder.temperatures == LADDER.temperatures
+    assert there.history.n_steps == STEPS
+    assert there.history.has_every_step
+    assert torch.equal(there.trace["probabilities"], average.probabilities(0))
+    assert torch.equal(there.labels, average.labels)
+    assert there.settings.dim == run.ensemble.position.shape[-1]
+    assert (there.settings.n_data, there.settings.batch_size) == (N_DATA, 8)
+
+
+def test_a_folder_changes_no_number(tmp_path):
+    (run, average, _), (other, same, _) = trained(tmp_path / "mynet"), trained()
+    assert torch.equal(run.ensemble.position, other.ensemble.position)
+    assert torch.equal(average.probabilities(), same.probabilities())
+    assert torch.equal(sampled(tmp_path / "mixture").values, sampled().values)
+
+
+def test_stopped_and_resumed_writes_the_same_folder(tmp_path):
+    whole, parts = tmp_path / "mynet" / "seed=0", tmp_path / "stopped" / "mynet" / "seed=0"
+    trained(whole, checkpoint_every=7)
+    _, _, outcome = trained(parts, checkpoint_every=7, budget=1e-9)
+    assert outcome.status == "paused"
+    paused = load_run(parts)
+    assert paused.status == "paused"
+    assert 0 < paused.result["steps_done"] < STEPS
+    trained(parts, checkpoint_every=7)
+    first, second = without_times(whole), without_times(parts)
+    assert first == second
+    traces = load_run(whole).trace, load_run(parts).trace
+    assert traces[0].keys() == traces[1].keys()
+    assert all(torch.equal(traces[0][name], traces[1][name]) for name in traces[0])
+
+
+def test_a_longer_run_goes_on_in_its_folder(tmp_path):
+    out = tmp_path / "mynet"
+    trained(out)
+    trained(out, n_steps=STEPS + 20)
+    there = load_run(out)
+    assert (there.settings.n_steps, there.history.n_steps) == (STEPS + 20, STEPS + 20)
+    assert there.problems == ()
+
+
+def test_sample_writes_its_draws(tmp_path):
+    out = tmp_path / "mixture" / "seed=3"
+    draws = sampled(out, seed=3)
+    there = load_run(out)
+    assert (there.recipe, there.seed, there.status) == ("mixture", 3, "finished")
+    assert there.problems == ()
+    assert torch.equal(there.draws.values, draws.values)
+    assert there.metrics["acceptance_rate"] == float(draws.acceptance_rate.mean())
+    assert there.history is not None
+    again = sampled(out, seed=3)  # from its checkpoint
+    assert torch.equal(again.values, draws.values)
+
+
+def test_the_commands_read_both(tmp_path):
+    for seed in (0, 1):
+        trained(tmp_path / "mynet" / f"seed={seed}", seed=seed)
+        trained(
+            tmp_path / "colder" / f"seed={seed}", seed=seed, ladder=tr.Ladder((0.5, 0.7, 1.0), 1e-3)
+        )
+    sampled(tmp_path / "mixture" / "seed=0")
+    written = write_page([tmp_path], tmp_path / "page.html")
+    assert (written.runs, written.not_whole) == (5, 0)
+    diagnoses = diagnose_folder(tmp_path)
+    assert len(diagnoses) == 5
+    titles = {f.title for each in diagnoses for f in each.findings}
+    assert not {"damaged", "missing", "unreadable", "of another version"} & titles
+    (comparison,) = compare_folders([tmp_path / "mynet", tmp_path / "colder"])
+    assert "temperatures" in comparison.settings
+
+
+def test_a_schedule_is_written_down(tmp_path):
+    cooling = tr.Ladder(
+        (1.0, 1.5, 2.0),
+        1e-3,
+        anneal=tr.schedules.geometric(0.99),
+        decay=lambda step: 1 / (1 + step),
+    )
+    trained(tmp_path / "mynet", ladder=cooling)
+    there = load_run(tmp_path / "mynet").ladder
+    for step in (0, 7, STEPS - 1):
+        assert there.anneal(step) == pytest.approx(0.99**step)
+        assert there.decay(step) == pytest.approx(1 / (1 + step))
+
+
+def test_a_run_that_failed_says_so(tmp_path):
+    out = tmp_path / "mynet"
+    with pytest.raises(NonFiniteEnergyError):
+        trained(out, ladder=tr.Ladder((1.0, 1.5, 2.0), 1e38))
+    there = load_run(out)
+    assert there.status == "failed"
+    assert "Lower the learning rate" in there.result["error"]
+    steep = tr.LogDensity(lambda x: -(x**4).sum(-1), 1)
+    with pytest.raises(NonFiniteEnergyError):
+        tr.sample(steep, temperatures=(1.0, 2.0), lr=1e9, n_steps=100, initial=2.0,
+                  out=tmp_path / "steep", compiled=False)  # fmt: skip
+    assert load_run(tmp_path / "steep").status == "failed"
+
+
+@pytest.mark.parametrize("make", [trained, sampled])
+def test_what_is_refused(tmp_path, make):
+    def refused(out, words, **options):
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises((RunFolderError, InvalidArgumentError), match=words):
+            make(out, **options)
+        assert sorted(tmp_path.rglob("*")) == before
+
+    refused(tmp_path / "my net", "names no run")
+    refused(tmp_path / "mynet" / "seed=1", "named for seed 1, but the run has seed 0")
+    refused(tmp_path / "mynet", "leave checkpoints out", checkpoints=tmp_path / "elsewhere")
+    config = override(get_recipe("figure1/case1-sgld"), ["n_steps=200", "n_runs=2"])
+    run_recipe(config, 0, tmp_path)
+    recipe = tmp_path / "figure1" / "case1-sgld" / "seed=0"
+    refused(recipe, "holds a run of the recipe figure1/case1-sgld")
+    make(tmp_path / "mine")
+    other = sampled if make is trained else trained
+    before = without_times(tmp_path / "mine")
+    with pytest.raises(RunFolderError, match="holds a run of"):
+        other(tmp_path / "mine")
+    assert without_times(tmp_path / "mine") == before
+
+
+def test_another_run_in_the_folder_is_refused_and_changes_nothing(tmp_path):
+    out = tmp_path / "mynet"
+    trained(out)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with pytest.raises(tr.TorchrexError, match="temperatures"):
+        trained(out, ladder=tr.Ladder((1.0, 1.5, 3.0), 1e-3))
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_has_one_owner(tmp_path):
+    out, errors = tmp_path / "mynet" / "seed=0", []
+
+    def second(done, total):
+        if not errors:
+            with pytest.raises(RunFolderError, match="is used by") as error:
+                trained(out)
+            errors.append(str(error.value))
+
+    trained(out, progress=second)
+    assert len(errors) == 1
+    assert load_run(out).status == "finished"
+
+
+def test_reports_of_runs_and_draws(tmp_path):
+    run, _, _ = trained(tmp_path / "mynet")
+    (diagnosis,) = diagnose_folder(tmp_path / "mynet")
+    assert all(words in str(run.report()) for _, words in as_text(diagnosis))
+    with pytest.raises(InvalidArgumentError, match="give one: train"):
+        trained()[0].report()
+    draws = sampled()
+    report = draws.report()
+    assert "The rungs swapped" in str(report)
+    assert "<table>" in report._repr_html_()
+    frozen = sampled(correction_factor=math.inf)
+    assert "naive swaps" in str(frozen.report())
+    assert "naive swaps" not in str(report)
+
+
+def one_of_two(folder):
+    _, average, _ = trained(folder, mesh=tr.replica_mesh(3))
+    return average.metrics(0)
+
+
+def test_of_two_processes_the_first_writes(tmp_path):
+    out = tmp_path / "mynet" / "seed=0"
+    metrics = run_ranks(2, one_of_two, tmp_path, str(out))
+    there = load_run(out)
+    assert there.status == "finished"
+    assert there.result["processes"] == 2
+    assert there.metrics["nll"] == metrics[0]["nll"] == metrics[1]["nll"]
