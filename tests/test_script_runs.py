@@ -234,6 +234,32 @@ def test_reports_of_runs_and_draws(tmp_path):
     assert "naive swaps" not in str(report)
 
 
+def of_two_signs(out, temperatures, **options):
+    """Only the size of the slope was observed, so that its sign has two modes."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2_000, generator=generator)
+    y = (2.0 * x).abs() + torch.randn(2_000, generator=generator)
+    target = tr.TallPosterior(
+        lambda w, x, y: -0.5 * (y - (x * w[..., 0]).abs()).square(),
+        torch.distributions.Normal(0.0, 3.0), (x, y), dim=1, batch_size=50,
+    )  # fmt: skip
+    tr.sample(target, temperatures=temperatures, lr=1e-5, n_steps=2_000, n_runs=4, out=out,
+              compiled=False, **options)  # fmt: skip
+    (diagnosis,) = diagnose_folder(out)
+    return {finding.title: finding for finding in diagnosis.findings}
+
+
+def test_doctor_knows_what_tune_would_choose(tmp_path):
+    found = of_two_signs(tmp_path / "wide", (1.0, 10.0, 100.0))["a cheaper exchange"]
+    chosen = found.numbers
+    assert chosen["examples_a_visit_then"] < chosen["examples_a_visit_now"] / 3
+    rules = {name: chosen[name] for name in ("swap_batch", "swap_interval")}
+    ladder = [100.0 ** (k / (chosen["rungs"] - 1)) for k in range(chosen["rungs"])]
+    better = of_two_signs(tmp_path / "better", ladder, **rules)
+    assert "no swaps" not in better
+    assert "a cheaper exchange" not in better
+
+
 def one_of_two(folder):
     _, average, _ = trained(folder, mesh=tr.replica_mesh(3))
     return average.metrics(0)

@@ -59,6 +59,10 @@ class DigitsConfig(ExperimentConfig):
         self.require("batch_size", fine, f"between 1 and {N_TRAINING}")
 
     @property
+    def n_data(self) -> int:
+        return N_TRAINING
+
+    @property
     def steps_per_epoch(self) -> int:
         return N_TRAINING // self.batch_size
 

@@ -35,6 +35,8 @@ from torchrex.diagnostics import (
 from torchrex.experiments import ExperimentConfig
 from torchrex.report.findings import Finding, Severity, about, number, percent, several, times
 from torchrex.report.reader import LoadedRun
+from torchrex.tuning.model import Lengths, Setting
+from torchrex.tuning.rounds import INTERVALS, LONGEST_STEP
 
 WANTED = (0.02, 0.10)  # acceptance that the advice about F aims at
 UNSEEN = 3.0  # no swap in n tests: the rate is below 3 / n with 95 % confidence
@@ -52,6 +54,9 @@ MOST_RUNGS = 100  # a longer ladder is no advice
 NOTABLY = 1.1  # times the F that a run has: less is no advice
 HALVINGS = 20  # of log F: right to one part in 10,000
 ENOUGH_ROWS = 40_000  # recorded energies, all chains together, for rates of a per cent and more
+FEWEST_ROWS = 64  # of the last quarter, for a correlation time
+MOST_DOUBLINGS = 12  # of the minibatch, to a swap batch
+WORTH_TUNING = 3.0  # times fewer examples a visit
 FAR_OUTSIDE = 3.0  # correction in spreads of the energy difference
 UNSETTLED = 0.2  # relative change of sigma2 between the third and the last quarter
 COUNTS = ("accepted", "proposed")
@@ -281,6 +286,7 @@ def check_ladder(run: LoadedRun) -> Iterable[Finding]:
         swaps = swap_findings(evidence)
         yield from swaps
         yield from settled_findings(evidence)
+        yield from tuning_findings(evidence)
         # Where swaps are missing, what follows from that need not be said.
         if not any(finding.title in (*MISSING, TOO_FEW_TESTS) for finding in swaps):
             yield from correction_findings(evidence)
@@ -340,9 +346,12 @@ def swap_findings(evidence: Evidence) -> list[Finding]:
         most = int(observed.argmax())
         numbers["largest_rate"] = float(observed[most])
         why = "F is too large" if factor > 1 else "they are close together"
+        cure = "A hotter top rung would explore more at the same cost"
+        if math.isinf(float(history.temperature[-1, -1])):
+            cure = "Fewer rungs would cost less"
         words = (
             f"Rungs {most} and {most + 1} swap at {percent(numbers['largest_rate'])} of the tests:"
-            f" {why}. A hotter top rung would explore more at the same cost."
+            f" {why}. {cure}."
         )
         severity: Severity = "warning" if factor > 1 else "note"
         found.append(Finding(severity, "swaps at nearly every step", words, numbers))
@@ -498,6 +507,62 @@ def settled_findings(evidence: Evidence) -> Iterable[Finding]:
             f" last: swaps before had another correction. Run longer, or drop the beginning."
         )
         yield Finding("warning", "sigma2 has not settled", words, numbers)
+
+
+def tuning_findings(evidence: Evidence) -> Iterable[Finding]:
+    """Would `tune` choose a cheaper exchange between the same temperatures? Its model says so from
+    the heat and the noise that this run measured.
+    """
+    settings, late = evidence.settings, evidence.late
+    n_data, batch, size = settings.n_data, settings.batch_size, settings.swap_batch
+    if evidence.annealed or not n_data or not batch or len(late.steps) < FEWEST_ROWS:
+        return
+    finite = size is not None or not settings.is_density
+    per_energy = n_data**2 * (1.0 / (size or batch) - (1.0 / n_data if finite else 0.0))
+    noise = noise_level(late).value
+    if not per_energy > 0 or not bool((noise > 0).all()):
+        return
+    gap, energy = late.inverse_gap[-1], late.energy.double().mean((0, 2))
+    lengths = Lengths(
+        inverse=1.0 / late.temperature[-1],
+        heat=(2.0 * gap * energy.diff()).clamp(min=0.0).sqrt(),
+        variance=2.0 * noise / per_energy,
+        relaxation=correlation_time(late),
+        batch=batch,
+        n_data=n_data,
+        finite_population=finite,
+    )
+    sizes = [batch * 2**k for k in range(MOST_DOUBLINGS) if batch * 2**k < n_data]
+    best = lengths.best(MOST_RUNGS, [*sizes, n_data], INTERVALS)
+    now = lengths.examples_a_visit(Setting(late.n_rungs, size, settings.swap_interval))
+    then = lengths.examples_a_visit(best)
+    step = lengths.total(best.swap_batch) / (best.n_rungs - 1)
+    if step > LONGEST_STEP or now < WORTH_TUNING * then:
+        return
+    rungs, tested, interval = best
+    share = "less than a thousandth" if then < 1e-3 * now else number(then / now, 2)
+    when = "at every step" if interval == 1 else f"every {interval} steps"
+    words = (
+        f"From the heat and noise of this run the model of torchrex.tune expects a new visit to"
+        f" rung 0 for {share} of the examples, with {rungs} rungs and tests on {tested:,} examples"
+        f" (swap_batch) {when}. Try torchrex.tune."
+    )
+    numbers: dict[str, Any] = {"rungs": rungs, "swap_batch": tested, "swap_interval": interval}
+    numbers |= {"examples_a_visit_now": now, "examples_a_visit_then": then}
+    yield Finding("note", "a cheaper exchange", words, numbers)
+
+
+def correlation_time(history: History) -> float:
+    """Steps in which the energy of the hottest rung changes, from its batch means; noise that is
+    new at every step makes it too short.
+
+        tau = batch length * variance of the batch means / variance
+    """
+    energy, spacing = history.energy[:, -1].double(), history.steps.diff().double().mean()
+    length = max(1, int(len(energy) ** 0.5))
+    batches = energy[: len(energy) // length * length].reshape(-1, length, energy.shape[-1]).mean(1)
+    tau = length * batches.var(0).mean() / energy.var(0).mean().clamp(min=1e-300)
+    return max(1.0, float(tau * spacing))
 
 
 def travel_findings(evidence: Evidence) -> Iterable[Finding]:

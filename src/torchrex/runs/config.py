@@ -187,6 +187,26 @@ class ExperimentConfig:
         return 1
 
     @property
+    def n_data(self) -> int | None:
+        """The examples that an energy stands for; None without data."""
+        return None
+
+    @property
+    def batch_size(self) -> int | None:
+        """The examples of a step, where they are known."""
+        return None
+
+    @property
+    def swap_batch(self) -> int | None:
+        """The examples on which swaps are tested; None: those of the step."""
+        return None
+
+    @property
+    def swap_interval(self) -> int:
+        """Swaps are tested at every such step."""
+        return 1
+
+    @property
     def precision(self) -> Precision:
         return "float32"
 
