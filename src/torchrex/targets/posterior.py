@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -30,6 +30,22 @@ Loss = Callable[..., Tensor]
 PerExampleLoss = Callable[[nn.Module, Batch], Tensor | tuple[Tensor, Tensor]]
 # Losses of torch that take class numbers.
 ONE_CLASS_EACH = ("cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss")
+
+
+def value_in_groups(groups: Mapping[str, float], name: str, otherwise: float) -> float:
+    """The value of the first group whose name is a part of the parameter's."""
+    return next((value for part, value in groups.items() if part in name), otherwise)
+
+
+def require_groups_fit(groups: Mapping[str, float], names: Sequence[str], of: str) -> None:
+    """Refuse a group that fits no parameter."""
+    for part in groups:
+        if not any(part in name for name in names):
+            some = ", ".join([*names[:6], *(["..."] if len(names) > 6 else [])])
+            raise InvalidArgumentError(
+                f"the group {part!r} of {of} fits no parameter; give a part of a name, of "
+                f"which the model has {some}"
+            )
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -60,17 +76,11 @@ class GaussianPrior:
 
     def precision_of(self, name: str) -> float:
         """Precision for the parameter of that name."""
-        return next((value for part, value in self.groups if part in name), self.precision)
+        return value_in_groups(dict(self.groups), name, self.precision)
 
     def require_fit(self, names: Sequence[str]) -> None:
         """Refuse a group that fits no parameter; parts of a Sequential have numbers as names."""
-        for part, _ in self.groups:
-            if not any(part in name for name in names):
-                some = ", ".join([*names[:6], *(["..."] if len(names) > 6 else [])])
-                raise InvalidArgumentError(
-                    f"the group {part!r} of {self!r} fits no parameter; give a part of a name, of "
-                    f"which the model has {some}"
-                )
+        require_groups_fit(dict(self.groups), names, repr(self))
 
     def __repr__(self) -> str:
         groups = [f"{name}: {value:g}" for name, value in self.groups]
@@ -382,41 +392,84 @@ class SummedScale:
     lr: float  # lr / n_data
     friction: float  # 1 - momentum
     prior: GaussianPrior | None  # weight decay * n_data
+    # Of parameter groups: lr / lr of the first group, for `ModuleEnsemble(lr_factors=...)`.
+    lr_factors: dict[str, float] = field(default_factory=dict, hash=False)
 
 
 def from_sgd(
-    optimizer: torch.optim.Optimizer | None = None, *, n_data: int, **settings: float
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    n_data: int,
+    model: nn.Module | None = None,
+    **settings: float,
 ) -> SummedScale:
     """Convert SGD on a mean loss: the optimizer, or its settings `lr`, `momentum`, `weight_decay`.
 
     At temperature 0 the converted settings take the same steps; lr 0.1 over 50,000 examples is 2e-6
-    on the sum, and a weight decay of 5e-4 is the precision 25.
+    on the sum, and a weight decay of 5e-4 is the precision 25. An optimizer with parameter groups
+    needs the `model`, for the names of its parameters: `lr` is then that of the first group, and
+    `lr_factors` and `prior` name the parameters that have another lr or weight decay.
 
     >>> from_sgd(n_data=50_000, lr=0.1, momentum=0.9, weight_decay=5e-4)
-    SummedScale(lr=2e-06, friction=0.1, prior=GaussianPrior(25))
+    SummedScale(lr=2e-06, friction=0.1, prior=GaussianPrior(25), lr_factors={})
     """
     require_whole("n_data", n_data, 1)
+    of_each: dict[str, dict[str, float]] = {}
     if optimizer is not None:
-        settings = _sgd_settings(optimizer) | settings
+        first, of_each = _sgd_settings(optimizer, model)
+        if of_each and settings:
+            raise InvalidArgumentError("of parameter groups no settings may be given again")
+        settings = first | settings
     if set(settings) - {"lr", "momentum", "weight_decay"} or "lr" not in settings:
         given = ", ".join(sorted(settings)) or "nothing"
         raise InvalidArgumentError(f"give lr and, if any, momentum and weight_decay; got {given}")
     decay = settings.get("weight_decay", 0.0)
-    prior = GaussianPrior(decay * n_data) if decay else None
+    decays = _exact_groups({n: each["weight_decay"] for n, each in of_each.items()}, decay)
+    groups = {name: each * n_data for name, each in decays.items()}
+    lr = settings["lr"]
     return SummedScale(
-        settings["lr"] / n_data, round(1.0 - settings.get("momentum", 0.0), 12), prior
+        lr / n_data,
+        round(1.0 - settings.get("momentum", 0.0), 12),
+        GaussianPrior(decay * n_data, groups) if decay or groups else None,
+        _exact_groups({n: each["lr"] / lr for n, each in of_each.items()}, 1.0),
     )
 
 
-def _sgd_settings(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+def _sgd_settings(
+    optimizer: torch.optim.Optimizer, model: nn.Module | None
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Those of the first parameter group, and if there are more, of every parameter's group."""
     if not isinstance(optimizer, torch.optim.SGD):
         raise InvalidArgumentError(f"only SGD can be converted, got {type(optimizer).__name__}")
-    if (n := len(optimizer.param_groups)) > 1:
+    groups, of_each = optimizer.param_groups, dict[str | None, dict[str, float]]()
+    own: list[dict[str, float]] = []
+    names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
+    for group in groups:
+        if group["nesterov"] or group["dampening"] or group["maximize"]:
+            raise InvalidArgumentError("SGHMC has no nesterov, dampening or maximize")
+        own.append({key: float(group[key]) for key in ("lr", "momentum", "weight_decay")})
+        of_each |= {names.get(id(parameter)): own[-1] for parameter in group["params"]}
+    if len(groups) == 1:
+        return own[0], {}
+    trained = [] if model is None else [n for n, p in model.named_parameters() if p.requires_grad]
+    if not trained or None in of_each or set(trained) - of_each.keys():
         raise InvalidArgumentError(
-            f"the optimizer has {n} parameter groups; convert lr and momentum by hand and give the "
-            f"weight decays as GaussianPrior(precision, groups={{name: precision}})"
+            f"the optimizer has {len(groups)} parameter groups; give the model of exactly these "
+            "parameters, which have names there: from_sgd(optimizer, n_data=..., model=model)"
         )
-    (group,) = optimizer.param_groups
-    if group["nesterov"] or group["dampening"] or group["maximize"]:
-        raise InvalidArgumentError("SGHMC has no nesterov, dampening or maximize")
-    return {key: float(group[key]) for key in ("lr", "momentum", "weight_decay")}
+    if len({each["momentum"] for each in own}) > 1 or not own[0]["lr"] > 0:
+        raise InvalidArgumentError(
+            f"parameter groups must have one momentum, and the first a lr above 0; got {own}"
+        )
+    return own[0], {str(name): each for name, each in of_each.items()}
+
+
+def _exact_groups(values: Mapping[str, float], usual: float) -> dict[str, float]:
+    """Groups by complete names for the parameters whose value is not the usual one.
+
+    A group is a part of a name and the first that fits counts: so the longest come first, and names
+    that contain one of them are listed with their own value.
+    """
+    other = [name for name, value in values.items() if value != usual]
+    listed = [name for name in values if any(part in name for part in other)]
+    return {name: values[name] for name in sorted(listed, key=len, reverse=True)}
