@@ -86,7 +86,7 @@ def make_run(model=linear, energy=None, ladder=None, *, sampler=None, **options)
     """Two rungs close enough to swap now and then, unless the test says otherwise."""
     of_ensemble = {
         name: options.pop(name)
-        for name in ("initial", "shared_batches", "replacement")
+        for name in ("initial", "shared_batches", "replacement", "lr_factors")
         if name in options
     }
     ensemble = tr.ModuleEnsemble(

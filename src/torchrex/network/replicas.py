@@ -464,7 +464,8 @@ def _build(source: ModuleEnsemble, mine: range, seed: int) -> list[nn.Module]:
                 f"model must make an nn.Module, but made {type(modules[0]).__name__}"
             )
         modules += [_with_hooks(modules[0]) for _ in range(len(mine) - len(modules))]
-    for name, parameter in modules[0].named_parameters():
+    first = source.model if isinstance(source.model, nn.Module) else modules[0]
+    for name, parameter in first.named_parameters():
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise InvalidArgumentError(
                 f"{name} has a hook of register_post_accumulate_grad_hook, but a step accumulates "
