@@ -1,5 +1,5 @@
-"""Learning rates and priors by parameter: the law, and what `from_sgd` makes of torch's groups. Rows
-of embeddings that stay where they are; hooks.
+"""Learning rates and priors by parameter: the law, and what `from_sgd` makes of torch's groups.
+Rows of embeddings that stay where they are; hooks.
 """
 
 from __future__ import annotations
