@@ -126,7 +126,7 @@ def test_a_scheduler_that_ends_is_refused_at_that_step_and_later():
     for step in (102, 102, 150):
         with pytest.raises(ValueError, match="Tried to step 102 times"):
             schedule(step)
-    assert schedule(101) == pytest.approx(0.6 / 25 / 1e4)
+    assert schedule(100) == pytest.approx(0.6 / 25 / 1e4)
 
 
 @pytest.mark.parametrize(
