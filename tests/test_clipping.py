@@ -162,7 +162,7 @@ def test_who_samples_and_is_clipped_is_warned(caplog, options, warned):
     share = run.clipped_share()[0]
     assert (share > 0.01) == (options["clip"] == 25.0)
     expected = [f"{100 * share:.1f} % of the later steps on rung 0 were clipped"] if warned else []
-    assert [words.split(",")[0] for words in found] == expected
+    assert [words.split(": it")[0] for words in found] == expected
 
 
 @pytest.mark.parametrize("clip", [0.0, -1.0, float("inf"), float("nan"), "1"])

@@ -49,11 +49,10 @@ def cyclical(length: int, *, start: float = 1.0, end: float = 0.0) -> Schedule:
 def from_torch(factory: Callable[[Any], Any], *, lr: float = 1.0) -> Schedule:
     """A scheduler of `torch.optim.lr_scheduler` as a schedule: its lr at a step over `lr`.
 
-    `factory` makes the scheduler of an optimizer that has the learning rate `lr`: that of the
-    training loop which the scheduler was written for, if it names rates itself (`eta_min`,
-    `max_lr`). One call of its `step()` is one step here. As `Ladder(decay=...)` the factor
-    multiplies drift and noise variance, so a rung keeps its temperature. The values are computed
-    from the first step on and kept: any step may be asked for, in any order.
+    `factory` makes the scheduler of an optimizer with the learning rate `lr`, which matters where
+    the scheduler names rates (`eta_min`, `max_lr`). One call of its `step()` is one step here. As
+    `Ladder(decay=...)` it multiplies drift and noise variance, so a rung keeps its temperature.
+    Values are computed in order and kept; any step may be asked for.
 
     >>> from torch.optim.lr_scheduler import StepLR
     >>> halved = from_torch(lambda optimizer: StepLR(optimizer, 100, gamma=0.5))

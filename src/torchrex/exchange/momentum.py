@@ -16,10 +16,10 @@ def after_swap(
     sampler: Sampler,
     state: State,
     swapped: Tensor,
-    *,
-    policy: MomentumPolicy,
     scale_before: Tensor,
     scale_after: Tensor,
+    *,
+    policy: MomentumPolicy,
     noise: Tensor | None = None,
     lr_factor: Tensor | None = None,
 ) -> State:

@@ -26,7 +26,7 @@ from torchrex.rng import default_seed, derive_seed
 from torchrex.samplers import SGLD, Sampler, State
 from torchrex.settings import settings_of
 from torchrex.targets import GaussianPrior, PosteriorEnergy
-from torchrex.targets.posterior import require_groups_fit, value_in_groups
+from torchrex.targets.posterior import require_group_values, require_groups_fit, value_in_groups
 
 Model = nn.Module | Callable[[], nn.Module]
 Tensors = dict[str, dict[str, Tensor]]  # by part of a replica, then by name
@@ -50,9 +50,8 @@ class ModuleEnsemble:
     or a part of every minibatch. `shared` names (parts of) parameters that are the same in all
     replicas: they follow the mean of the replicas' gradients at the coldest rung's learning rate
     and temperature, so that the rungs of the replicas do not matter to them. `lr_factors` maps a
-    part of a parameter's name to a factor of the learning rate there; the first that fits counts.
-    It multiplies lr in drift and noise alike, as a constant diagonal preconditioner, so it changes
-    how fast these parameters move and not what they sample as lr tends to 0.
+    part of a parameter's name to a factor of lr there, in drift and noise alike: a preconditioner,
+    which keeps the law. The first that fits counts.
     """
 
     model: Model
@@ -92,11 +91,7 @@ class ModuleEnsemble:
             if not right:
                 given = getattr(self, name)
                 raise InvalidArgumentError(f"{name} must be {expected}, got {given!r}")
-        for name, factor in dict(self.lr_factors).items():
-            if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
-                raise InvalidArgumentError(
-                    f"a factor of the lr must be finite and >= 0; {name} has {factor!r}"
-                )
+        require_group_values(self.lr_factors, "a factor of the lr")
         if self.initial == "independent" and isinstance(self.model, nn.Module):
             raise InvalidArgumentError(
                 "independent initial weights need a function that makes the model, got a module"
@@ -171,7 +166,7 @@ class Replicas:
         precision_of = prior.precision_of if isinstance(prior, GaussianPrior) else None
         names = [name for name, _ in first.named_parameters()]  # frozen ones too
         if isinstance(prior, GaussianPrior):
-            prior.require_fit(names)
+            require_groups_fit(dict(prior.groups), names, repr(prior))
         require_groups_fit(source.lr_factors, names, "lr_factors")
         padding = _padding_rows(first)
         if self.shared:
@@ -479,9 +474,7 @@ def _build(source: ModuleEnsemble, mine: range, seed: int) -> list[nn.Module]:
 
 
 def _with_hooks(module: nn.Module) -> nn.Module:
-    """A copy with the hooks of its parameters too, which deepcopy leaves out, unlike those of
-    modules.
-    """
+    """A copy with the hooks of its parameters, which deepcopy leaves out."""
     made = copy.deepcopy(module)
     for mine, given in zip(made.parameters(), module.parameters(), strict=True):
         for hook in (given._backward_hooks or {}).values() if given.requires_grad else ():
@@ -500,12 +493,7 @@ def _padding_rows(module: nn.Module) -> dict[str, int]:
         for parameter in part.parameters(recurse=False):
             used.setdefault(id(parameter), set()).add(row)
     rows = {name: used[id(parameter)] for name, parameter in module.named_parameters()}
-    return {
-        name: row
-        for name, of_all in rows.items()
-        for row in of_all
-        if len(of_all) == 1 and row is not None
-    }
+    return {n: row for n, (row, *more) in rows.items() if row is not None and not more}
 
 
 def copied(module: nn.Module) -> nn.Module:

@@ -147,21 +147,18 @@ class Rows:
         state = type(at_rest)(*(layout.empty_rows(n, device).copy_(each) for each in at_rest))
         precision: Tensor | float | None = None
         if precision_of is not None:
-            each = {name: precision_of(name) for name in layout.names}
-            precision = next(iter(each.values())) or None
-            if len(set(each.values())) > 1:
-                precision = layout.filled(precision_of, device)
-        lr_factor = None
-        held = {name: row for name, row in padding.items() if name in layout.names}
-        if held or any(lr_factor_of(name) != 1.0 for name in layout.names):
-            lr_factor = layout.filled(lr_factor_of, device)
-            views = layout.views(lr_factor)
-            for name, row in held.items():
-                views[name][row] = 0.0
+            values = set(map(precision_of, layout.names))
+            more = len(values) > 1
+            precision = layout.filled(precision_of, device) if more else values.pop() or None
+        factors = layout.filled(lr_factor_of, device)
+        for name, view in layout.views(factors).items():
+            if name in padding:
+                view[padding[name]] = 0.0
+        lr_factor = None if bool(factors.eq(1.0).all()) else factors
         gradient = layout.empty_rows(gradients, device)
         keys = torch.zeros(n, 2, dtype=torch.int64, device=device)
-        moves = (precision, lr_factor)
-        rows = Rows(layout, position, gradient, state, *moves, tuple(streams), keys)
+        own = (layout, position, gradient, state, precision, lr_factor)
+        rows = Rows(*own, tuple(streams), keys)
         rows.take_seed(seed)
         return rows
 

@@ -315,14 +315,7 @@ class NetworkStep:
         elif policy == "refresh":
             fresh = self._drawn(rows, "refresh")
         kept = after_swap(
-            sampler,
-            rows.state,
-            at.swapped,
-            policy=policy,
-            scale_before=at.scale_before,
-            scale_after=at.scale_after,
-            noise=fresh,
-            lr_factor=rows.lr_factor,
+            sampler, rows.state, *at[:3], policy=policy, noise=fresh, lr_factor=rows.lr_factor
         )
         for old, new in zip(rows.state, kept, strict=True):
             old.copy_(new)
@@ -465,8 +458,7 @@ def update_rows(
     place: one pass over memory when compiled, two with clipping.
 
     `numbers` and `fresh` are the noise of the move and of refreshed momenta; None: counted noise.
-    A row that several replicas have in common is moved by the mean of their gradients. `lr_factor`
-    multiplies the lr in drift and noise alike: a preconditioner, which keeps the law.
+    A row that several replicas have in common is moved by the mean of their gradients.
     """
     dtype = position.dtype
     lr, temperature = exchanged.lr.to(dtype), exchanged.temperature.to(dtype)
@@ -485,14 +477,7 @@ def update_rows(
     if lr_factor is not None:
         lr = lr * lr_factor
     kept = after_swap(
-        sampler,
-        state,
-        exchanged.swapped,
-        policy=policy,
-        scale_before=exchanged.scale_before,
-        scale_after=exchanged.scale_after,
-        noise=fresh,
-        lr_factor=lr_factor,
+        sampler, state, *exchanged[:3], policy=policy, noise=fresh, lr_factor=lr_factor
     )
     moved, carried = sampler.move(
         position, kept, gradient, numbers, lr=lr, temperature=temperature, step=step

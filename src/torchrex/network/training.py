@@ -37,7 +37,6 @@ from torchrex.recording import LiveDisplay, Observer, Trace, Watched, counted_so
 
 logger = logging.getLogger("torchrex")
 
-MOST_CLIPPED = 0.01  # share of the steps on rung 0
 SECONDS_BETWEEN_LOOKS = 0.5  # at the clock and for signals
 
 Progress = Callable[[int, int], None] | bool | None
@@ -239,15 +238,6 @@ class _Watching:
             report = self.one.run.exchange()
             warn_of_dead_pairs(report.pairs, name, all_steps=report.steps_before == 0)
 
-    def warn_of_clipping(self) -> None:
-        """Of a rung 0 that clipping biases. All processes ask; annealed runs sample nothing."""
-        run, ladder = self.one.run, self.one.run.rules.ladder
-        share = run.clipped_share()[0]
-        samples = ladder.anneal is None and ladder.temperatures[0] > 0
-        if samples and share > MOST_CLIPPED and run.mesh.process_group.is_main:
-            words = "%.1f %% of the later steps on rung 0 were clipped, so it samples another law; "
-            logger.warning(words + "raise clip, or lower the learning rates", 100.0 * share)
-
 
 class _Loop:
     """Runs that go on together, with their averages, traces, observers and checkpoints."""
@@ -321,9 +311,7 @@ class _Loop:
             end = outcome("finished", int(number) or None)
             for each in self.going if process_group.is_main else ():
                 each.warn_of_swaps(str(each.one) if len(self.runs) > 1 else "")
-            self.group.warn_of_noise_shapes()
-            for each in self.going:
-                each.warn_of_clipping()
+            self.group.warn_of_bias()
             return end
 
     @contextlib.contextmanager

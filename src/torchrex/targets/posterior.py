@@ -37,8 +37,15 @@ def value_in_groups(groups: Mapping[str, float], name: str, otherwise: float) ->
     return next((value for part, value in groups.items() if part in name), otherwise)
 
 
+def require_group_values(groups: Mapping[str, Any], what: str) -> None:
+    for name, value in groups.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < float("inf"):
+            raise InvalidArgumentError(f"{what} must be finite and >= 0; {name} has {value!r}")
+
+
 def require_groups_fit(groups: Mapping[str, float], names: Sequence[str], of: str) -> None:
-    """Refuse a group that fits no parameter."""
+    """Refuse a group that fits no parameter; parts of a Sequential have numbers as names."""
     for part in groups:
         if not any(part in name for name in names):
             some = ", ".join([*names[:6], *(["..."] if len(names) > 6 else [])])
@@ -65,22 +72,13 @@ class GaussianPrior:
 
     def __init__(self, precision: float, groups: Mapping[str, float] | None = None) -> None:
         groups = groups or {}
-        for name, value in {"precision": precision, **groups}.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not 0 <= value < float("inf"):
-                raise InvalidArgumentError(
-                    f"a precision must be finite and >= 0; {name} has {value!r}"
-                )
+        require_group_values({"precision": precision, **groups}, "a precision")
         object.__setattr__(self, "precision", float(precision))
         object.__setattr__(self, "groups", tuple((k, float(v)) for k, v in groups.items()))
 
     def precision_of(self, name: str) -> float:
         """Precision for the parameter of that name."""
         return value_in_groups(dict(self.groups), name, self.precision)
-
-    def require_fit(self, names: Sequence[str]) -> None:
-        """Refuse a group that fits no parameter; parts of a Sequential have numbers as names."""
-        require_groups_fit(dict(self.groups), names, repr(self))
 
     def __repr__(self) -> str:
         groups = [f"{name}: {value:g}" for name, value in self.groups]
@@ -443,7 +441,8 @@ def _sgd_settings(
         raise InvalidArgumentError(f"only SGD can be converted, got {type(optimizer).__name__}")
     groups, of_each = optimizer.param_groups, dict[str | None, dict[str, float]]()
     own: list[dict[str, float]] = []
-    names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
+    named = {} if model is None else dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in named.items()}
     for group in groups:
         if group["nesterov"] or group["dampening"] or group["maximize"]:
             raise InvalidArgumentError("SGHMC has no nesterov, dampening or maximize")
@@ -451,8 +450,8 @@ def _sgd_settings(
         of_each |= {names.get(id(parameter)): own[-1] for parameter in group["params"]}
     if len(groups) == 1:
         return own[0], {}
-    trained = [] if model is None else [n for n, p in model.named_parameters() if p.requires_grad]
-    if not trained or None in of_each or set(trained) - of_each.keys():
+    trained = {name for name, parameter in named.items() if parameter.requires_grad}
+    if not trained or None in of_each or trained - of_each.keys():
         raise InvalidArgumentError(
             f"the optimizer has {len(groups)} parameter groups; give the model of exactly these "
             "parameters, which have names there: from_sgd(optimizer, n_data=..., model=model)"
@@ -465,10 +464,8 @@ def _sgd_settings(
 
 
 def _exact_groups(values: Mapping[str, float], usual: float) -> dict[str, float]:
-    """Groups by complete names for the parameters whose value is not the usual one.
-
-    A group is a part of a name and the first that fits counts: so the longest come first, and names
-    that contain one of them are listed with their own value.
+    """Groups for the parameters whose value is not the usual one, and for those whose names contain
+    one of theirs. Longer names come first, because the first part of a name that fits counts.
     """
     other = [name for name, value in values.items() if value != usual]
     listed = [name for name in values if any(part in name for part in other)]
