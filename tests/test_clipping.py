@@ -71,21 +71,29 @@ def test_a_clip_that_never_acts_changes_no_bit(options):
     assert runs[1].clipped_share() == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("policy", ["rescale", "refresh"])
-def test_each_replica_has_its_own_norm_and_counts_at_its_rung(policy):
+@pytest.mark.parametrize(
+    ("policy", "tempering", "largest"),
+    [
+        ("rescale", "posterior", 25.0),
+        ("refresh", "posterior", 25.0),
+        ("rescale", "likelihood", 45.0),
+    ],
+)
+def test_each_replica_has_its_own_norm_and_counts_at_its_rung(policy, tempering, largest):
     """Three rungs that swap all the time, and a norm that lies among theirs: every step's norms are
     computed here once more."""
-    largest, temperatures = 25.0, (0.5, 0.55, 0.6)
+    temperatures = torch.tensor((0.5, 0.55, 0.6))
     run = make_run(
-        mlp, cross_entropy(prior=prior()), tr.Ladder(temperatures, (1e-4, 2e-3, 4e-3)),
-        initial="independent", sampler=tr.SGHMC(0.2), momentum=policy, correction_factor=1e9,
-        clip=largest,
+        mlp, cross_entropy(prior=prior()), tr.Ladder(temperatures.tolist(), (1e-4, 2e-3, 4e-3)),
+        initial="independent", sampler=tr.SGHMC(0.2), momentum=policy, tempering=tempering,
+        correction_factor=1e9, clip=largest,
     )  # fmt: skip
     acted = []
     for batch in batches(70):
         before = run.ensemble.position.clone()
         assert not run.step(batch).accepted.all()
-        norm = (run.ensemble.rows.gradient + PRECISION * before).double().norm(dim=1)
+        power = 1.0 if tempering == "posterior" else 1.0 / temperatures[run.state.rung_of]
+        norm = (power * run.ensemble.rows.gradient + PRECISION * before).double().norm(dim=1)
         acted.append((norm > largest)[run.state.replica_at[:, 0]])
         n = len(acted)
         since = max([2**k for k in range(8) if 2 ** (k + 1) < n], default=0)
