@@ -54,6 +54,22 @@ def with_everything():
     )
 
 
+class OfSigns(nn.Embedding):
+    """Of the signs of features: row 0 is that of negative ones."""
+
+    def forward(self, x):
+        return super().forward(x.sign().long() + 1)
+
+
+def words():
+    """An embedding whose row 0 is padding, and stays 0.5."""
+    model = nn.Sequential(
+        OfSigns(3, 4, padding_idx=0), nn.Flatten(), nn.Linear(4 * N_FEATURES, N_CLASSES)
+    )
+    nn.init.constant_(model[0].weight[0], 0.5)
+    return model
+
+
 class ConvNet(nn.Module):
     """A small convolutional net with BatchNorm and, by choice, dropout."""
 
@@ -86,7 +102,7 @@ def make_run(model=linear, energy=None, ladder=None, *, sampler=None, **options)
     """Two rungs close enough to swap now and then, unless the test says otherwise."""
     of_ensemble = {
         name: options.pop(name)
-        for name in ("initial", "shared_batches", "replacement")
+        for name in ("initial", "shared_batches", "replacement", "lr_factors")
         if name in options
     }
     ensemble = tr.ModuleEnsemble(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import torchrex
 from modules import ConvNet as Net
-from modules import batches, cross_entropy, make_run, same, with_everything
+from modules import batches, cross_entropy, make_run, same, with_everything, words
 from torchrex.errors import NonFiniteEnergyError
 from torchrex.network.capture import (
     RECORDED,
@@ -152,6 +152,81 @@ def test_too_many_shapes_run_eagerly_and_say_so_once(caplog):
     assert run.n_steps == 7
 
 
+def padded():
+    """Embeddings of whole numbers, with padding and with hooks on gradients."""
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(7, 4, padding_idx=0), torch.nn.Flatten(), torch.nn.Linear(20, 5)
+    )
+    torch.nn.init.constant_(model[0].weight[0], 0.5)
+    model[2].weight.register_hook(lambda gradient: 2.0 * gradient)
+    model[2].bias.register_hook(torch.zeros_like)
+    return model
+
+
+@on_gpu
+@pytest.mark.parametrize("momentum", ["rescale", "refresh"])
+def test_clips_factors_padding_and_hooks_are_captured(momentum):
+    """As the eager step has them: weights, counts, padding rows, and the hooks' gradients."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(7, (N, 5), generator=generator)
+    prior = torchrex.GaussianPrior(2.0, groups={"bias": 0.0})
+    energy = torchrex.PosteriorEnergy(F.cross_entropy, n_data=N, prior=prior)
+    runs = []
+    for compiled in (None, False):
+        ensemble = torchrex.ModuleEnsemble(
+            padded, energy, torchrex.SGHMC(0.1), device="cuda", lr_factors={"2.": 3.0}
+        )
+        ladder = torchrex.Ladder((1e-6, 1.002e-6, 1.004e-6), 1e-4)
+        run = torchrex.ModuleExchange(
+            ensemble, ladder, seed=1, compiled=compiled, clip=200.0, momentum=momentum,
+            correction_factor=1e9,
+        )  # fmt: skip
+        bias = run.ensemble.modules[2][2].bias.detach().clone()
+        list(run.advance(40, torchrex.DeviceLoader((x, x[:, 0] % 5), 32, seed=3, device="cuda")))
+        for module in run.ensemble.modules:
+            assert bool((module[0].weight[0] == 0.5).all())
+            assert float((module[2].bias.detach() - bias).abs().max()) < 0.01  # noise alone
+        runs.append(run)
+    captured, eager = runs
+    assert captured.graphs is not None
+    assert not captured.graphs.failed
+    assert eager.graphs is None
+    torch.testing.assert_close(
+        captured.ensemble.position, eager.ensemble.position, rtol=1e-4, atol=1e-5
+    )
+    assert captured.clipped_share() == eager.clipped_share()
+    assert 0.0 < captured.clipped_share()[0] < 1.0
+
+
+@on_gpu
+@pytest.mark.parametrize("stop", [1, 100, 256])
+def test_a_clipped_run_resumes_exactly(stop):
+    whole, first, second = (make(clip=60.0, deterministic=True) for _ in range(3))
+    list(whole.advance(310, data()))
+    loader = data()
+    list(first.advance(stop, loader))
+    saved, position = first.state_dict(), loader.state_dict()
+    second.load_state_dict(saved)
+    loader = data()
+    loader.load_state_dict(position)
+    list(second.advance(310 - stop, loader))
+    assert_same(whole, second)
+    assert whole.clipped_share() == second.clipped_share()
+    assert whole._network.clip.counts.any()
+
+
+@on_gpu
+def test_clipped_runs_side_by_side_are_those_alone():
+    def runs():
+        return [make(clip=clip, deterministic=True) for clip in (60.0, 80.0)]
+
+    together, alone = runs(), runs()
+    list(torchrex.SideBySide(together).advance(60, data()))
+    for mine, its in zip(alone, together, strict=True):
+        list(mine.advance(60, data()))
+        assert_same(mine, its)
+
+
 class NeedsTheHost(Net):
     def forward(self, x):
         return super().forward(x) * (1.0 if float(x.sum()) > -1e30 else 0.0)
@@ -245,13 +320,15 @@ def test_a_graph_made_late_in_a_block_leaves_the_records_alone():
 
 
 @pytest.mark.parametrize("momentum", ["rescale", "refresh"])
-def test_what_a_graph_does_is_an_eager_step(momentum):
+@pytest.mark.parametrize("model", [with_everything, words])
+@pytest.mark.parametrize("options", [{}, {"clip": 25.0, "lr_factors": {"0.": 2.0}}])
+def test_what_a_graph_does_is_an_eager_step(momentum, model, options):
     """The work of a graph, done on a CPU without one, for two runs: the same numbers in place."""
 
     def counted(seed):
         run = make_run(
-            with_everything, cross_entropy(prior=torchrex.GaussianPrior(1.0)), seed=seed,
-            sampler=torchrex.SGHMC(0.2), correction_factor=1e9, momentum=momentum,
+            model, cross_entropy(prior=torchrex.GaussianPrior(1.0)), seed=seed,
+            sampler=torchrex.SGHMC(0.2), correction_factor=1e9, momentum=momentum, **options,
         )  # fmt: skip
         run._network = dataclasses.replace(run._network, counted_noise=True)
         return run
@@ -274,3 +351,9 @@ def test_what_a_graph_does_is_an_eager_step(momentum):
             assert torch.equal(getattr(state.records, name)[:8], expected), name
         assert same(captured[k].ensemble.tensors_of(1), eager[k].ensemble.tensors_of(1))
         assert int(state.network.replicas.clock) == 8
+        if model is words:  # the row of padding_idx
+            assert bool((captured[k].ensemble.modules[1][0].weight[0] == 0.5).all())
+        if options:
+            counts = captured[k]._network.clip.counts
+            assert torch.equal(counts, eager[k]._network.clip.counts)
+            assert 0 < int(counts.sum()) < counts.shape[-1] * 8

@@ -7,7 +7,9 @@ import os
 
 import pytest
 import torch
+from torch.optim import lr_scheduler
 
+import torchrex
 from torchrex import errors, processes, schedules
 from torchrex.rng import Streams, derive_seed
 
@@ -79,6 +81,67 @@ def test_schedules():
     cosine = schedules.cyclical(10)
     assert cosine(0) == cosine(10) == 1.0
     assert cosine(5) == pytest.approx(0.5)
+
+
+SCHEDULERS = {
+    "restarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=30),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 40, eta_min=0.01),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(
+        optimizer, max_lr=0.6, total_steps=101, cycle_momentum=False
+    ),
+    "warm-up": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10),
+            lr_scheduler.ExponentialLR(optimizer, 0.97),
+        ],
+        [10],
+    ),
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0 / (1 + epoch)),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_of_torch_are_schedules(name):
+    """The lr of the optimizer after every step over its base, whatever step is asked for first."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.3)
+    scheduler, expected = SCHEDULERS[name](optimizer), []
+    for _ in range(100):
+        expected.append(optimizer.param_groups[0]["lr"] / 0.3)
+        optimizer.step()
+        scheduler.step()
+    schedule = schedules.from_torch(SCHEDULERS[name], lr=0.3)
+    steps = torch.randperm(100, generator=torch.Generator().manual_seed(0)).tolist()
+    assert [schedule(step) for step in steps] == [expected[step] for step in steps]
+    assert len(set(expected)) > 20
+    ladder = torchrex.Ladder((1.0, 3.0), (2.0, 4.0), decay=schedule)
+    cpu = {"device": torch.device("cpu"), "dtype": torch.float64}
+    temperature, lr, kept = ladder.table(20, 5, **cpu)
+    assert lr[:, 1].tolist() == [4.0 * each for each in expected[20:25]]
+    assert temperature.tolist() == kept.tolist() == [[1.0, 3.0]] * 5
+
+
+def test_a_scheduler_that_ends_is_refused_at_that_step_and_later():
+    schedule = schedules.from_torch(SCHEDULERS["one cycle"])
+    for step in (102, 102, 150):
+        with pytest.raises(ValueError, match="Tried to step 102 times"):
+            schedule(step)
+    assert schedule(100) == pytest.approx(0.6 / 25 / 1e4)
+
+
+@pytest.mark.parametrize(
+    ("factory", "lr", "words"),
+    [
+        (lr_scheduler.ReduceLROnPlateau, 1.0, "needs no metric, got ReduceLROnPlateau"),
+        (lambda optimizer: 0.5, 1.0, "got float"),
+        (SCHEDULERS["cosine"], 0.0, "lr must be positive"),
+        (lambda o: lr_scheduler.OneCycleLR(o, 1.0, total_steps=9), 1.0, "momentum"),
+        (lambda o: lr_scheduler.CyclicLR(o, 0.1, 1.0), 1.0, "momentum"),
+    ],
+)
+def test_schedulers_that_are_not_of_the_step_alone_are_refused(factory, lr, words):
+    with pytest.raises(errors.InvalidArgumentError, match=words):
+        schedules.from_torch(factory, lr=lr)
 
 
 def test_every_error_is_ours_and_a_builtin():

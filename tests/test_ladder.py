@@ -139,6 +139,10 @@ def warm_up(step):
     return min(1.0, step / 10)
 
 
+def of_torch(optimizer):
+    return torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=15, eta_min=0.1)
+
+
 def density_run(ladder, **options):
     target = tr.GaussianMixture([0.4, 0.6], means=[-3.0, 2.0], stds=[0.7, 0.5])
     ensemble = tr.TensorEnsemble.start(
@@ -163,7 +167,9 @@ def position_of(run):
 
 
 @pytest.mark.parametrize("make", [density_run, network_run])
-@pytest.mark.parametrize("schedule", [cosine, ends, turns_negative, warm_up])
+@pytest.mark.parametrize(
+    "schedule", [cosine, ends, turns_negative, warm_up, tr.schedules.from_torch(of_torch)]
+)
 def test_a_schedule_is_asked_for_steps_that_are_taken(make, schedule):
     """As a decay, and as an annealing where it is positive; also stopped and resumed."""
     for kind in ["decay"] if schedule is warm_up else ["decay", "anneal"]:

@@ -5,7 +5,9 @@ are gains. Any function of your own will do as well.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable
+from typing import Any
 
 from torchrex.errors import InvalidArgumentError
 
@@ -42,6 +44,57 @@ def cyclical(length: int, *, start: float = 1.0, end: float = 0.0) -> Schedule:
     _require_count("length", length)
     half = 0.5 * (start - end)
     return lambda step: end + half * (1.0 + math.cos(math.pi * (step % length) / length))
+
+
+def from_torch(factory: Callable[[Any], Any], *, lr: float = 1.0) -> Schedule:
+    """A scheduler of `torch.optim.lr_scheduler` as a schedule: its lr at a step over `lr`.
+
+    `factory` makes the scheduler of an optimizer with the learning rate `lr`, which matters where
+    the scheduler names rates (`eta_min`, `max_lr`). One call of its `step()` is one step here. As
+    `Ladder(decay=...)` it multiplies drift and noise variance, so a rung keeps its temperature.
+    Values are computed in order and kept; any step may be asked for.
+
+    >>> from torch.optim.lr_scheduler import StepLR
+    >>> halved = from_torch(lambda optimizer: StepLR(optimizer, 100, gamma=0.5))
+    >>> halved(0), halved(100), halved(99)
+    (1.0, 0.5, 1.0)
+    """
+    import torch
+
+    if not (math.isfinite(lr) and lr > 0):
+        raise InvalidArgumentError(f"lr must be positive and finite, got {lr}")
+    optimizer = torch.optim.SGD([torch.zeros(())], lr=lr)
+    scheduler = factory(optimizer)
+    kinds = torch.optim.lr_scheduler
+    metric = isinstance(scheduler, kinds.ReduceLROnPlateau)
+    if metric or not isinstance(scheduler, kinds.LRScheduler):
+        raise InvalidArgumentError(
+            "factory must return a scheduler of torch.optim.lr_scheduler whose step() needs no "
+            f"metric, got {type(scheduler).__name__}; a schedule is a function of the step alone"
+        )
+    optimizer.step()  # else torch warns of the order of the two
+    factors = array("d", [optimizer.param_groups[0]["lr"] / lr])
+    ended: list[Exception] = []  # a scheduler of finite length raises past its end
+
+    def factor(step: int) -> float:
+        while len(factors) <= step:
+            if ended:
+                raise ended[0]
+            try:
+                scheduler.step()
+            except Exception as error:
+                ended.append(error)
+                raise
+            factors.append(optimizer.param_groups[0]["lr"] / lr)
+        return float(factors[step])
+
+    factor(1)
+    if optimizer.param_groups[0]["momentum"]:
+        raise InvalidArgumentError(
+            f"{type(scheduler).__name__} changes the momentum too, but friction is constant; "
+            "give it cycle_momentum=False"
+        )
+    return factor
 
 
 def _require_count(name: str, value: int) -> None:

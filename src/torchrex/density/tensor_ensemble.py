@@ -107,16 +107,8 @@ class TensorEnsemble:
         self, noise: Noise, exchanged: Exchanged, *, policy: MomentumPolicy
     ) -> TensorEnsemble:
         """Adjust the sampler states of the replicas that have changed rungs."""
-        swapped, before, after = (each.unsqueeze(-1) for each in exchanged[:3])
-        state = after_swap(
-            self.sampler,
-            self.sampler_state,
-            swapped,
-            policy=policy,
-            scale_before=before,
-            scale_after=after,
-            noise=noise.get("refresh"),
-        )
+        scales, more = [each.unsqueeze(-1) for each in exchanged[:3]], noise.get("refresh")
+        state = after_swap(self.sampler, self.sampler_state, *scales, policy=policy, noise=more)
         return replace(self, sampler_state=state)
 
     def move(

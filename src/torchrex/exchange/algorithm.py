@@ -137,6 +137,7 @@ class Exchanged(NamedTuple):
     # If the likelihood alone is tempered: its power 1 / T at the rung now. The move is then one of
     # temperature 1 along the gradient of power * likelihood + prior.
     power: Tensor | None = None
+    rung: Tensor | None = None  # now, where somebody counts by rungs
 
 
 class Ensemble(Protocol):

@@ -16,11 +16,12 @@ def after_swap(
     sampler: Sampler,
     state: State,
     swapped: Tensor,
-    *,
-    policy: MomentumPolicy,
     scale_before: Tensor,
     scale_after: Tensor,
+    *,
+    policy: MomentumPolicy,
     noise: Tensor | None = None,
+    lr_factor: Tensor | None = None,
 ) -> State:
     """The sampler's state of each replica on its new rung; replicas that stayed keep theirs.
 
@@ -39,7 +40,8 @@ def after_swap(
       rung 0 has 1.43 of the variance of v and 1.04 of that of x at lr 0.03, where `rescale` has
       1.01 and 1.00 (benchmarks/biased_rules.py).
 
-    `noise` is standard normal, needed by `refresh` alone.
+    `noise` is standard normal, needed by `refresh` alone. `lr_factor` multiplies the lr of each
+    number on every rung: in a ratio it cancels.
     """
     if policy == "keep" or not sampler.velocity_std:
         return state
@@ -48,4 +50,6 @@ def after_swap(
         ratio = (scale_after / scale_before).to(dtype)
         return sampler.rescale(state, swapped & (scale_before > 0), ratio)
     assert noise is not None
-    return sampler.refresh(state, swapped, scale_after.to(dtype), noise)
+    scale = scale_after.to(dtype)
+    scale = scale if lr_factor is None else scale * lr_factor.sqrt()
+    return sampler.refresh(state, swapped, scale, noise)

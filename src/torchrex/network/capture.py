@@ -80,7 +80,8 @@ class CaptureState(NamedTuple):
         """All that a step changes, besides the buffers of the modules."""
         replicas = self.network.replicas
         moved = [each for rows in replicas.all_rows for each in (rows.position, *rows.state)]
-        return [replicas.clock, *self.exchange, *self.records, *moved]
+        clip = [] if self.network.clip is None else [self.network.clip.counts]
+        return [replicas.clock, *self.exchange, *self.records, *moved, *clip]
 
 
 class Source(NamedTuple):

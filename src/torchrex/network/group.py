@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,9 +36,12 @@ from torchrex.network.step import joined_energies, size_of
 from torchrex.rng import derive_seed, taken
 from torchrex.targets import Batch, DeviceLoader, Energy, Twice, require_no_dataset
 
+logger = logging.getLogger("torchrex")
+
 if TYPE_CHECKING:
     from torchrex.network.run import ModuleExchange
 
+MOST_CLIPPED = 0.01  # share of the steps on rung 0
 BATCHES_LOOKED_AT = 8  # for the shape of the noise, at the end of a run
 BLOCK = 256  # steps whose exchange inputs are drawn at once; part of the random stream
 
@@ -230,8 +234,8 @@ class SideBySide:
                 raise
             self.failures[k] = failure
 
-    def warn_of_noise_shapes(self) -> None:
-        """Warn of energy noise that is not Gaussian, by the batches that come next."""
+    def warn_of_bias(self) -> None:
+        """Warn of clipped gradients, and of noise that is not Gaussian in the next batches."""
         data = None if self._feed is None else self._feed.data
         batches = [] if self._last_batch is None else [self._last_batch]
         if isinstance(data, DeviceLoader):
@@ -239,11 +243,19 @@ class SideBySide:
             following = _batches_of(data, self._n_batches)
             batches = [following() for _ in range(BATCHES_LOOKED_AT)]
             data.load_state_dict(position)
-        for run in self._going.values() if batches else ():
-            if run.rules.ladder.anneal is None:  # annealed runs sample nothing
-                shape = run.noise_shape(*batches)
-                if run.mesh.process_group.is_main:
-                    warn_of_shape(shape, run.correction_factor[:, 0])
+        for run in self._going.values():
+            ladder, is_main = run.rules.ladder, run.mesh.process_group.is_main
+            if ladder.anneal is not None or not ladder.temperatures[0]:
+                continue  # it samples nothing
+            share = run.clipped_share()[0]
+            if share > MOST_CLIPPED and is_main:
+                words = (
+                    "%.1f %% of the later steps on rung 0 were clipped: it samples another law; "
+                )
+                logger.warning(words + "raise clip, or lower the learning rates", 100.0 * share)
+            shape = run.noise_shape(*batches) if batches else None
+            if is_main:
+                warn_of_shape(shape, run.correction_factor[:, 0])
 
     # One step
 

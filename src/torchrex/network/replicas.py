@@ -11,8 +11,8 @@ import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -26,6 +26,7 @@ from torchrex.rng import default_seed, derive_seed
 from torchrex.samplers import SGLD, Sampler, State
 from torchrex.settings import settings_of
 from torchrex.targets import GaussianPrior, PosteriorEnergy
+from torchrex.targets.posterior import require_group_values, require_groups_fit, value_in_groups
 
 Model = nn.Module | Callable[[], nn.Module]
 Tensors = dict[str, dict[str, Tensor]]  # by part of a replica, then by name
@@ -48,7 +49,9 @@ class ModuleEnsemble:
     given in. With `mesh=replica_mesh(n)` under torchrun every process holds some of the replicas,
     or a part of every minibatch. `shared` names (parts of) parameters that are the same in all
     replicas: they follow the mean of the replicas' gradients at the coldest rung's learning rate
-    and temperature, so that the rungs of the replicas do not matter to them.
+    and temperature, so that the rungs of the replicas do not matter to them. `lr_factors` maps a
+    part of a parameter's name to a factor of lr there, in drift and noise alike: a preconditioner,
+    which keeps the law. The first that fits counts.
     """
 
     model: Model
@@ -58,6 +61,7 @@ class ModuleEnsemble:
     initial: Literal["identical", "independent"] = "identical"
     shared_batches: bool = True
     shared: Sequence[str] = ()
+    lr_factors: Mapping[str, float] = field(default_factory=dict)
     replacement: bool = False
     random_losses: bool | None = None
     device: torch.device | str | None = None
@@ -87,6 +91,7 @@ class ModuleEnsemble:
             if not right:
                 given = getattr(self, name)
                 raise InvalidArgumentError(f"{name} must be {expected}, got {given!r}")
+        require_group_values(self.lr_factors, "a factor of the lr")
         if self.initial == "independent" and isinstance(self.model, nn.Module):
             raise InvalidArgumentError(
                 "independent initial weights need a function that makes the model, got a module"
@@ -159,8 +164,11 @@ class Replicas:
         self.device = next(first.parameters()).device
         prior = self.energy.prior
         precision_of = prior.precision_of if isinstance(prior, GaussianPrior) else None
+        names = [name for name, _ in first.named_parameters()]  # frozen ones too
         if isinstance(prior, GaussianPrior):
-            prior.require_fit([name for name, _ in first.named_parameters()])  # frozen ones too
+            require_groups_fit(dict(prior.groups), names, repr(prior))
+        require_groups_fit(source.lr_factors, names, "lr_factors")
+        padding = _padding_rows(first)
         if self.shared:
             self._require_some_shared()
 
@@ -171,6 +179,8 @@ class Replicas:
                 device=self.device,
                 gradients=n,
                 precision_of=precision_of,
+                lr_factor_of=lambda name: value_in_groups(source.lr_factors, name, 1.0),
+                padding=padding,
                 streams=streams,
                 seed=seed,
             )
@@ -414,6 +424,7 @@ class Replicas:
             "energy": settings_of(self.energy),
             "sampler": settings_of(self.sampler),
             **({"shared": ", ".join(self.shared)} if self.shared else {}),
+            **({"lr_factors": dict(source.lr_factors)} if source.lr_factors else {}),
             "minibatches": "shared" if source.shared_batches else "independent",
             "replacement": str(source.replacement),
             "random_losses": str(source.random_losses),
@@ -433,7 +444,7 @@ class Replicas:
 def _build(source: ModuleEnsemble, mine: range, seed: int) -> list[nn.Module]:
     """Modules for the replicas `mine`, on their device."""
     if isinstance(source.model, nn.Module):
-        modules = [copy.deepcopy(source.model) for _ in mine]
+        modules = [_with_hooks(source.model) for _ in mine]
     else:
         with default_seed(derive_seed(seed, "initial")):
             # Those of other processes are made too, for the random numbers that they take.
@@ -447,12 +458,42 @@ def _build(source: ModuleEnsemble, mine: range, seed: int) -> list[nn.Module]:
             raise InvalidArgumentError(
                 f"model must make an nn.Module, but made {type(modules[0]).__name__}"
             )
-        modules += [copy.deepcopy(modules[0]) for _ in range(len(mine) - len(modules))]
+        modules += [_with_hooks(modules[0]) for _ in range(len(mine) - len(modules))]
+    first = source.model if isinstance(source.model, nn.Module) else modules[0]
+    for name, parameter in first.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise InvalidArgumentError(
+                f"{name} has a hook of register_post_accumulate_grad_hook, but a step accumulates "
+                "no .grad, so it would never act; use register_hook"
+            )
     if source.device is not None:
         modules = [module.to(source.device) for module in modules]
     if source.channels_last:
         modules = [module.to(memory_format=torch.channels_last) for module in modules]  # type: ignore[call-overload]
     return modules
+
+
+def _with_hooks(module: nn.Module) -> nn.Module:
+    """A copy with the hooks of its parameters, which deepcopy leaves out."""
+    made = copy.deepcopy(module)
+    for mine, given in zip(made.parameters(), module.parameters(), strict=True):
+        for hook in (given._backward_hooks or {}).values() if given.requires_grad else ():
+            mine.register_hook(hook)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _padding_rows(module: nn.Module) -> dict[str, int]:
+    """Of embedding weights: the row of `padding_idx`, which has no gradient and must not move.
+
+    A weight that another layer uses too has a gradient there, and moves.
+    """
+    used: dict[int, set[int | None]] = {}
+    for part in module.modules():
+        row = part.padding_idx if isinstance(part, nn.Embedding | nn.EmbeddingBag) else None
+        for parameter in part.parameters(recurse=False):
+            used.setdefault(id(parameter), set()).add(row)
+    rows = {name: used[id(parameter)] for name, parameter in module.named_parameters()}
+    return {n: row for n, (row, *more) in rows.items() if row is not None and not more}
 
 
 def copied(module: nn.Module) -> nn.Module:

@@ -8,7 +8,7 @@ once; frozen ones stay out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +85,13 @@ class FlatLayout:
         stride = -(-self.size // 64) * 64
         return torch.zeros(n, stride, dtype=self.dtype, device=device)[:, : self.size]
 
+    def filled(self, value_of: Callable[[str], float], device: torch.device) -> Tensor:
+        """A row with the value of its parameter at every place."""
+        row = self.empty_rows(1, device)[0]
+        for name, view in self.views(row).items():
+            view.fill_(value_of(name))
+        return row
+
     def views(self, row: Tensor) -> dict[str, Tensor]:
         """The row's parameters by name, in their shapes and without copying."""
         views, begin = {}, 0
@@ -116,6 +123,7 @@ class Rows:
     gradient: Tensor  # one row for each replica that has a gradient of the row
     state: State
     precision: Tensor | float | None  # of a Gaussian prior: for all numbers, or for each of a row
+    lr_factor: Tensor | None  # of each number of a row; 0 where nothing may move
     streams: tuple[str, ...]  # of the rows' noise, by name
     keys: Tensor  # (rows, 2): of the counted noise
 
@@ -127,6 +135,8 @@ class Rows:
         device: torch.device,
         gradients: int,
         precision_of: Callable[[str], float] | None,
+        lr_factor_of: Callable[[str], float],
+        padding: Mapping[str, int],
         streams: Sequence[str],
         seed: int,
     ) -> Rows:
@@ -137,15 +147,18 @@ class Rows:
         state = type(at_rest)(*(layout.empty_rows(n, device).copy_(each) for each in at_rest))
         precision: Tensor | float | None = None
         if precision_of is not None:
-            each = {name: precision_of(name) for name in layout.names}
-            precision = next(iter(each.values())) or None
-            if len(set(each.values())) > 1:
-                precision = layout.empty_rows(1, device)[0]
-                for name, view in layout.views(precision).items():
-                    view.fill_(each[name])
+            values = set(map(precision_of, layout.names))
+            more = len(values) > 1
+            precision = layout.filled(precision_of, device) if more else values.pop() or None
+        factors = layout.filled(lr_factor_of, device)
+        for name, view in layout.views(factors).items():
+            if name in padding:
+                view[padding[name]] = 0.0
+        lr_factor = None if bool(factors.eq(1.0).all()) else factors
         gradient = layout.empty_rows(gradients, device)
         keys = torch.zeros(n, 2, dtype=torch.int64, device=device)
-        rows = Rows(layout, position, gradient, state, precision, tuple(streams), keys)
+        own = (layout, position, gradient, state, precision, lr_factor)
+        rows = Rows(*own, tuple(streams), keys)
         rows.take_seed(seed)
         return rows
 

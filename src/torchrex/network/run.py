@@ -43,7 +43,14 @@ from torchrex.network.replicas import (
     evaluating,
     untouched_buffers,
 )
-from torchrex.network.step import SWAP, Functions, NetworkStep, explain_batchnorm_error, size_of
+from torchrex.network.step import (
+    SWAP,
+    Clip,
+    Functions,
+    NetworkStep,
+    explain_batchnorm_error,
+    size_of,
+)
 from torchrex.rng import Streams
 from torchrex.targets import Batch, Energy
 
@@ -73,6 +80,10 @@ class ModuleExchange(ReplicaExchange):
     On a GPU energies are looked at when a stretch of up to 256 steps is over, because looking means
     waiting. `deterministic` asks cuDNN for algorithms whose results do not vary from process to
     process. `compiled=None` captures the step as one graph on a GPU.
+
+    `clip` shortens a replica's gradient of the energy, the prior included, to that norm where it is
+    longer; what `shared` names has a norm of its own. It is a guard for the first steps: wherever
+    it acts, the law is another one. `clipped_share` says how often it acts.
     """
 
     def __init__(
@@ -84,6 +95,7 @@ class ModuleExchange(ReplicaExchange):
         compiled: bool | None = None,
         divergence: Divergence = "stop",
         deterministic: bool = False,
+        clip: float | None = None,
         **options: Unpack[RuleOptions],
     ) -> None:
         if not isinstance(ensemble, ModuleEnsemble):
@@ -91,11 +103,15 @@ class ModuleExchange(ReplicaExchange):
                 f"ModuleExchange needs ModuleEnsemble(model, energy), got {ensemble!r}; "
                 "a TensorEnsemble needs DensityExchange"
             )
-        own = ("seed", "compiled", "divergence", "deterministic")
+        own = ("seed", "compiled", "divergence", "deterministic", "clip")
         require_known(options, "ModuleExchange", own)
         super().__init__(ensemble, ladder, **options)
         # A single run: indexing takes the fewest operations from Python.
         self.rules = rules = dataclasses.replace(self.rules, assignment=Indexing)
+        if clip is not None and not (isinstance(clip, int | float) and 0.0 < clip < math.inf):
+            raise InvalidArgumentError(
+                f"clip must be a norm above 0 of the summed gradient, or None, got {clip!r}"
+            )
         if divergence not in ("stop", "respawn"):
             raise InvalidArgumentError(f"divergence must be stop or respawn, got {divergence!r}")
         if divergence == "respawn" and ensemble.shared:
@@ -124,6 +140,8 @@ class ModuleExchange(ReplicaExchange):
         self._uncounted: list[StepInfo] = []  # of single steps
         self.forward = ForwardRandomness(seed, self.device, self.mesh)
         self.random_losses = RandomLosses(ensemble.random_losses, rules)
+        n = len(self.mesh.mine)
+        counts = torch.zeros(n, 2, self.n_rungs, dtype=torch.int64, device=self.device)
         self._network = NetworkStep(
             self.ensemble,
             self.forward,
@@ -132,6 +150,7 @@ class ModuleExchange(ReplicaExchange):
             Functions.plain(self.ensemble.energy),
             self.streams,
             counted_noise=on_gpu,
+            clip=None if clip is None else Clip(float(clip), counts),
         )
         self._block_start, self._streams_at_block = -1, self.streams.state_dict()
         self._table: ExchangeInputs | None = None
@@ -169,6 +188,19 @@ class ModuleExchange(ReplicaExchange):
     def graphs(self) -> Graphs | None:
         """What this run has captured by itself."""
         return self.alone.graphs
+
+    def clipped_share(self) -> tuple[float, ...]:
+        """Of each rung the share of steps at which `clip` acted; on several processes all ask.
+
+        Of the later half of all steps, or somewhat more: since the latest power of two but one.
+        """
+        clip, mesh, n = self._network.clip, self.mesh, self.n_steps
+        if clip is None:
+            return (0.0,) * self.n_rungs
+        counts = mesh.process_group.gather(clip.counts.sum((0, 1)).tolist(), "count clipped steps")
+        since = 1 << (n - 1).bit_length() >> 2  # where the second of two counts begins
+        of_ranks = [counts[row * mesh.n_data_ranks] for row in range(mesh.n_replica_ranks)]
+        return tuple(sum(each) / max(1, n - since) for each in zip(*of_ranks, strict=True))
 
     def replica_at(self, rung: int) -> int:
         """The replica at that rung now."""
@@ -553,7 +585,9 @@ class ModuleExchange(ReplicaExchange):
             if f"{name}.{replica}" in states
         }
         tensors = pytree.tree_map(torch.clone, self.ensemble.tensors_of(k))
-        return {**tensors, "generators": generators, "forward": self.forward.state_of(k)}
+        clip = self._network.clip
+        counts = {} if clip is None else {"clipped": clip.counts[k].clone()}
+        return {**tensors, "generators": generators, "forward": self.forward.state_of(k), **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._require_same(state.get("setting"), self.setting)
@@ -580,6 +614,8 @@ class ModuleExchange(ReplicaExchange):
             generators = saved["generators"].items()
             streams |= {f"{name}.{replica}": generator for name, generator in generators}
             self.forward.load_state_of(k, saved["forward"])
+            if self._network.clip is not None:
+                self._network.clip.counts[k].copy_(saved["clipped"])
         self.streams.load_state_dict(streams)
         self.respawns = [dict(event) for event in state["respawns"]]
         self._uncounted = []
@@ -597,7 +633,8 @@ class ModuleExchange(ReplicaExchange):
     @property
     def setting(self) -> dict[str, Any]:
         """What must agree between a state and the run that loads it."""
-        return {**self.ensemble.setting(), **self._rule_settings()}
+        clip = {} if self._network.clip is None else {"clip": self._network.clip.norm}
+        return {**self.ensemble.setting(), **self._rule_settings(), **clip}
 
     def __repr__(self) -> str:
         return f"ModuleExchange({self.ensemble!r}, {self.rules.ladder!r}, step {self.n_steps})"

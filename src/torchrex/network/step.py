@@ -29,6 +29,17 @@ from torchrex.samplers import Sampler, State
 from torchrex.targets import Batch, Energy, GaussianPrior, Noise, PosteriorEnergy, Twice
 
 Item = TypeVar("Item")
+
+
+class Clip(NamedTuple):
+    """The largest norm of a replica's gradient, and at how many steps it was larger."""
+
+    norm: float
+    # (replicas here, 2, rungs): of the steps since the latest power of two, and of those between
+    # the two latest ones. So the steps of a burn-in drop out, however long it was.
+    counts: Tensor
+
+
 SWAP = "swap batch"  # the name under which energies get a batch that all replicas share
 
 
@@ -82,6 +93,7 @@ class NetworkStep:
     # On a GPU noise is a function of the step, computed inside the move; a CPU's generators are
     # faster than that.
     counted_noise: bool = field(default=False)
+    clip: Clip | None = None
 
     @property
     def n_data(self) -> int:
@@ -303,13 +315,7 @@ class NetworkStep:
         elif policy == "refresh":
             fresh = self._drawn(rows, "refresh")
         kept = after_swap(
-            sampler,
-            rows.state,
-            at.swapped,
-            policy=policy,
-            scale_before=at.scale_before,
-            scale_after=at.scale_after,
-            noise=fresh,
+            sampler, rows.state, *at[:3], policy=policy, noise=fresh, lr_factor=rows.lr_factor
         )
         for old, new in zip(rows.state, kept, strict=True):
             old.copy_(new)
@@ -327,6 +333,9 @@ class NetworkStep:
         """Move every replica in place with the lr and temperature (replicas, 1) of its rung."""
         replicas, common = self.replicas, self.replicas.common
         own = self._own(exchanged)
+        if self.clip is not None:
+            heat = exchanged.temperature if exchanged.power is None else -exchanged.power
+            own = own._replace(rung=replicas.mesh.local((heat > heat.T).sum(1, keepdim=True)))
         self._update(replicas.rows, gradient, own, policy, step)
         if common is not None:
             # Which replica is at the coldest rung changes with the swaps.
@@ -348,8 +357,8 @@ class NetworkStep:
         if not self.counted_noise:
             fresh = self._drawn(rows, "refresh") if policy == "refresh" else None
             noise = (self._drawn(rows, "move"), fresh)
-        given = (gradient, *noise, rows.keys, step, rows.precision, at, policy, sampler)
-        self.functions.update(rows.position, rows.state, *given)
+        given = (gradient, *noise, rows.keys, step, rows.precision, rows.lr_factor, self.clip)
+        self.functions.update(rows.position, rows.state, *given, at, policy, sampler)
 
     def _own(self, exchanged: Exchanged) -> Exchanged:
         """Of the replicas of this process."""
@@ -412,10 +421,14 @@ def prior_terms(
     if precision is None:
         return None
     squares = precision * position.square()
-    if position.device.type == "cpu":
+    return 0.5 * _row_sums(squares)
+
+
+def _row_sums(numbers: Tensor) -> Tensor:
+    if numbers.device.type == "cpu":
         # Row by row: how threads divide a sum must not depend on how many replicas are here.
-        return 0.5 * torch.stack([row.sum(dtype=torch.float64) for row in squares])
-    return 0.5 * squares.sum(1, dtype=torch.float64)
+        return torch.stack([row.sum(dtype=torch.float64) for row in numbers])
+    return numbers.sum(1, dtype=torch.float64)
 
 
 def _gathered_energy(numbers: Tensor, dtype: torch.dtype | None, n: int, n_data: int) -> Energy:
@@ -435,12 +448,14 @@ def update_rows(
     keys: Tensor,
     step: Tensor,
     precision: Tensor | float | None,
+    lr_factor: Tensor | None,
+    clip: Clip | None,
     exchanged: Exchanged,
     policy: MomentumPolicy,
     sampler: Sampler,
 ) -> None:
-    """Prior, sampler states after a swap, noise and move of all rows (replicas, size), in place:
-    one pass over memory when compiled.
+    """Prior, clipping, sampler states after a swap, noise and move of all rows (replicas, size), in
+    place: one pass over memory when compiled, two with clipping.
 
     `numbers` and `fresh` are the noise of the move and of refreshed momenta; None: counted noise.
     A row that several replicas have in common is moved by the mean of their gradients.
@@ -457,14 +472,12 @@ def update_rows(
         gradient = exchanged.power.to(dtype) * gradient
     if precision is not None:
         gradient = gradient + precision * position
+    if clip is not None:
+        gradient = clipped(gradient, clip, exchanged.rung, step)
+    if lr_factor is not None:
+        lr = lr * lr_factor
     kept = after_swap(
-        sampler,
-        state,
-        exchanged.swapped,
-        policy=policy,
-        scale_before=exchanged.scale_before,
-        scale_after=exchanged.scale_after,
-        noise=fresh,
+        sampler, state, *exchanged[:3], policy=policy, noise=fresh, lr_factor=lr_factor
     )
     moved, carried = sampler.move(
         position, kept, gradient, numbers, lr=lr, temperature=temperature, step=step
@@ -472,6 +485,23 @@ def update_rows(
     position.copy_(moved)
     for old, new in zip(state, carried, strict=True):
         old.copy_(new)
+
+
+def clipped(gradient: Tensor, clip: Clip, rung: Tensor | None, step: Tensor) -> Tensor:
+    """Every row with a norm of at most `clip.norm`; longer ones are counted at `rung`.
+
+    The drift is then not the gradient of the energy: a bias of the law wherever it acts.
+    """
+    norm = _row_sums(gradient.double().square())[:, None].sqrt()
+    if rung is not None:
+        acts = (rung == torch.arange(clip.counts.shape[-1], device=rung.device)) & ~(
+            norm <= clip.norm
+        )
+        begins, (now, before) = (step & (step - 1)) == 0, clip.counts.unbind(1)
+        kept = (torch.where(begins, 0, now) + acts, torch.where(begins, now, before))
+        clip.counts.copy_(torch.stack(kept, 1))
+    # What is not finite becomes NaN, so that the run notices it.
+    return gradient * (clip.norm / norm).clamp(max=1.0).to(gradient.dtype)
 
 
 @contextlib.contextmanager

@@ -362,7 +362,7 @@ class _Loop:
             end = outcome("finished", int(number) or None)
             for each in self.going if process_group.is_main else ():
                 each.warn_of_swaps(str(each.one) if len(self.runs) > 1 else "")
-            self.group.warn_of_noise_shapes()
+            self.group.warn_of_bias()
             return end
 
     @contextlib.contextmanager

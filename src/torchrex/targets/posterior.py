@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -32,6 +32,29 @@ PerExampleLoss = Callable[[nn.Module, Batch], Tensor | tuple[Tensor, Tensor]]
 ONE_CLASS_EACH = ("cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss")
 
 
+def value_in_groups(groups: Mapping[str, float], name: str, otherwise: float) -> float:
+    """The value of the first group whose name is a part of the parameter's."""
+    return next((value for part, value in groups.items() if part in name), otherwise)
+
+
+def require_group_values(groups: Mapping[str, Any], what: str) -> None:
+    for name, value in groups.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < float("inf"):
+            raise InvalidArgumentError(f"{what} must be finite and >= 0; {name} has {value!r}")
+
+
+def require_groups_fit(groups: Mapping[str, float], names: Sequence[str], of: str) -> None:
+    """Refuse a group that fits no parameter; parts of a Sequential have numbers as names."""
+    for part in groups:
+        if not any(part in name for name in names):
+            some = ", ".join([*names[:6], *(["..."] if len(names) > 6 else [])])
+            raise InvalidArgumentError(
+                f"the group {part!r} of {of} fits no parameter; give a part of a name, of "
+                f"which the model has {some}"
+            )
+
+
 @dataclass(frozen=True, init=False, repr=False)
 class GaussianPrior:
     """Independent N(0, 1 / precision) on every trainable parameter: energy precision / 2 * |w|^2.
@@ -49,28 +72,13 @@ class GaussianPrior:
 
     def __init__(self, precision: float, groups: Mapping[str, float] | None = None) -> None:
         groups = groups or {}
-        for name, value in {"precision": precision, **groups}.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not 0 <= value < float("inf"):
-                raise InvalidArgumentError(
-                    f"a precision must be finite and >= 0; {name} has {value!r}"
-                )
+        require_group_values({"precision": precision, **groups}, "a precision")
         object.__setattr__(self, "precision", float(precision))
         object.__setattr__(self, "groups", tuple((k, float(v)) for k, v in groups.items()))
 
     def precision_of(self, name: str) -> float:
         """Precision for the parameter of that name."""
-        return next((value for part, value in self.groups if part in name), self.precision)
-
-    def require_fit(self, names: Sequence[str]) -> None:
-        """Refuse a group that fits no parameter; parts of a Sequential have numbers as names."""
-        for part, _ in self.groups:
-            if not any(part in name for name in names):
-                some = ", ".join([*names[:6], *(["..."] if len(names) > 6 else [])])
-                raise InvalidArgumentError(
-                    f"the group {part!r} of {self!r} fits no parameter; give a part of a name, of "
-                    f"which the model has {some}"
-                )
+        return value_in_groups(dict(self.groups), name, self.precision)
 
     def __repr__(self) -> str:
         groups = [f"{name}: {value:g}" for name, value in self.groups]
@@ -382,41 +390,83 @@ class SummedScale:
     lr: float  # lr / n_data
     friction: float  # 1 - momentum
     prior: GaussianPrior | None  # weight decay * n_data
+    # Of parameter groups: lr / lr of the first group, for `ModuleEnsemble(lr_factors=...)`.
+    lr_factors: dict[str, float] = field(default_factory=dict, hash=False)
 
 
 def from_sgd(
-    optimizer: torch.optim.Optimizer | None = None, *, n_data: int, **settings: float
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    n_data: int,
+    model: nn.Module | None = None,
+    **settings: float,
 ) -> SummedScale:
     """Convert SGD on a mean loss: the optimizer, or its settings `lr`, `momentum`, `weight_decay`.
 
     At temperature 0 the converted settings take the same steps; lr 0.1 over 50,000 examples is 2e-6
-    on the sum, and a weight decay of 5e-4 is the precision 25.
+    on the sum, and a weight decay of 5e-4 is the precision 25. An optimizer with parameter groups
+    needs the `model`, for the names of its parameters: `lr` is then that of the first group, and
+    `lr_factors` and `prior` name the parameters that have another lr or weight decay.
 
     >>> from_sgd(n_data=50_000, lr=0.1, momentum=0.9, weight_decay=5e-4)
-    SummedScale(lr=2e-06, friction=0.1, prior=GaussianPrior(25))
+    SummedScale(lr=2e-06, friction=0.1, prior=GaussianPrior(25), lr_factors={})
     """
     require_whole("n_data", n_data, 1)
+    of_each: dict[str, dict[str, float]] = {}
     if optimizer is not None:
-        settings = _sgd_settings(optimizer) | settings
+        first, of_each = _sgd_settings(optimizer, model)
+        if of_each and settings:
+            raise InvalidArgumentError("of parameter groups no settings may be given again")
+        settings = first | settings
     if set(settings) - {"lr", "momentum", "weight_decay"} or "lr" not in settings:
         given = ", ".join(sorted(settings)) or "nothing"
         raise InvalidArgumentError(f"give lr and, if any, momentum and weight_decay; got {given}")
     decay = settings.get("weight_decay", 0.0)
-    prior = GaussianPrior(decay * n_data) if decay else None
+    decays = _exact_groups({n: each["weight_decay"] for n, each in of_each.items()}, decay)
+    groups = {name: each * n_data for name, each in decays.items()}
+    lr = settings["lr"]
     return SummedScale(
-        settings["lr"] / n_data, round(1.0 - settings.get("momentum", 0.0), 12), prior
+        lr / n_data,
+        round(1.0 - settings.get("momentum", 0.0), 12),
+        GaussianPrior(decay * n_data, groups) if decay or groups else None,
+        _exact_groups({n: each["lr"] / lr for n, each in of_each.items()}, 1.0),
     )
 
 
-def _sgd_settings(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+def _sgd_settings(
+    optimizer: torch.optim.Optimizer, model: nn.Module | None
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Those of the first parameter group, and if there are more, of every parameter's group."""
     if not isinstance(optimizer, torch.optim.SGD):
         raise InvalidArgumentError(f"only SGD can be converted, got {type(optimizer).__name__}")
-    if (n := len(optimizer.param_groups)) > 1:
+    groups, of_each = optimizer.param_groups, dict[str | None, dict[str, float]]()
+    own: list[dict[str, float]] = []
+    named = {} if model is None else dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in named.items()}
+    for group in groups:
+        if group["nesterov"] or group["dampening"] or group["maximize"]:
+            raise InvalidArgumentError("SGHMC has no nesterov, dampening or maximize")
+        own.append({key: float(group[key]) for key in ("lr", "momentum", "weight_decay")})
+        of_each |= {names.get(id(parameter)): own[-1] for parameter in group["params"]}
+    if len(groups) == 1:
+        return own[0], {}
+    trained = {name for name, parameter in named.items() if parameter.requires_grad}
+    if not trained or None in of_each or trained - of_each.keys():
         raise InvalidArgumentError(
-            f"the optimizer has {n} parameter groups; convert lr and momentum by hand and give the "
-            f"weight decays as GaussianPrior(precision, groups={{name: precision}})"
+            f"the optimizer has {len(groups)} parameter groups; give the model of exactly these "
+            "parameters, which have names there: from_sgd(optimizer, n_data=..., model=model)"
         )
-    (group,) = optimizer.param_groups
-    if group["nesterov"] or group["dampening"] or group["maximize"]:
-        raise InvalidArgumentError("SGHMC has no nesterov, dampening or maximize")
-    return {key: float(group[key]) for key in ("lr", "momentum", "weight_decay")}
+    if len({each["momentum"] for each in own}) > 1 or not own[0]["lr"] > 0:
+        raise InvalidArgumentError(
+            f"parameter groups must have one momentum, and the first a lr above 0; got {own}"
+        )
+    return own[0], {str(name): each for name, each in of_each.items()}
+
+
+def _exact_groups(values: Mapping[str, float], usual: float) -> dict[str, float]:
+    """Groups for the parameters whose value is not the usual one, and for those whose names contain
+    one of theirs. Longer names come first, because the first part of a name that fits counts.
+    """
+    other = [name for name, value in values.items() if value != usual]
+    listed = [name for name in values if any(part in name for part in other)]
+    return {name: values[name] for name in sorted(listed, key=len, reverse=True)}
