@@ -44,16 +44,22 @@ if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` 
         log_swap_ratio,
     )
     from torchrex.network import (
+        Cost,
+        MethodResult,
         ModuleEnsemble,
         ModuleExchange,
         Outcome,
         SideBySide,
         TrainingRun,
+        deep_ensemble,
+        swag,
         train,
         train_together,
+        without_swaps,
     )
     from torchrex.posterior import Draws, DrawStore, PosteriorAverage, classification_metrics
     from torchrex.recording import JsonLines, LiveDisplay, Observer, TensorBoard, Trace
+    from torchrex.report.methods import MethodTable, compare
     from torchrex.samplers import SGHMC, SGLD, AdamStart
     from torchrex.sampling import collect, sample
     from torchrex.targets import (
@@ -95,12 +101,16 @@ _HOMES = {
     "density": "DensityExchange TensorEnsemble",
     "sampling": "collect sample",
     "tuning": "Tuned tune",
-    "network": "TrainingRun ModuleEnsemble ModuleExchange Outcome SideBySide train train_together",
+    "network": (
+        "Cost MethodResult ModuleEnsemble ModuleExchange Outcome SideBySide TrainingRun "
+        "deep_ensemble swag train train_together without_swaps"
+    ),
+    "report.methods": "MethodTable compare",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 # Modules that are there after `import torchrex`, whether they are loaded yet or not.
 _MODULES = (
-    *_HOMES,
+    *(home for home in _HOMES if "." not in home),
     "diagnostics",
     "durable",
     "experiments",
@@ -121,6 +131,7 @@ __all__ = [
     "BatchVariance",
     "Checkpoints",
     "ConstantFactor",
+    "Cost",
     "DensityExchange",
     "DeviceLoader",
     "DrawStore",
@@ -135,6 +146,8 @@ __all__ = [
     "Ladder",
     "LiveDisplay",
     "LogDensity",
+    "MethodResult",
+    "MethodTable",
     "ModuleEnsemble",
     "ModuleExchange",
     "NoSwaps",
@@ -166,6 +179,8 @@ __all__ = [
     "Tuned",
     "classification_metrics",
     "collect",
+    "compare",
+    "deep_ensemble",
     "expected_acceptance",
     "from_sgd",
     "log_swap_ratio",
@@ -173,9 +188,11 @@ __all__ = [
     "replica_mesh",
     "sample",
     "schedules",
+    "swag",
     "train",
     "train_together",
     "tune",
+    "without_swaps",
 ]
 
 if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank of torchrun, which may be killed at any time

@@ -1,5 +1,6 @@
 """Runs on modules: replicas, their step, its capture as a CUDA graph, and training them."""
 
+from torchrex.network.baselines import Cost, MethodResult, deep_ensemble, swag, without_swaps
 from torchrex.network.capture import compiled_or_plain, no_waiting
 from torchrex.network.group import SideBySide
 from torchrex.network.replicas import ModuleEnsemble, evaluating
@@ -7,14 +8,19 @@ from torchrex.network.run import ModuleExchange
 from torchrex.network.training import Outcome, TrainingRun, train, train_together
 
 __all__ = [
+    "Cost",
+    "MethodResult",
     "ModuleEnsemble",
     "ModuleExchange",
     "Outcome",
     "SideBySide",
     "TrainingRun",
     "compiled_or_plain",
+    "deep_ensemble",
     "evaluating",
     "no_waiting",
+    "swag",
     "train",
     "train_together",
+    "without_swaps",
 ]

@@ -170,6 +170,13 @@ class ModuleExchange(ReplicaExchange):
         """What this run has captured by itself."""
         return self.alone.graphs
 
+    @property
+    def n_examples(self) -> int:
+        """Examples that all replicas together have evaluated, for moves and for swaps; without the
+        repeated energies of a noise estimator.
+        """
+        return int(self._counted().examples.sum()) * self.n_rungs
+
     def replica_at(self, rung: int) -> int:
         """The replica at that rung now."""
         if not 0 <= rung < self.n_rungs:
