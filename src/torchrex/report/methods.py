@@ -125,9 +125,7 @@ def compare(methods: Mapping[str, Given | Sequence[Given]]) -> MethodTable:
     for each in others:
         cost = table.cost(each)
         if abs(cost - 1.0) > EQUAL:
-            notes.append(
-                f"not at equal cost: {each.name} has {cost:.3g} of {first.name}'s examples"
-            )
+            notes.append(f"not at equal cost: {each.name} has {cost:.3g} times the examples")
     if unknown := [each.name for each in found if math.isnan(table.cost(each))]:
         notes.append(f"cost not known: {', '.join(unknown)}")
     return MethodTable(found, common, differences, tuple(notes))
@@ -165,7 +163,7 @@ def _names(method: Method) -> list[str]:
 
 
 def _examples_of(run: LoadedRun) -> float:
-    """Steps times batch times rungs, with those of swap batches; NaN where a folder does not say."""
+    """Steps times batch times rungs, with those of swap batches; NaN where nothing says it."""
     sizes = [getattr(run.settings, name, None) for name in ("n_steps", "batch_size", "n_rungs")]
     if not all(isinstance(size, int) for size in sizes):
         return math.nan
