@@ -334,16 +334,13 @@ class _Swag(_AtTheEnd):
         self._data = data
         self.burn_in, self.every, self._rank, self._wanted = descent, every, rank, n_draws
         self.moments: Moments | None = None
-        self._seen = -1  # the step of the newest weights
 
     def update(self, run: ModuleExchange) -> bool:
         step = run.n_steps
-        due = step > self.burn_in and (step - self.burn_in) % self.every == 0
-        if due and step > self._seen:
+        if step > self.burn_in and (step - self.burn_in) % self.every == 0:
             weights = run.ensemble.position[0]
             self.moments = self.moments or Moments.start(weights, self._rank)
             self.moments.add(weights)
-            self._seen = step
         return super().update(run)
 
     def _drawn_networks(self, run: ModuleExchange) -> Iterator[_OneDraw]:
@@ -371,8 +368,7 @@ class _Swag(_AtTheEnd):
 
     def state_dict(self) -> dict[str, Any]:
         moments = None if self.moments is None else vars(self.moments.copy())
-        own = {"settings": self._settings(), "seen": self._seen, "moments": moments}
-        return {**super().state_dict(), **own}
+        return {**super().state_dict(), "settings": self._settings(), "moments": moments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state.get("settings") != self._settings():
@@ -380,7 +376,7 @@ class _Swag(_AtTheEnd):
                 f"the state is of SWAG with {state.get('settings')}, this is {self._settings()}"
             )
         super().load_state_dict(state)
-        self._seen, moments = int(state["seen"]), state["moments"]
+        moments = state["moments"]
         self.moments = None if moments is None else Moments(**moments).copy()
 
 
