@@ -4,6 +4,7 @@ law of SWAG's draws, and the table that compares methods.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,11 @@ from assertions import assert_mean_is, assert_mean_is_not
 from modules import N_DATA, batches, classes, cross_entropy, linear, mlp, with_everything
 from ranks import run_ranks
 from torchrex.errors import CheckpointError, InvalidArgumentError
+from torchrex.experiments import get_recipe, run_recipe
+from torchrex.experiments.config import override
 from torchrex.network.baselines import Moments, renew_batchnorm
+from torchrex.report import methods
+from torchrex.report.reader import load_run
 from torchrex.schedules import cyclical
 
 STEPS, LR = 40, 5e-3
@@ -50,12 +55,7 @@ def swag(model=mlp, data=None, **options):
     return tr.swag(ensemble(model), data or loader(), **given)
 
 
-def no_swaps(model=mlp, data=None, **options):
-    given = {"n_steps": STEPS, "average": average(every=5, rungs=range(3)), **options}
-    return tr.without_swaps(ensemble(model), LADDER, data or loader(), **given)
-
-
-METHODS = {"deep": deep, "swag": swag, "no swaps": no_swaps}
+METHODS = {"deep": deep, "swag": swag}
 
 
 def predicted(result):
@@ -72,19 +72,20 @@ def test_a_deep_ensemble_of_one_is_a_plain_descent(model):
     tr.train(run, loader(), STEPS, average=plain)
     one = deep(model, n_members=1, seed=7)
     assert torch.equal(predicted(one), plain.probabilities())
-    assert one.cost.examples == run.n_examples == STEPS * 8
+    assert (one.examples, one.gradients) == (run.n_examples, STEPS) == (STEPS * 8, STEPS)
 
 
-def test_the_prediction_is_the_mean_over_the_members_and_they_are_independent(tmp_path):
+@pytest.mark.parametrize("model", [mlp, with_everything])
+def test_the_prediction_is_the_mean_over_the_members_and_they_are_independent(tmp_path, model):
     store = tr.DrawStore(tmp_path, capacity=9)
-    five = deep(with_everything, n_members=5, average=average(store=store), seed=2)
-    alone = [deep(with_everything, n_members=n, seed=2) for n in (1, 2, 3, 4)]
+    five = deep(model, n_members=5, average=average(store=store), seed=2)
+    alone = [deep(model, n_members=n, seed=2) for n in (1, 2, 3, 4)]
     parts = torch.stack([predicted(each) * each.average.n_draws for each in (*alone, five)])
     members = torch.cat([parts[:1], parts.diff(dim=0)])  # k members minus k - 1 members
-    stored = store.predict(with_everything, batches(2))
+    stored = store.predict(model, batches(2))
     assert torch.allclose(stored.probabilities, predicted(five), atol=1e-7)
     for k, (_, _, weights) in enumerate(store):
-        module = with_everything().eval()
+        module = model().eval()
         module.load_state_dict(weights)
         with torch.no_grad():
             own = torch.cat([module(x) for x, _ in batches(2)]).double().softmax(-1)
@@ -94,19 +95,22 @@ def test_the_prediction_is_the_mean_over_the_members_and_they_are_independent(tm
     assert float(five.average.mutual_information().mean()) > 0
 
 
-def test_without_swaps_is_the_run_with_that_rule():
-    run = tr.ModuleExchange(ensemble(), LADDER, pairing=tr.NoSwaps(), swap_batch=10, seed=3)
-    plain = average(every=5, rungs=range(3))
-    tr.train(run, loader(), STEPS, average=plain)
-    result = no_swaps(seed=3, swap_batch=10, pairing=tr.EvenOdd())
-    assert torch.equal(predicted(result), plain.probabilities(None))
-    assert torch.equal(predicted(result.of_rung(0)), plain.probabilities(0))
-    assert result.of_rung(0).cost == result.cost
-    assert result.cost[:2] == (3 * STEPS * 8, 3 * STEPS)
-    exchanging = tr.ModuleExchange(ensemble(), LADDER, swap_batch=10, swap_interval=4, seed=3)
-    outcome = tr.train(exchanging, loader(), STEPS)
-    spent = tr.MethodResult.of(exchanging, outcome, plain, more_examples=100.0).cost
-    assert spent.examples == 3 * (STEPS * 8 + STEPS // 4 * 10) + 100
+def test_a_run_counts_the_examples_of_moves_swaps_and_tuning():
+    pooled = average(every=5, rungs=range(3))
+    exchanging = tr.ModuleExchange(ensemble(), LADDER, swap_batch=10, swap_interval=4)
+    outcome = tr.train(exchanging, loader(), STEPS, average=pooled)
+    result = tr.MethodResult.of(exchanging, outcome, pooled, more_examples=100.0)
+    assert result.examples == 3 * (STEPS * 8 + STEPS // 4 * 10) + 100
+    assert result.gradients == 3 * STEPS
+    assert result.seconds == outcome.total_seconds > 0
+    assert result.metrics() == pooled.metrics(0)
+    apart = tr.ModuleExchange(ensemble(), LADDER, pairing=tr.NoSwaps(), swap_batch=10)
+    assert tr.train(apart, loader(), STEPS).status == "finished"
+    no_swaps = tr.MethodResult.of(apart, outcome, pooled, name="no swaps", rung=None)
+    assert no_swaps.examples == 3 * STEPS * 8
+    assert no_swaps.metrics() == pooled.metrics(None)
+    with pytest.raises(InvalidArgumentError, match=r"rungs=range\(3\)"):
+        tr.MethodResult.of(apart, outcome, average(), rung=None)
 
 
 # SWAG
@@ -120,25 +124,23 @@ def collected():
 
 
 def test_moments_are_those_of_the_paper():
-    weights, moments = collected(), Moments.start(torch.zeros(3), 4)
+    weights, moments = collected(), Moments()
     for each in weights:
-        moments.add(each)
+        moments = moments.after(each, 4)
     x = weights.double()
     so_far = x.cumsum(0) / torch.arange(1, 10)[:, None]
     assert torch.allclose(moments.mean, x.mean(0))
-    assert torch.allclose(moments.squares / moments.n, x.square().mean(0) - x.mean(0).square())
-    kept = {tuple(row) for row in moments.deviations.double().tolist()}
-    expected = (x - so_far)[-4:].float().double().tolist()
-    assert all(min(math.dist(row, each) for each in kept) < 1e-5 for row in expected)
+    assert torch.allclose(moments.square, x.square().mean(0))
+    assert torch.allclose(torch.stack(list(moments.deviations)), (x - so_far)[-4:].float())
 
 
 def test_the_law_of_swags_draws():
     """N(mean, diag / 2 + D^T D / (2 (K - 1))): every mean, variance and covariance within 5 sigma;
     without the factor 1/2 none of them would be.
     """
-    weights, moments = collected(), Moments.start(torch.zeros(3), 4)
+    weights, moments = collected(), Moments()
     for each in weights:
-        moments.add(each)
+        moments = moments.after(each, 4)
     x = weights.double()
     deviations = (x - x.cumsum(0) / torch.arange(1, 10)[:, None])[-4:]
     diagonal, low_rank = x.var(0, correction=0).diag(), deviations.T @ deviations / 3
@@ -165,9 +167,9 @@ def test_swag_sees_the_weights_of_the_exact_steps():
         run.step(data.next())
         if run.n_steps in range(23, 41, 3):
             weights.append(run.ensemble.position[0].clone())
-    moments = Moments.start(weights[0], 4)
+    moments = Moments()
     for each in weights:
-        moments.add(each)
+        moments = moments.after(each, 4)
     seeds = [tr.rng.derive_seed(4, f"swag.{k}") for k in range(6)]
     drawn = [moments.draw(torch.Generator().manual_seed(seed)).float() for seed in seeds]
     names = run.ensemble.layout.views(drawn[0])
@@ -179,7 +181,7 @@ def test_swag_sees_the_weights_of_the_exact_steps():
         expected = expected + logits.double().softmax(-1) / 6
     result = swag(linear, seed=4)
     assert torch.allclose(predicted(result), expected, atol=1e-6)
-    assert result.cost[:2] == (STEPS * 8, STEPS)
+    assert (result.examples, result.gradients) == (STEPS * 8, STEPS)
 
 
 @pytest.mark.parametrize("kind", ["device", "loader", "list"])
@@ -196,7 +198,7 @@ def test_batchnorm_is_computed_anew_for_every_draw(kind, tmp_path):
     )
     store = tr.DrawStore(tmp_path, capacity=9)
     result = swag(model, data, average=average(store=store))
-    assert result.cost.examples == STEPS * 8 + 6 * N_DATA
+    assert result.examples == STEPS * 8 + 6 * N_DATA
     for _, _, state in store:
         hidden = nn.functional.linear(x, state["0.weight"], state["0.bias"])
         assert torch.allclose(state["1.running_mean"], hidden.mean(0), atol=1e-5)
@@ -240,7 +242,7 @@ def test_stopped_and_resumed_equals_never_stopped(name, tmp_path):
         again = method(model, **saved)
         assert torch.equal(predicted(again), predicted(whole)), f"stopped at {stop}"
         assert again.metrics() == whole.metrics()
-        assert again.cost[:2] == whole.cost[:2]
+        assert (again.examples, again.gradients) == (whole.examples, whole.gradients)
 
 
 def test_a_finished_run_with_stored_draws_is_found_again(tmp_path):
@@ -301,11 +303,10 @@ def test_methods_in_threads_are_what_they_are_alone():
 def on_ranks():
     """What one of several processes gets."""
     spread = ensemble(with_everything, mesh=tr.replica_mesh(3))
-    shared = {"n_steps": STEPS, "seed": 6}
-    members = tr.deep_ensemble(spread, loader(), n_members=3, lr=LR, average=average(), **shared)
-    pooled = average(every=5, rungs=range(3))
-    apart = tr.without_swaps(spread, LADDER, loader(), average=pooled, **shared)
-    return [[predicted(each).tolist(), list(each.cost[:2])] for each in (members, apart)]
+    result = tr.deep_ensemble(
+        spread, loader(), n_members=3, n_steps=STEPS, lr=LR, average=average(), seed=6
+    )
+    return [predicted(result).tolist(), result.examples]
 
 
 @pytest.mark.slow
@@ -323,19 +324,16 @@ def test_the_number_of_processes_changes_nothing(tmp_path):
         (lambda: deep(n_members=0), "n_members must be a whole number"),
         (lambda: deep(n_step=3), "did you mean n_steps"),
         (lambda: swag(budgett=3.0), "did you mean budget"),
-        (lambda: no_swaps(swap_intervall=3), "did you mean swap_interval"),
         (lambda: deep(n_members=STEPS + 1), "n_steps must be a whole number >= 41"),
-        (lambda: deep(average=None), "average must be a PosteriorAverage"),
-        (lambda: deep(average=average(rungs=(0, 1))), "rung 0 of an empty average"),
-        (lambda: swag(average=swag().average), "make another PosteriorAverage"),
+        (lambda: deep(average=None), "empty PosteriorAverage"),
+        (lambda: deep(average=average(rungs=(0, 1))), "of rung 0"),
+        (lambda: swag(average=swag().average), "empty PosteriorAverage"),
         (lambda: deep(linear(), n_members=2), "need a function that makes the model"),
         (lambda: swag(descent=36), "lower every or descent"),
         (lambda: swag(rank=1), "rank must be a whole number >= 2"),
         (lambda: swag(constant_lr=0.0), "must be positive"),
-        (lambda: no_swaps(average=average()), r"rungs=range\(3\)"),
-        (lambda: tr.without_swaps(ensemble(), 3, loader(), n_steps=9, average=average()), "Ladder"),
         (lambda: tr.deep_ensemble(mlp, loader(), n_members=2, n_steps=9, lr=LR, average=average()),
-         "takes ModuleEnsemble"),
+         "give a ModuleEnsemble"),
         (lambda: tr.ModuleExchange(ensemble(), tr.Ladder.descent(LR, n_rungs=2)), "NoSwaps"),
         (lambda: tr.compare({}), "compare takes"),
         (lambda: tr.compare({"a": []}), "has no result"),
@@ -366,16 +364,15 @@ class Fake:
 
 
 def fake(value, metric="nll", *, seed=0, examples=100.0):
-    cost = tr.Cost(examples, 10.0, 2.0)
-    return tr.MethodResult(Fake(**{metric: value, "accuracy" if metric == "nll" else "r2": 0.5}),
-                           cost, seed)  # fmt: skip
+    other = "accuracy" if metric == "nll" else "r2"
+    return tr.MethodResult(Fake(**{metric: value, other: 0.5}), examples, 10.0, 2.0, seed)
 
 
 def test_a_table_has_means_errors_and_paired_differences():
     first = [fake(value, seed=s) for s, value in enumerate((0.5, 0.7, 0.9, 1.1))]
     better = [fake(v - 0.1 - 0.01 * s, seed=s) for s, v in enumerate((0.5, 0.7, 0.9, 1.1))]
     table = tr.compare({"exchange": first, "SWAG": better})
-    mean, error = table.methods[0].mean("nll")
+    mean, error = table.values["exchange"]["nll"]
     assert (mean, error) == (pytest.approx(0.8), pytest.approx(math.sqrt(0.2 / 3 / 4)))
     row = table.differences["SWAG"]["nll"]
     assert row.difference == pytest.approx(-0.115)
@@ -394,21 +391,22 @@ def test_unequal_costs_are_said_from_five_percent_on():
     assert not any("equal cost" in note for note in notes(104.0))
     assert any("b has 1.06 times" in note for note in notes(106.0))
     assert any("b has 0.94 times" in note for note in notes(94.0))
-    assert any("cost not known: b" in note for note in notes(math.nan))
+    assert any("cost of b is not known" in note for note in notes(math.nan))
     assert any("no claim" in note for note in notes(100.0))
 
 
 def test_run_folders_and_results_go_into_one_table(tmp_path):
-    from torchrex.experiments import get_recipe, run_recipe
-    from torchrex.experiments.config import override
-
     recipe = override(get_recipe("digits/resghmc"), ["epochs=3", "burn_in_epochs=1"])
     for seed in (0, 1):
         folder = run_recipe(recipe, seed, tmp_path, device="cpu")
     values = {"accuracy": 0.5, "nll": 1.0}
-    own = tr.MethodResult(Fake(**values), tr.Cost(3 * 20 * 64 * 2, 0.0, 1.0), seed=1)
+    own = tr.MethodResult(Fake(**values), 3 * 20 * 64 * 2, seed=1)
     table = tr.compare({"recipe": folder.path.parent, "one": folder.path, "own": own})
-    assert table.metrics == ("accuracy", "nll")
-    assert list(table.methods[0].metrics) == [0, 1]
-    assert table.methods[1].metrics[1]["nll"] == folder.result["metrics"]["nll"]
-    assert table.cost(table.methods[2]) == pytest.approx(1.0)
+    assert [*table.values["own"]] == ["accuracy", "nll", "seconds", "cost", "seeds"]
+    assert [table.values[name]["seeds"][0] for name in ("recipe", "one")] == [2, 1]
+    assert table.values["one"]["nll"][0] == folder.result["metrics"]["nll"]
+    assert table.values["own"]["cost"][0] == pytest.approx(1.0)
+    run = load_run(folder.path)
+    swaps = {**run.result, "exchange": {"swap_cost": 0.5}}
+    examples = methods._examples_of(dataclasses.replace(run, result=swaps))
+    assert examples == 1.5 * methods._examples_of(run) == 1.5 * 3 * 20 * 64 * 2

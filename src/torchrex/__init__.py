@@ -44,7 +44,6 @@ if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` 
         log_swap_ratio,
     )
     from torchrex.network import (
-        Cost,
         MethodResult,
         ModuleEnsemble,
         ModuleExchange,
@@ -55,7 +54,6 @@ if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` 
         swag,
         train,
         train_together,
-        without_swaps,
     )
     from torchrex.posterior import Draws, DrawStore, PosteriorAverage, classification_metrics
     from torchrex.recording import JsonLines, LiveDisplay, Observer, TensorBoard, Trace
@@ -102,8 +100,8 @@ _HOMES = {
     "sampling": "collect sample",
     "tuning": "Tuned tune",
     "network": (
-        "Cost MethodResult ModuleEnsemble ModuleExchange Outcome SideBySide TrainingRun "
-        "deep_ensemble swag train train_together without_swaps"
+        "MethodResult ModuleEnsemble ModuleExchange Outcome SideBySide TrainingRun "
+        "deep_ensemble swag train train_together"
     ),
     "report.methods": "MethodTable compare",
 }
@@ -131,7 +129,6 @@ __all__ = [
     "BatchVariance",
     "Checkpoints",
     "ConstantFactor",
-    "Cost",
     "DensityExchange",
     "DeviceLoader",
     "DrawStore",
@@ -192,7 +189,6 @@ __all__ = [
     "train",
     "train_together",
     "tune",
-    "without_swaps",
 ]
 
 if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank of torchrun, which may be killed at any time

@@ -1,6 +1,6 @@
 """Runs on modules: replicas, their step, its capture as a CUDA graph, and training them."""
 
-from torchrex.network.baselines import Cost, MethodResult, deep_ensemble, swag, without_swaps
+from torchrex.network.baselines import MethodResult, deep_ensemble, swag
 from torchrex.network.capture import compiled_or_plain, no_waiting
 from torchrex.network.group import SideBySide
 from torchrex.network.replicas import ModuleEnsemble, evaluating
@@ -8,7 +8,6 @@ from torchrex.network.run import ModuleExchange
 from torchrex.network.training import Outcome, TrainingRun, train, train_together
 
 __all__ = [
-    "Cost",
     "MethodResult",
     "ModuleEnsemble",
     "ModuleExchange",
@@ -22,5 +21,4 @@ __all__ = [
     "swag",
     "train",
     "train_together",
-    "without_swaps",
 ]
