@@ -384,6 +384,13 @@ def test_a_table_has_means_errors_and_paired_differences():
     assert "<script" not in tr.compare({"<script>": first})._repr_html_()
 
 
+def test_rounding_is_not_shown_as_an_error():
+    same = [fake(0.1 + 0.2, seed=s) for s in range(3)]
+    text = str(tr.compare({"a": same, "b": [fake(0.4, seed=s) for s in range(3)]}))
+    assert "(" not in text
+    assert "+0.1\n" in text
+
+
 def test_unequal_costs_are_said_from_five_percent_on():
     def notes(examples):
         return tr.compare({"a": fake(0.5), "b": fake(0.5, examples=examples)}).notes

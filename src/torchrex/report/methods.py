@@ -42,12 +42,12 @@ class MethodTable:
         first = next(iter(self.values))
         tables = [[["method", *self.values[first]]]]
         for name, values in self.values.items():
-            cells = (value_and_error(*value) for value in values.values())
+            cells = (_cell(value, error, value) for value, error in values.values())
             tables[0].append([name, *("?" if cell == "nan" else cell for cell in cells)])
         for name, rows in self.differences.items():
             if len(tables) == 1:
                 tables.append([[f"minus {first}", *rows]])
-            words = (value_and_error(row.difference, row.error) for row in rows.values())
+            words = (_cell(row.difference, row.error, row.first) for row in rows.values())
             tables[1].append([name, *(x if x.startswith("-") else f"+{x}" for x in words)])
         return tables
 
@@ -100,16 +100,20 @@ def compare(methods: Mapping[str, Given | Sequence[Given]]) -> MethodTable:
             notes.append(f"the cost of {name} is not known")
         seeds = sorted(set(reference) & set(numbers))
         if name != first and len(seeds) > 1:
-            one, two = (
-                {x: [of[k][x] for k in seeds] for x in names} for of in (reference, numbers)
-            )
-            rows = compare_metrics({x: (one[x], two[x]) for x in names})
+            pairs = [(reference[seed], numbers[seed]) for seed in seeds]
+            both = {x: ([a[x] for a, _ in pairs], [b[x] for _, b in pairs]) for x in names}
+            rows = compare_metrics(both)
             differences[name] = {row.metric: row for row in rows}
             clear = [row for row in rows if (row.p_adjusted or 1.0) < LEVEL]
             notes += [f"{name}: {row.metric} {row.verdict}" for row in clear]
     if len(differences) < len(found) - 1:
         notes.append("fewer than two seeds in common: such a difference has no error, so no claim")
     return MethodTable(values, differences, tuple(notes))
+
+
+def _cell(value: float, error: float | None, scale: float) -> str:
+    """Less than a billionth of the scale is rounding, and no error."""
+    return value_and_error(value, error if error and error > 1e-9 * abs(scale) else None)
 
 
 def _mean(numbers: Numbers, name: str) -> tuple[float, float]:
