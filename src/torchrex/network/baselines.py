@@ -150,9 +150,10 @@ def swag(
             f"SWAG needs the weights of 2 steps or more, but between descent={descent} and "
             f"n_steps={n_steps} fewer are due with every={every}; lower every or descent"
         )
-    ratio = 0.5 if constant_lr is None else constant_lr / lr if lr > 0 else -1.0
-    if not ratio > 0:
-        raise InvalidArgumentError(f"lr and constant_lr must be positive: {lr} and {constant_lr}")
+    rates = [lr] if constant_lr is None else [lr, constant_lr]
+    if not all(isinstance(rate, int | float) and 0 < rate < math.inf for rate in rates):
+        raise InvalidArgumentError(f"lr and constant_lr must be positive numbers, got {rates}")
+    ratio = 0.5 if constant_lr is None else constant_lr / lr
     falling, start = cyclical(max(1, descent), end=ratio), descent
     ladder = Ladder.descent(lr, decay=lambda step: falling(step) if step < start else ratio)
     setting = {"descent": descent, "every": every, "rank": rank, "n_draws": n_draws}
@@ -271,7 +272,9 @@ def _swag_networks(data: Any, run: ModuleExchange, draws: _FinalDraws) -> Iterat
 
     def predict(batch: Batch) -> Any:
         with evaluating(module), replicas.casting():
-            return replicas.energy.output(module, run.to_device(batch)).to(row.dtype)
+            output = replicas.energy.output(module, run.to_device(batch))
+        is_half = isinstance(output, Tensor) and output.dtype == torch.bfloat16
+        return output.float() if is_half else output
 
     for k in range(draws.setting["n_draws"]):
         seed = derive_seed(run.streams.seed, f"swag.{k}")

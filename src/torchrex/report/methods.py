@@ -22,6 +22,7 @@ EQUAL = 0.05  # costs that differ by more are pointed out
 Given = MethodResult | Path | str
 Numbers = dict[int, dict[str, float]]  # of a method, by seed
 COST = ("examples", "seconds")
+BESIDES = ("single_", "pooled_", "swaps ")  # of a run folder, next to its answer
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,10 +74,10 @@ class MethodTable:
 def compare(methods: Mapping[str, Given | Sequence[Given]]) -> MethodTable:
     """A table of methods by name: the metrics of their averages and their cost.
 
-    A value is what `deep_ensemble`, `swag`, `without_swaps` or `MethodResult.of` returned, a run
-    folder, the folder of a recipe with its seeds, or a list of these for several seeds. Differences
-    from the first method are taken seed by seed; three seeds and more are tested (paired t, Holm's
-    adjustment for the metrics).
+    A value is what `deep_ensemble`, `swag` or `MethodResult.of` returned, a run folder, the folder
+    of a recipe with its seeds, or a list of these for several seeds. Differences from the first
+    method are taken seed by seed; three seeds and more are tested (paired t, Holm's adjustment for
+    the metrics).
     """
     if not isinstance(methods, Mapping) or not methods:
         raise InvalidArgumentError(f"compare takes {{name: result, ...}}, got {methods!r}")
@@ -132,7 +133,8 @@ def _numbers(name: str, given: Any, notes: list[str]) -> Numbers:
             for seed, run in side.runs.items():
                 seconds = float((run.result or {}).get("wall_seconds", math.nan))
                 cost = {"examples": _examples_of(run), "seconds": seconds}
-                found[seed] = {**run_metrics(run), **cost}
+                own = {x: v for x, v in run_metrics(run).items() if not x.startswith(BESIDES)}
+                found[seed] = {**own, **cost}
         elif isinstance(each, MethodResult):
             cost = {"examples": each.examples, "seconds": each.seconds}
             found[each.seed] = {**each.metrics(), **cost}
