@@ -21,7 +21,6 @@ from modules import N_DATA, batches, classes, cross_entropy, linear, mlp, with_e
 from ranks import run_ranks
 from torchrex.errors import CheckpointError, InvalidArgumentError
 from torchrex.experiments import get_recipe, run_recipe
-from torchrex.experiments.config import override
 from torchrex.network.baselines import Moments, renew_batchnorm
 from torchrex.report import methods
 from torchrex.report.reader import load_run
@@ -405,7 +404,7 @@ def test_unequal_costs_are_said_from_five_percent_on():
 
 
 def test_run_folders_and_results_go_into_one_table(tmp_path):
-    recipe = override(get_recipe("digits/resghmc"), ["epochs=3", "burn_in_epochs=1"])
+    recipe = dataclasses.replace(get_recipe("digits/resghmc"), epochs=3, burn_in_epochs=1)
     for seed in (0, 1):
         folder = run_recipe(recipe, seed, tmp_path, device="cpu")
     values = {"accuracy": 0.5, "nll": 1.0}
