@@ -192,16 +192,19 @@ def test_batchnorm_is_computed_anew_for_every_draw(kind, tmp_path):
         "loader": DataLoader(TensorDataset(x, y), 8, shuffle=True),
         "list": [(x[k : k + 8], y[k : k + 8]) for k in range(0, N_DATA, 8)],
     }[kind]
-    model = lambda: nn.Sequential(  # noqa: E731
-        nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3), nn.BatchNorm1d(3).eval()
-    )
+
+    def model():
+        frozen = nn.BatchNorm1d(3).eval()
+        frozen.running_mean.fill_(3.0)
+        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3), frozen)
+
     store = tr.DrawStore(tmp_path, capacity=9)
     result = swag(model, data, average=average(store=store))
     assert result.examples == STEPS * 8 + 6 * N_DATA
     for _, _, state in store:
         hidden = nn.functional.linear(x, state["0.weight"], state["0.bias"])
         assert torch.allclose(state["1.running_mean"], hidden.mean(0), atol=1e-5)
-        assert int(state["3.num_batches_tracked"]) == 0
+        assert torch.equal(state["3.running_mean"], torch.full((3,), 3.0))
 
 
 def test_renewing_batchnorm_leaves_the_position_in_the_data():
@@ -411,9 +414,8 @@ def test_run_folders_and_results_go_into_one_table(tmp_path):
     own = tr.MethodResult(Fake(**values), 3 * 20 * 64 * 2, seed=1)
     table = tr.compare({"recipe": folder.path.parent, "one": folder.path, "own": own})
     assert [*table.values["own"]] == ["accuracy", "nll", "seconds", "cost", "seeds"]
-    assert [*tr.compare({"recipe": folder.path}).values["recipe"]][:4] == [
-        *("accuracy", "nll", "brier", "ece")
-    ]
+    of_folder = tr.compare({"recipe": folder.path}).values["recipe"]
+    assert not any(name.startswith(("single_", "pooled_", "swaps")) for name in of_folder)
     assert [table.values[name]["seeds"][0] for name in ("recipe", "one")] == [2, 1]
     assert table.values["one"]["nll"][0] == folder.result["metrics"]["nll"]
     assert table.values["own"]["cost"][0] == pytest.approx(1.0)
