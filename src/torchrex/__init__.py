@@ -44,16 +44,20 @@ if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` 
         log_swap_ratio,
     )
     from torchrex.network import (
+        MethodResult,
         ModuleEnsemble,
         ModuleExchange,
         Outcome,
         SideBySide,
         TrainingRun,
+        deep_ensemble,
+        swag,
         train,
         train_together,
     )
     from torchrex.posterior import Draws, DrawStore, PosteriorAverage, classification_metrics
     from torchrex.recording import JsonLines, LiveDisplay, Observer, TensorBoard, Trace
+    from torchrex.report.methods import MethodTable, compare
     from torchrex.samplers import SGHMC, SGLD, AdamStart
     from torchrex.sampling import collect, sample
     from torchrex.targets import (
@@ -95,12 +99,16 @@ _HOMES = {
     "density": "DensityExchange TensorEnsemble",
     "sampling": "collect sample",
     "tuning": "Tuned tune",
-    "network": "TrainingRun ModuleEnsemble ModuleExchange Outcome SideBySide train train_together",
+    "network": (
+        "MethodResult ModuleEnsemble ModuleExchange Outcome SideBySide TrainingRun "
+        "deep_ensemble swag train train_together"
+    ),
+    "report.methods": "MethodTable compare",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 # Modules that are there after `import torchrex`, whether they are loaded yet or not.
 _MODULES = (
-    *_HOMES,
+    *(home for home in _HOMES if "." not in home),
     "diagnostics",
     "durable",
     "experiments",
@@ -135,6 +143,8 @@ __all__ = [
     "Ladder",
     "LiveDisplay",
     "LogDensity",
+    "MethodResult",
+    "MethodTable",
     "ModuleEnsemble",
     "ModuleExchange",
     "NoSwaps",
@@ -166,6 +176,8 @@ __all__ = [
     "Tuned",
     "classification_metrics",
     "collect",
+    "compare",
+    "deep_ensemble",
     "expected_acceptance",
     "from_sgd",
     "log_swap_ratio",
@@ -173,6 +185,7 @@ __all__ = [
     "replica_mesh",
     "sample",
     "schedules",
+    "swag",
     "train",
     "train_together",
     "tune",

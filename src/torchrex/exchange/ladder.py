@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchrex import notebook
-from torchrex.errors import LadderError
+from torchrex.errors import LadderError, require_whole
 from torchrex.schedules import Schedule
 
 STEP_OF_PRIOR = 0.1  # lr on the prior alone over its variance: SGLD is then 5 % too wide there
@@ -157,10 +157,13 @@ class Ladder:
         return cls([1.0 / beta for beta in inverse_temperatures], lrs, anneal=anneal, decay=decay)
 
     @classmethod
-    def descent(cls, lr: float, *, decay: Schedule | None = None) -> Ladder:
-        """One rung at temperature 0: SGD or momentum SGD instead of sampling."""
+    def descent(cls, lr: float, *, decay: Schedule | None = None, n_rungs: int = 1) -> Ladder:
+        """Temperature 0: SGD or momentum SGD instead of sampling. Several such rungs are
+        independent descents, and need `NoSwaps()`.
+        """
+        require_whole("n_rungs", n_rungs, 1)
         ladder = object.__new__(cls)
-        ladder._fill((0.0,), lr, None, decay)
+        ladder._fill((0.0,) * n_rungs, lr, None, decay)
         return ladder
 
     @property

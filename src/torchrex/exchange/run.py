@@ -18,7 +18,7 @@ from torch import Tensor
 
 import torchrex
 from torchrex import notebook
-from torchrex.errors import InvalidArgumentError, require_names, require_whole
+from torchrex.errors import InvalidArgumentError, LadderError, require_names, require_whole
 from torchrex.exchange.algorithm import ExchangeState, Rules, StepInfo, Tempering
 from torchrex.exchange.correction import FactorRule, as_rule
 from torchrex.exchange.ladder import Ladder
@@ -30,7 +30,7 @@ from torchrex.exchange.noise import (
     SwapBatchVariance,
     default_estimator,
 )
-from torchrex.exchange.pairing import Pairing, default_pairing
+from torchrex.exchange.pairing import NoSwaps, Pairing, default_pairing
 from torchrex.exchange.swap_report import ExchangeReport, SwapCounts, report_pairs, trips_from
 from torchrex.rng import Streams
 from torchrex.settings import require_same, settings_of
@@ -84,6 +84,8 @@ def make_rules(ladder: Ladder, target: Any, options: RuleOptions) -> Rules:
         given["noise"] = default_estimator(target) if own else SwapBatchVariance()
     if given["pairing"] is None:
         given["pairing"] = default_pairing(target, ladder.n_pairs)
+    if ladder.n_pairs and not ladder.temperatures[0] and not isinstance(given["pairing"], NoSwaps):
+        raise LadderError(f"{ladder!r} has nothing to swap; give pairing=NoSwaps()")
     rules = Rules(ladder, factor=as_rule(given.pop("correction_factor", 1.0)), **given)
     for name, least in (("swap_interval", 1), ("swap_start", 0), ("swap_rest", 0)):
         require_whole(name, getattr(rules, name), least)

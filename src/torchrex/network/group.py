@@ -353,7 +353,7 @@ class SideBySide:
         if due and not self._batch_tried:  # which also finds out whether losses are random
             size = self.runs[due[0]].rules.swap_batch
             assert size is not None
-            self._try_one_part(next(_swap_batches(feed.extra, step, size, twice=False)))
+            self._try_one_part(next(swap_batches(feed.extra, step, size, twice=False)))
         together: dict[tuple[int, bool], list[int]] = {}  # by size, and whether it comes twice
         for k in due:
             run = self.runs[k]
@@ -364,7 +364,7 @@ class SideBySide:
             together.setdefault((size, twice), []).append(k)
         done: dict[int, StepInfo] = {}
         for (size, twice), ks in together.items():
-            done |= self.swap_on(_swap_batches(feed.extra, step, size, twice=twice), ks)
+            done |= self.swap_on(swap_batches(feed.extra, step, size, twice=twice), ks)
         return done
 
     def swap_on(self, batches: Iterable[Batch], ks: Sequence[int] = (0,)) -> dict[int, StepInfo]:
@@ -490,7 +490,7 @@ def _warn_of_size(counted: int, data: Any) -> None:
         )
 
 
-def _swap_batches(data: Any, step: int, size: int, *, twice: bool) -> Iterator[Batch]:
+def swap_batches(data: Any, step: int, size: int, *, twice: bool) -> Iterator[Batch]:
     """`size` different examples of the data, in parts; they depend on the step alone."""
     if isinstance(data, DeviceLoader):
         return data.swap_batches(step, size, twice=twice)

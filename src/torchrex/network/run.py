@@ -202,6 +202,13 @@ class ModuleExchange(ReplicaExchange):
         of_ranks = [counts[row * mesh.n_data_ranks] for row in range(mesh.n_replica_ranks)]
         return tuple(sum(each) / max(1, n - since) for each in zip(*of_ranks, strict=True))
 
+    @property
+    def n_examples(self) -> int:
+        """Examples that all replicas together have evaluated, for moves and for swaps; without the
+        repeated energies of a noise estimator.
+        """
+        return int(self._counted().examples.sum()) * self.n_rungs
+
     def replica_at(self, rung: int) -> int:
         """The replica at that rung now."""
         if not 0 <= rung < self.n_rungs:

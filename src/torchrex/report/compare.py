@@ -117,7 +117,7 @@ def compare_folders(paths: Sequence[Path]) -> list[Comparison]:
     """Every further folder against the first: run folders, or folders of a recipe with seed=*."""
     if len(paths) < 2:
         raise InvalidArgumentError(f"give at least two folders to compare, got {len(paths)}")
-    sides = [_load_side(path) for path in paths]
+    sides = [load_side(path) for path in paths]
     names = Counter(side.name for side in sides)
     for k, side in enumerate(sides):
         if names[side.name] > 1:  # the same recipe is named by its folder
@@ -125,7 +125,7 @@ def compare_folders(paths: Sequence[Path]) -> list[Comparison]:
     return [compare(sides[0], other) for other in sides[1:]]
 
 
-def _load_side(path: Path) -> Side:
+def load_side(path: Path) -> Side:
     """The finished runs in a folder of one recipe."""
     tree = list(read_tree(path))
     found = [each for each in tree if isinstance(each, LoadedRun)]
