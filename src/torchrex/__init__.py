@@ -52,7 +52,14 @@ if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` 
         train,
         train_together,
     )
-    from torchrex.posterior import Draws, DrawStore, PosteriorAverage, classification_metrics
+    from torchrex.posterior import (
+        Draws,
+        DrawStore,
+        PosteriorAverage,
+        Predictive,
+        classification_metrics,
+        load,
+    )
     from torchrex.recording import JsonLines, LiveDisplay, Observer, TensorBoard, Trace
     from torchrex.samplers import SGHMC, SGLD, AdamStart
     from torchrex.sampling import collect, sample
@@ -85,7 +92,7 @@ _HOMES = {
         "ReplicaExchange RunningMean Smoothing SwapBatchVariance TargetAcceptance "
         "expected_acceptance log_swap_ratio"
     ),
-    "posterior": "Draws DrawStore PosteriorAverage classification_metrics",
+    "posterior": "Draws DrawStore PosteriorAverage Predictive classification_metrics load",
     "recording": "JsonLines LiveDisplay Observer TensorBoard Trace",
     "samplers": "SGHMC SGLD AdamStart",
     "targets": (
@@ -145,6 +152,7 @@ __all__ = [
     "PerExample",
     "PosteriorAverage",
     "PosteriorEnergy",
+    "Predictive",
     "ProportionalToGap",
     "RandomPair",
     "RepeatedDraws",
@@ -168,6 +176,7 @@ __all__ = [
     "collect",
     "expected_acceptance",
     "from_sgd",
+    "load",
     "log_swap_ratio",
     "logistic_regression",
     "replica_mesh",
