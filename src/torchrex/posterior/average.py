@@ -20,7 +20,6 @@ from torchrex.distributed import is_main_process
 from torchrex.errors import CheckpointError, InvalidArgumentError, require_whole
 from torchrex.posterior.prediction import (
     Examples,
-    Pass,
     classification_metrics,
     predict_all,
     predictive_entropy,
@@ -101,10 +100,11 @@ class PosteriorAverage:
             raise InvalidArgumentError(
                 f'output must be "logits", "values" or a function (model, batch), got {output!r}'
             )
-        if output == "logits" and likelihood is not None:
-            raise InvalidArgumentError('a likelihood needs output="values" or a function')
-        if output != "logits" and history:
-            raise InvalidArgumentError('history has accuracies, so it needs output="logits"')
+        self._classes = output == "logits"
+        if history if not self._classes else likelihood is not None:
+            raise InvalidArgumentError(
+                'history needs output="logits"; a likelihood needs output="values" or a function'
+            )
         self.data, self.every, self.burn_in, self.rungs = data, every, burn_in, tuple(rungs)
         self.store, self.target_key = store, target_key
         self._history: list[Tensor] | None = [] if history else None
@@ -119,7 +119,6 @@ class PosteriorAverage:
         self._kind = ""  # of other outputs: a "tensor", "tuple" or "dict"
         self._last: Tensor | None = None  # (rungs, n, classes): logits of the newest draw
         self.output, self.likelihood, self.keep = output, likelihood, keep
-        self._classes = output == "logits"
 
     @property
     def n_draws(self) -> int:
@@ -150,74 +149,72 @@ class PosteriorAverage:
                 f"the run has {run.n_rungs} rungs; recorded are {self.rungs}"
             )
         more = {"output": self.output} if callable(self.output) else {}
-        found, terms = self._look(
+        self._draw(
             lambda batch, k: run.predict(batch, rung=self.rungs[k], **more),
             [f"rung {rung} at step {step}" for rung in self.rungs],
+            step,
+            run,
         )
-        if self.store is not None:
-            for rung in self.rungs:
-                module = run.live_module_at(rung)  # a collective call: all processes make it
-                if is_main_process():
-                    self.store.add(module, step=step, rung=rung)
-        self._take(found, terms, step)
         return True
 
     @torch.no_grad()
     def add(self, predict: Callable[[Any], Any], name: str) -> None:
         """Take a draw of `predict(batch)`, which error messages call `name`, in place of a run."""
-        self._take(*self._look(lambda batch, k: predict(batch), [name]), self._n_draws + 1)
+        self._draw(lambda batch, k: predict(batch), [name], self._n_draws + 1)
 
-    def _look(
-        self, predict: Callable[[Any, int], Any], names: Sequence[str]
-    ) -> tuple[Pass, dict[str, Tensor]]:
-        """A pass over the data and what it adds, after all checks."""
+    def _draw(
+        self,
+        predict: Callable[[Any, int], Any],
+        names: Sequence[str],
+        step: int,
+        run: PredictingRun | None = None,
+    ) -> None:
+        classes, n = self._classes, self._n_draws
         found = predict_all(
             self.data,
             predict,
             names=names,
             first=self._examples,
             target_key=self.target_key,
-            classes=self._classes,
+            classes=classes,
         )
         if self._history is not None and not found.examples.labelled:
             raise InvalidArgumentError("history needs targets: give batches (x, y)")
-        terms = terms_of(found, self.likelihood) if not self._classes else {}
-        if self._classes:
-            logits, probabilities = found.values["logits"], found.values["probabilities"]
-            new = (probabilities, logits.double(), predictive_entropy(probabilities))
+        if classes:
+            p, logits = found.values["probabilities"], found.values["logits"]
+            new = (p, logits.double(), predictive_entropy(p))
             terms = dict(zip(SUMS, new, strict=True))
-        shapes, before = ({k: tuple(v.shape) for k, v in t.items()} for t in (terms, self._sums))
-        if before and (shapes, found.kind) != (before, self._kind):
-            raise InvalidArgumentError(
-                f"outputs (rungs, n, ...) changed from {before} to {shapes} between two draws"
-            )
-        return found, terms
-
-    def _take(self, found: Pass, terms: Mapping[str, Tensor], step: int) -> None:
-        for name, term in terms.items():
-            before = self._sums.get(name)
-            if before is None:
-                self._sums[name] = term.clone()
-                if not self._classes:
-                    self._squares[name] = torch.zeros_like(term)
-            elif self._classes:
-                self._sums[name] = before.to(term.device).add_(term)
-            else:  # Welford 1962: a difference of large sums would lose a small variance
-                change = term - before.to(term.device)
-                mean = before.to(term.device).add_(change / (self._n_draws + 1))
-                square = self._squares[name].to(term.device).add_(change * (term - mean))
-                self._sums[name], self._squares[name] = mean, square
-        if self._classes:
-            self._last = found.values["logits"]
         else:
-            # The rule of `DrawStore(keep="reservoir")`: a function of the number, without a state.
-            slot = slot_of(self._n_draws, keep="reservoir", capacity=self.keep, seed=0)
-            if slot is not None:
-                self._kept[slot : slot + 1] = [found.values]
-        self._kind = found.kind
-        self._last_step = step
+            terms = terms_of(found, self.likelihood)
+        now, then = ({k: tuple(v.shape) for k, v in t.items()} for t in (terms, self._sums))
+        if n and (now, found.kind) != (then, self._kind):
+            raise InvalidArgumentError(
+                f"outputs (rungs, n, ...) changed from {then} to {now} between two draws"
+            )
+        if run is not None and self.store is not None:
+            for rung in self.rungs:
+                module = run.live_module_at(rung)  # a collective call: all processes make it
+                if is_main_process():
+                    self.store.add(module, step=step, rung=rung)
+        for name, term in terms.items():
+            if classes:
+                before = self._sums.get(name)
+                self._sums[name] = term if before is None else before.to(term.device).add_(term)
+                continue
+            # Welford 1962: a difference of large sums would lose a small variance.
+            both = (self._sums, self._squares)
+            mean, square = (t.get(name, torch.zeros_like(term)).to(term.device) for t in both)
+            change = term - mean
+            self._sums[name] = mean.add_(change / (n + 1))
+            self._squares[name] = square.add_(change * (term - mean))
+        if classes:
+            self._last = found.values["logits"]
+        # A function of the number alone, so there is no random state.
+        slot = slot_of(n, keep="reservoir", capacity=self.keep, seed=0)
+        if not classes and slot is not None:
+            self._kept[slot : slot + 1] = [found.values]
+        self._kind, self._last_step, self._n_draws = found.kind, step, n + 1
         self._examples = self._examples or found.examples
-        self._n_draws += 1
         if self._history is not None:
             self._history.append(self._accuracies())
 
@@ -270,27 +267,23 @@ class PosteriorAverage:
                 'an average of logits has probabilities() and metrics(); give output="values"'
             )
         likelihood = self.likelihood if of is None else None
-        names = [name.removeprefix("output.") for name in self._sums if name[:7] == "output."]
-        if likelihood is None and of is None and len(names) == 1:
-            of = names[0]
-        if likelihood is None and of not in names:
-            shown = ", ".join(map(repr, names))
-            raise InvalidArgumentError(f"choose one of the outputs by of=..., from {shown}")
-        name = "observation" if of is None else f"output.{of}"
+        name = f"output.{of or 'output'}" if likelihood is None else "observation"
+        if name not in self._sums:
+            names = [key.partition(".")[2] for key in self._sums if "." in key]
+            raise InvalidArgumentError(f"choose one of the outputs by of=..., from {names}")
         means, device = self._sums[name][rows], self._sums[name].device
         mean = means.mean(0)
         within = self._squares[name][rows].mean(0) / self._n_draws
         kept = [{k: v[row] for k, v in each.items()} for each in self._kept for row in rows]
+        if likelihood is None:
+            kept = [{name: each[name[7:]]} for each in kept]
         return Predictive(
             mean,
             within + (means - mean).square().mean(0),
             None if likelihood is None else self._sums["noise"][rows].mean(0),
             self.labels if self.is_labelled else None,
             self._count(rung),
-            [
-                rebuilt(self._kind, each, device) if of is None else each[of].to(mean)
-                for each in kept
-            ],
+            [rebuilt("" if likelihood is None else self._kind, each, device) for each in kept],
             likelihood,
         )
 
@@ -429,24 +422,21 @@ class PosteriorAverage:
     def from_state(
         cls, state: Mapping[str, Any], likelihood: Likelihood | None = None
     ) -> PosteriorAverage:
-        """The average of a `state_dict`, to be read without its data and store. Functions are not
-        in a state: quantiles and metrics of observations need the `likelihood` again.
+        """The average of a `state_dict`, without its data and store, and without its functions:
+        quantiles and metrics of observations need the `likelihood` again.
         """
 
         def missing(*given: Any) -> Any:
             raise InvalidArgumentError(
-                "the likelihood is a function, which no checkpoint holds; give it again: "
-                "torchrex.load(..., likelihood=...)"
+                "no checkpoint holds the likelihood, which is a function: give likelihood=... again"
             )
 
-        try:
-            settings, had = dict(state["settings"]), state["settings"].get("likelihood", False)
-            if settings.get("output") not in (None, "values"):
-                settings["output"] = missing
-            settings["likelihood"] = (likelihood or missing) if had else None
-            average = cls([], **settings)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"not the state of a PosteriorAverage ({error!r})") from None
+        settings = dict(state["settings"])
+        if settings.get("output", "values") != "values":
+            settings["output"] = missing
+        if settings.pop("likelihood", False):
+            settings["likelihood"] = likelihood or missing
+        average = cls([], **settings)
         average.load_state_dict({**state, "store": None})
         return average
 

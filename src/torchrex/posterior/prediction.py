@@ -177,20 +177,15 @@ def _named_outputs(output: Any, name: str, classes: bool) -> tuple[str, dict[str
         return "tensor", {"logits": output}
     kind, named = "tensor", {"output": output}
     if isinstance(output, Mapping):
-        kind, named = "dict", dict(output)
+        kind, named = "dict", {str(key): value for key, value in output.items()}
     elif isinstance(output, tuple | list):
         kind, named = "tuple", {str(k): value for k, value in enumerate(output)}
-    for key, value in named.items():
-        is_float = isinstance(value, Tensor) and value.is_floating_point()
-        if not isinstance(key, str) or not is_float:
-            raise InvalidArgumentError(
-                "an output must be a tensor of floating numbers, or a tuple or dict of such, but "
-                f"{name} gave {_form(value)}; choose by output=lambda model, batch: ..."
-            )
-    if len({value.shape[:1] for value in named.values()}) != 1:
-        shapes = {key: tuple(value.shape) for key, value in named.items()}
+    are_floats = all(isinstance(v, Tensor) and v.is_floating_point() for v in named.values())
+    if not are_floats or len({value.shape[:1] for value in named.values()}) != 1:
+        forms = ", ".join(map(_form, named.values()))
         raise InvalidArgumentError(
-            f"outputs must have one row per example, but {name} gave shapes {shapes}"
+            "an output must have floating numbers and one row per example, in a tensor or a tuple "
+            f"or dict of such, but {name} gave {forms}; choose by output=lambda model, batch: ..."
         )
     return kind, named
 

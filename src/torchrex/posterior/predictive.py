@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,8 +108,9 @@ class Predictive:
         y = self._targets()
         found = {"rmse": (self.mean - y).square().mean().sqrt()}
         if self.likelihood is not None:
+            parts = self._parts
             try:
-                each = [part.log_prob(y).reshape(len(y), -1).sum(1) for part in self._parts]
+                each = [part.log_prob(y).reshape(len(y), -1).sum(1) for part in parts]
             except ValueError as error:
                 reason = one_line(error)
                 raise InvalidArgumentError(f"the likelihood refuses targets: {reason}") from None
@@ -171,7 +172,8 @@ def fair_crps(draws: Tensor, targets: Tensor) -> Tensor:
     ordered = draws.sort(0).values
     weights = 2.0 * torch.arange(1, n + 1, dtype=draws.dtype, device=draws.device) - (n + 1)
     spread = torch.tensordot(weights, ordered, dims=1) / (n * (n - 1) or math.nan)
-    return (draws - targets).abs().mean(0) - spread
+    score: Tensor = (draws - targets).abs().mean(0) - spread
+    return score
 
 
 def _marginal(part: Distribution) -> Distribution:
@@ -186,20 +188,16 @@ def terms_of(found: Pass, likelihood: Likelihood | None) -> dict[str, Tensor]:
     terms = {f"output.{name}": value.double() for name, value in found.values.items()}
     if likelihood is None:
         return terms
-    parts = [likelihood(rebuilt(found.kind, v)) for v in _rows_of(found.values)]
-    for part in parts:
-        if not isinstance(part, Distribution):
-            raise InvalidArgumentError(
-                "likelihood must return a torch.distributions.Distribution of the observations, "
-                f"got {type(part).__name__}"
-            )
+    rows = zip(*found.values.values(), strict=True)
+    draws = [dict(zip(found.values, row, strict=True)) for row in rows]
+    parts = [likelihood(rebuilt(found.kind, draw)) for draw in draws]
+    if not all(isinstance(part, Distribution) for part in parts):
+        raise InvalidArgumentError(
+            "likelihood must return a torch.distributions.Distribution of the observations, "
+            f"got {type(parts[0]).__name__}"
+        )
     means, variances = ([getattr(p, of).double() for p in parts] for of in ("mean", "variance"))
     return {**terms, "observation": torch.stack(means), "noise": torch.stack(variances)}
-
-
-def _rows_of(values: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    rows = zip(*values.values(), strict=True)
-    return (dict(zip(values, row, strict=True)) for row in rows)
 
 
 def rebuilt(kind: str, values: Mapping[str, Tensor], device: torch.device | None = None) -> Any:

@@ -29,21 +29,26 @@ logger = logging.getLogger("torchrex")
 class LastWeights(StoredWeights):
     """The weights and buffers that were at rung 0 when a checkpoint was written: one draw."""
 
-    def __init__(self, state: Mapping[str, Any], path: Path, module: nn.Module) -> None:
+    def __init__(self, state: Mapping[str, Any], path: Path) -> None:
         self.name = f"the checkpoint {path}"
         replica = int(state["run"]["exchange"]["replica_at"][0, 0])
         # What all replicas share is saved with the first of them.
-        saved = {
-            plain_name(name): tensor
+        parts = [
+            state["replicas"][k][part]
             for k in (0, replica)
             for part in ("parameters", "frozen", "buffers")
-            for name, tensor in state["replicas"][k][part].items()
-        }
+        ]
+        self._saved = {plain_name(name): tensor for part in parts for name, tensor in part.items()}
+        self._state: dict[str, Tensor] = {}
+
+    def fit(self, module: nn.Module) -> LastWeights:
+        """Take the form of a module, which gets the weights: tied ones were saved once."""
         mine = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        require_same_shapes(mine, saved, self.name)
+        require_same_shapes(mine, self._saved, self.name)
         for name, tensor in mine.items():
-            tensor.data.copy_(saved[plain_name(name)])
+            tensor.data.copy_(self._saved[plain_name(name)])
         self._state = module.state_dict()
+        return self
 
     def states(self, rung: int | None) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
         if rung:
@@ -73,12 +78,8 @@ class SavedRun:
         return self.draws.predictive(self.model, data, **{"likelihood": self.likelihood, **options})
 
     def __repr__(self) -> str:
-        kept = self.draws
-        source = f"{len(kept)} draws" if isinstance(kept, DrawStore) else "the last weights alone"
-        when = "no checkpoint" if self.step is None else f"checkpoint of step {self.step:,}"
-        n = len(self.averages)
-        averages = f"{n or 'no'} average{'' if n == 1 else 's'}"
-        return f"SavedRun({str(self.folder)!r}: {source}, {when}, {averages})"
+        source = self.draws if isinstance(self.draws, DrawStore) else "the last weights alone"
+        return f"SavedRun({source}, step {self.step}, {len(self.averages)} averages)"
 
 
 def load(folder: str | Path, model: Model, *, likelihood: Likelihood | None = None) -> SavedRun:
@@ -96,27 +97,26 @@ def load(folder: str | Path, model: Model, *, likelihood: Likelihood | None = No
     store = DrawStore.load(folder / "draws") if (folder / "draws" / INDEX).exists() else None
     if store is not None and not any(rung == 0 for _, rung in store.draws):
         store = None
-    # The draws have the weights: then those of the replicas are not read.
+    # With draws the weights of the replicas are not needed, and not read.
     checkpoints = Checkpoints(folder / "checkpoints")
     found = checkpoints.load_newest(replicas=None if store is None else ())
-    draws: StoredWeights | None = store
-    averages: list[PosteriorAverage] = []
-    module = made(model)
-    if store is not None:
-        name, state = next(store.states(0))
-        require_same_shapes(module.state_dict(), state, name)
-    if found is not None:
-        with expect_form(found.path):
-            saved = found.state["averages"]
-            averages = [PosteriorAverage.from_state(each, likelihood) for each in saved]
-            if draws is None:
-                draws = LastWeights(found.state, found.path, module)
-                words = "no draws in %s: predictions are those of the last weights of rung 0 alone"
-                logger.warning(words, folder / "draws")
-    if draws is None:
+    if store is None and found is None:
         raise CheckpointError(
             f"{folder} has no checkpoint in checkpoints/ and no draws of rung 0 in draws/; give "
             "the folder of a run of train with checkpoints, or with a DrawStore"
         )
-    step = None if found is None else found.step
-    return SavedRun(folder, model, draws, averages, step, likelihood)
+    averages, last, module = [], None, made(model)
+    if found is not None:
+        with expect_form(found.path):
+            saved = found.state["averages"]
+            averages = [PosteriorAverage.from_state(each, likelihood) for each in saved]
+            last = LastWeights(found.state, found.path) if store is None else None
+    if store is not None:
+        name, state = next(store.states(0))
+        require_same_shapes(module.state_dict(), state, name)
+    draws = store if last is None else last.fit(module)
+    assert draws is not None
+    if draws is last:
+        words = "no draws in %s: predictions are those of the last weights of rung 0 alone"
+        logger.warning(words, folder / "draws")
+    return SavedRun(folder, model, draws, averages, found and found.step, likelihood)

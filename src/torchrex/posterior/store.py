@@ -32,7 +32,7 @@ from torchrex.durable import PART, replace_file, writing
 from torchrex.errors import CheckpointError, InvalidArgumentError, require_whole
 from torchrex.posterior.average import OutputFunction, PosteriorAverage
 from torchrex.posterior.prediction import Prediction, split_batch
-from torchrex.posterior.predictive import Likelihood, Predictive
+from torchrex.posterior.predictive import Predictive
 from torchrex.posterior.store_format import (
     INDEX,
     Index,
@@ -65,7 +65,7 @@ class StoredWeights:
     """
 
     def states(self, rung: int | None) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-        """A name for messages and the weights of each draw of that rung."""
+        """The weights of each draw of that rung, with a name for messages."""
         raise NotImplementedError
 
     def predict(
@@ -77,11 +77,10 @@ class StoredWeights:
         target_key: str = "target",
         forward: OutputFunction | None = None,
     ) -> Prediction:
-        """Of a classifier: the mean over stored draws of softmax(logits). `forward(module, batch)`
-        gives the logits.
+        """Of a classifier: the mean over stored draws of softmax(logits), of `forward(module,
+        batch)` if it is given.
         """
-        average = PosteriorAverage(data, target_key=target_key)
-        self._add_all(average, model, rung, forward)
+        average = self._average(model, data, rung, forward, target_key=target_key)
         labels = average.labels if average.is_labelled else None
         entropy, information = average.predictive_entropy(), average.mutual_information()
         return Prediction(average.probabilities(), labels, entropy, information, average.n_draws)
@@ -91,33 +90,33 @@ class StoredWeights:
         model: Model,
         data: Iterable[Any],
         *,
-        output: Literal["values"] | OutputFunction = "values",
-        likelihood: Likelihood | None = None,
-        keep: int = 100,
-        of: str | None = None,
         rung: int | None = 0,
-        target_key: str = "target",
+        output: Literal["values"] | OutputFunction = "values",
+        of: str | None = None,
+        **options: Any,
     ) -> Predictive:
-        """Of any other output: as `PosteriorAverage(...).predictive()`."""
-        average = PosteriorAverage(
-            data, target_key=target_key, output=output, likelihood=likelihood, keep=keep
-        )
-        self._add_all(average, model, rung, output if callable(output) else None)
+        """Of any other output, as `PosteriorAverage(...).predictive(of=of)`, whose options are
+        `likelihood`, `keep` and `target_key`.
+        """
+        function = output if callable(output) else None
+        average = self._average(model, data, rung, function, **{"output": output, **options})
         return average.predictive(of=of)
 
     @torch.no_grad()
-    def _add_all(
+    def _average(
         self,
-        average: PosteriorAverage,
         model: Model,
+        data: Iterable[Any],
         rung: int | None,
-        output: OutputFunction | None,
-    ) -> None:
-        module = made(model).eval()
-        call = output or (lambda module, batch: _call(module, batch, average.target_key))
+        function: OutputFunction | None,
+        **options: Any,
+    ) -> PosteriorAverage:
+        average, module = PosteriorAverage(data, **options), made(model).eval()
+        call = function or (lambda module, batch: _call(module, batch, average.target_key))
         for name, state in self.states(rung):
             load_into(module, state, name)
             average.add(lambda batch: call(module, _on_device_of(module, batch)), name)
+        return average
 
 
 class DrawStore(StoredWeights):
@@ -342,13 +341,9 @@ class DrawStore(StoredWeights):
 
 def made(model: Model) -> nn.Module:
     """A module of one's own, from a module or from a function."""
-    is_module, is_function = isinstance(model, nn.Module), callable(model)
-    module: Any = copy.deepcopy(model) if is_module else model() if is_function else model
-    if not isinstance(module, nn.Module):
-        raise InvalidArgumentError(
-            f"model must be an nn.Module or a function that makes one, got {module!r}"
-        )
-    return module
+    if not callable(model):
+        raise InvalidArgumentError(f"model must be an nn.Module or make one, got {model!r}")
+    return copy.deepcopy(model) if isinstance(model, nn.Module) else model()
 
 
 def _call(module: nn.Module, batch: Any, target_key: str) -> Any:
