@@ -380,6 +380,8 @@ class PosteriorAverage:
         settings = self._settings()
         try:
             given = {**state["settings"], "rungs": list(state["settings"]["rungs"])}
+            if given != settings:
+                raise CheckpointError(f"the state is of {given}, this average has {settings}")
             last: Tensor | None = None
             n_draws, last_step = int(state["n_draws"]), int(state["last_step"])
             labelled, store = bool(state["labelled"]), state["store"]
@@ -401,8 +403,6 @@ class PosteriorAverage:
             raise CheckpointError(
                 f"not the state of a PosteriorAverage ({error!r}); give what state_dict returned"
             ) from None
-        if given != settings:
-            raise CheckpointError(f"the state is of {given}, this average has {settings}")
         if (store is None) != (self.store is None):
             raise CheckpointError(
                 "the state has a store, but this average has none; pass store=DrawStore(...)"
@@ -444,10 +444,11 @@ class PosteriorAverage:
         when = "at every step" if self.every == 1 else f"one every {self.every:,} steps"
         after = f" after {self.burn_in:,}" if self.burn_in else ""
         about = f"{self._n_draws:,} draws, {when}{after}"
-        if not self.is_labelled:
-            return notebook.panel("PosteriorAverage", about)
         rungs = [*self.rungs, None] if len(self.rungs) > 1 else list(self.rungs)
-        found, rows = {rung: self.metrics(rung) for rung in rungs}, []
+        try:
+            found, rows = {rung: self.metrics(rung) for rung in rungs}, []
+        except InvalidArgumentError:  # no draws, or no targets
+            return notebook.panel("PosteriorAverage", about)
         for rung, metrics in found.items():
             values = (f"{value:.4g}" for value in metrics.values())
             rows.append(("all pooled" if rung is None else str(rung), *values))
