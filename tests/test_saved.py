@@ -133,7 +133,7 @@ def test_observations_need_their_likelihood_again(tmp_path):
     (without,) = tr.load(tmp_path, lambda: network(1)).averages
     assert torch.equal(without.predictive().variance, average.predictive().variance)
     for ask in (without.metrics, lambda: without.predictive().quantile(0.5)):
-        with pytest.raises(InvalidArgumentError, match="^no checkpoint holds the likelihood"):
+        with pytest.raises(InvalidArgumentError, match=r"^no checkpoint holds the likelihood"):
             ask()
 
 
@@ -180,7 +180,7 @@ def test_what_does_not_fit_is_one_clear_line(tmp_path, stored, caplog):
         with pytest.raises(InvalidArgumentError, match=words) as error:
             tr.load(tmp_path, model)
         assert "\n" not in str(error.value)
-    with pytest.raises(RunFolderError, match="no run folder .*absent"):
+    with pytest.raises(RunFolderError, match=r"no run folder .*absent"):
         tr.load(tmp_path / "absent", network)
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="no checkpoint in checkpoints/ and no draws"):
