@@ -167,6 +167,13 @@ def test_quantiles_of_a_mixture_are_exact():
     )
     event = averaged(outs, likelihood=lambda o: torch.distributions.Independent(Normal(o, 0.5), 1))
     assert torch.equal(event.predictive().quantile(0.3), found.quantile(0.3))
+    joint = averaged(
+        torch.tensor([[[0.0, 0.0]], [[2.0, 4.0]]]),
+        torch.tensor([[0.0, 1.0]]),
+        likelihood=lambda o: torch.distributions.Independent(Normal(o, 1.0), 1),
+    )
+    p = stats.norm([[0.0, 0.0], [2.0, 4.0]], 1.0).pdf([0.0, 1.0]).prod(1).mean()
+    assert joint.metrics()["nll"] == pytest.approx(-math.log(p), rel=1e-6)
 
 
 def standard_normal(*shape, seed=0):
@@ -517,6 +524,19 @@ def test_train_resumes_averages_of_outputs_and_of_functions(tmp_path):
     assert trained(tmp_path / "parts", [13, 33, 60]) == whole
     assert len(whole[0][0][2]) == 4
     assert len(whole[1]) == 4
+
+
+def test_what_a_function_writes_into_a_module_is_taken_back():
+    """Also after a first prediction, which wrote nothing."""
+    run, batch = make_run(), examples(9)
+    run.step(batch)
+    before = run.module_at(0).norm.running_mean
+    run.predict(batch)
+    moved = run.predict(
+        batch, output=lambda model, batch: model.norm.running_mean.add_(1.0).clone()
+    )
+    assert torch.equal(moved, before + 1.0)
+    assert torch.equal(run.module_at(0).norm.running_mean, before)
 
 
 def trained_once(folder):

@@ -79,7 +79,7 @@ class Predictive:
         with contextlib.suppress(NotImplementedError, ValueError):
             level = torch.tensor(q, dtype=torch.float64, device=self.mean.device)
             # The quantile of a mixture lies between the least and the largest of its parts.
-            ends = torch.stack([_marginal(part).icdf(level) for part in self._parts])
+            ends = torch.stack([part.icdf(level) for part in self._parts])
             lower, upper = ends.min(0).values, ends.max(0).values
             for _ in range(HALVINGS):
                 middle = (lower + upper) / 2
@@ -138,14 +138,17 @@ class Predictive:
 
     @functools.cached_property
     def _parts(self) -> list[Distribution]:
-        """p(y | output) of each kept draw."""
+        """p(y | output) of each kept draw, of each number by itself where they are independent."""
         if self.likelihood is None:
             raise NotImplementedError
-        return [self.likelihood(output) for output in self.outputs]
+        parts: list[Any] = [self.likelihood(output) for output in self.outputs]
+        while isinstance(parts[0], Independent):
+            parts = [part.base_dist for part in parts]
+        return parts
 
     def _below(self, y: Tensor) -> Tensor:
         """The probability below y, for each number by itself."""
-        below: Tensor = torch.stack([_marginal(part).cdf(y) for part in self._parts]).mean(0)
+        below: Tensor = torch.stack([part.cdf(y) for part in self._parts]).mean(0)
         return below
 
     def _inside(self, y: Tensor) -> Tensor:
@@ -174,13 +177,6 @@ def fair_crps(draws: Tensor, targets: Tensor) -> Tensor:
     spread = torch.tensordot(weights, ordered, dims=1) / (n * (n - 1) or math.nan)
     score: Tensor = (draws - targets).abs().mean(0) - spread
     return score
-
-
-def _marginal(part: Distribution) -> Distribution:
-    """Of each number by itself, where the last axes are one event of independent numbers."""
-    while isinstance(part, Independent):
-        part = part.base_dist
-    return part
 
 
 def terms_of(found: Pass, likelihood: Likelihood | None) -> dict[str, Tensor]:
