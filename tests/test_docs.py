@@ -35,6 +35,10 @@ def test_snippets_run(page, capsys):
         exec(compile(snippet, page.name, "exec"), names)
     if "draws" in names:
         assert names["draws"].values.isfinite().all()
+    if "predictive" in names:
+        metrics = names["predictive"].metrics()  # of sin(2 x) with noise 0.3
+        assert 0.25 < metrics["rmse"] < 0.36
+        assert 0.8 < metrics["coverage_90"] < 0.98
     if "average" in names:
         assert names["average"].metrics()["accuracy"] > 0.8, "the example does not learn"
 

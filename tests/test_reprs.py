@@ -14,7 +14,8 @@ def objects(tmp_path):
     """One of every public class."""
     mixture = tr.GaussianMixture([0.4, 0.6], means=[-3.0, 2.0], stds=[0.7, 0.5])
     run, average, trace = make_run(), tr.PosteriorAverage(batches(2), every=5), tr.Trace()
-    outcome = tr.train(run, batches(7), 10, average=average, trace=trace)
+    values = tr.PosteriorAverage(batches(2), output="values")
+    outcome = tr.train(run, batches(7), 10, average=[average, values], trace=trace)
     ensemble = tr.TensorEnsemble.start(mixture, n_rungs=2)
     repeated = tr.RepeatedDraws(10)
     features = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
@@ -37,6 +38,7 @@ def objects(tmp_path):
         tr.JsonLines(tmp_path / "l"), tr.TensorBoard(tmp_path / "t"), tr.LiveDisplay(),
         tr.DensityExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1)), make_run(), tr.replica_mesh(4),
         tr.MethodResult(average, 1e6), tr.compare({"one": tr.MethodResult(average, 1e6)}),
+        values, values.predictive(),
     ]
     # fmt: on
 

@@ -55,7 +55,14 @@ if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` 
         train,
         train_together,
     )
-    from torchrex.posterior import Draws, DrawStore, PosteriorAverage, classification_metrics
+    from torchrex.posterior import (
+        Draws,
+        DrawStore,
+        PosteriorAverage,
+        Predictive,
+        classification_metrics,
+        load,
+    )
     from torchrex.recording import JsonLines, LiveDisplay, Observer, TensorBoard, Trace
     from torchrex.report.methods import MethodTable, compare
     from torchrex.samplers import SGHMC, SGLD, AdamStart
@@ -89,7 +96,7 @@ _HOMES = {
         "ReplicaExchange RunningMean Smoothing SwapBatchVariance TargetAcceptance "
         "expected_acceptance log_swap_ratio"
     ),
-    "posterior": "Draws DrawStore PosteriorAverage classification_metrics",
+    "posterior": "Draws DrawStore PosteriorAverage Predictive classification_metrics load",
     "recording": "JsonLines LiveDisplay Observer TensorBoard Trace",
     "samplers": "SGHMC SGLD AdamStart",
     "targets": (
@@ -155,6 +162,7 @@ __all__ = [
     "PerExample",
     "PosteriorAverage",
     "PosteriorEnergy",
+    "Predictive",
     "ProportionalToGap",
     "RandomPair",
     "RepeatedDraws",
@@ -180,6 +188,7 @@ __all__ = [
     "deep_ensemble",
     "expected_acceptance",
     "from_sgd",
+    "load",
     "log_swap_ratio",
     "logistic_regression",
     "replica_mesh",

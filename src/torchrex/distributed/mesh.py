@@ -58,20 +58,28 @@ class ReplicaMesh:
         """The rows of this rank's replicas, of a tensor (replicas, ...)."""
         return per_replica[self.mine.start : self.mine.stop] if self.is_spread else per_replica
 
-    def send_from(self, owner: int, tensor: Any, device: torch.device) -> Tensor:
-        """A tensor that one rank has, on all of them."""
+    def send_from(self, owner: int, output: Any, device: torch.device) -> Any:
+        """A tensor, or tensors in tuples and dicts, that one rank has, on all of them."""
         what = "sending of an output"
+        leaves, spec = pytree.tree_flatten(output)
         form: list[Any] | None = None
-        if isinstance(tensor, Tensor):
-            form = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        if leaves and all(isinstance(leaf, Tensor) for leaf in leaves):
+            forms = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in leaves]
+            form = [pytree.treespec_dumps(spec), forms]
         sent = self.process_group.gather(form, what)[owner]
         if sent is None:
             raise InvalidArgumentError(
-                "on several processes the model's output must be one tensor; return only the logits"
+                "on several processes an output must be tensors, alone or in tuples and dicts; "
+                "return only those"
             )
         if form is None:
-            tensor = torch.empty(sent[1], dtype=getattr(torch, sent[0]), device=device)
-        return self.process_group.broadcast(tensor.contiguous(), owner, what)
+            spec = pytree.treespec_loads(sent[0])
+            leaves = [
+                torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+                for dtype, shape in sent[1]
+            ]
+        leaves = [self.process_group.broadcast(t.contiguous(), owner, what) for t in leaves]
+        return pytree.tree_unflatten(leaves, spec)
 
     # Examples
 

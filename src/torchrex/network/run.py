@@ -51,6 +51,7 @@ from torchrex.network.step import (
     explain_batchnorm_error,
     size_of,
 )
+from torchrex.posterior.average import OutputFunction
 from torchrex.rng import Streams
 from torchrex.targets import Batch, Energy
 
@@ -244,32 +245,38 @@ class ModuleExchange(ReplicaExchange):
             here[name].data.copy_(tensor)
         return self._guest
 
-    def predict(self, batch: Batch, rung: int = 0) -> Any:
-        """Output of that module for a batch as in training, in evaluation mode, without gradients.
+    def predict(self, batch: Batch, rung: int = 0, *, output: OutputFunction | None = None) -> Any:
+        """Output of that module for a batch as in training, in evaluation mode, without gradients,
+        or `output(module, batch)`.
 
         On several processes all of them must ask: the one that holds the module sends its output.
         """
         replica = self.replica_at(rung)
         if not self.mesh.is_spread:
-            return self._output_of(replica, batch)
+            return self._output_of(replica, batch, output)
         here = replica in self.mesh.mine
-        output = self._output_of(self.mesh.mine.index(replica), batch) if here else None
-        return self.mesh.send_from(self.mesh.owner_of(replica), output, self.device)
+        sent = self._output_of(self.mesh.mine.index(replica), batch, output) if here else None
+        return self.mesh.send_from(self.mesh.owner_of(replica), sent, self.device)
 
-    def _output_of(self, k: int, batch: Batch) -> Any:
+    def _output_of(self, k: int, batch: Batch, function: OutputFunction | None) -> Any:
         replicas, module = self.ensemble, self.ensemble.modules[k]
         with contextlib.ExitStack() as looking:
             # A module may count its calls, say: what looking writes is taken back.
-            if self._looking_writes is not False:
+            if function is not None or self._looking_writes is not False:
                 looking.enter_context(replicas.own_work())
                 looking.enter_context(untouched_buffers(module))
-            before = replicas.buffer_writes() if self._looking_writes is None else None
+            is_first = function is None and self._looking_writes is None
+            before = replicas.buffer_writes() if is_first else None
             with evaluating(module), replicas.casting():
-                output = self._output(module, self.to_device(batch))
+                output = (function or self._output)(module, self.to_device(batch))
             if before is not None:
                 self._looking_writes = replicas.buffer_writes() != before
-        is_half = isinstance(output, Tensor) and output.dtype == torch.bfloat16
-        return output.float() if is_half else output
+
+        def widened(leaf: Any) -> Any:
+            is_half = isinstance(leaf, Tensor) and leaf.dtype == torch.bfloat16
+            return leaf.float() if is_half else leaf
+
+        return pytree.tree_map(widened, output)
 
     def energies(self, batch: Batch, *, shared: bool = False) -> Energy:
         """Energies (replicas, 1) on a batch, in the mode of a step; only dropout moves on. With

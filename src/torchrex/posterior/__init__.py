@@ -11,6 +11,8 @@ from torchrex.posterior.draws import Draws
 from torchrex.posterior.draws_file import SHAPES, checksums, with_another_sha256
 from torchrex.posterior.evidence import log_evidence
 from torchrex.posterior.prediction import Prediction, classification_metrics, predictive_entropy
+from torchrex.posterior.predictive import Predictive, fair_crps
+from torchrex.posterior.saved import SavedRun, load
 from torchrex.posterior.standard_error import mean_error
 from torchrex.posterior.store import DrawStore
 
@@ -20,10 +22,14 @@ __all__ = [
     "Draws",
     "PosteriorAverage",
     "Prediction",
+    "Predictive",
+    "SavedRun",
     "checksums",
     "classification_metrics",
     "coordinate_labels",
+    "fair_crps",
     "import_arviz",
+    "load",
     "log_evidence",
     "mean_error",
     "predictive_entropy",

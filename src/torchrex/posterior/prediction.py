@@ -1,4 +1,4 @@
-"""Predictions of draws: one pass over data, and how good and how uncertain they are.
+"""One pass over data, and how good and how uncertain the predictions of classifiers are.
 
     accuracy   share of examples whose most probable class is the label
     nll        mean over examples of -log p(label)
@@ -11,12 +11,14 @@ Logarithms are natural. Everything is float64, but torchmetrics bins confidences
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from torchrex.errors import InvalidArgumentError, import_extra
 from torchrex.rng import taken
@@ -105,8 +107,16 @@ class Prediction:
 class Examples:
     """What one pass over the data showed, to be compared with the next pass."""
 
-    marks: Tensor  # (n,): labels, or without labels the mean of each input
+    marks: Tensor  # (n, ...): targets, or without targets the mean of each input
     labelled: bool
+
+
+class Pass(NamedTuple):
+    """What every model gave for all examples."""
+
+    kind: str  # of the output: a "tensor", "tuple" or "dict"
+    values: dict[str, Tensor]  # (models, n, ...); of classifiers `logits` and `probabilities`
+    examples: Examples
 
 
 def split_batch(batch: Any, target_key: str) -> tuple[Any, Tensor | None]:
@@ -130,68 +140,128 @@ def _form(value: Any) -> str:
     return f"{value.dtype} of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
 
 
-def _marks_of(batch: Any, n: int, target_key: str) -> tuple[Tensor, bool]:
-    """What distinguishes the examples of a batch, (n,), and whether these are labels."""
-    inputs, target = split_batch(batch, target_key)
-    if target is None:
-        return inputs[0].detach().reshape(n, -1).double().mean(1), False
-    is_label = isinstance(target, Tensor) and target.shape == (n,)
-    if not is_label or target.is_floating_point() or target.is_complex():
-        raise InvalidArgumentError(f"a target must be {n} class numbers, got {_form(target)}")
-    return target.detach().long(), True
+def _marks_of(batch: Any, n: int, target_key: str, classes: bool) -> tuple[Tensor, bool]:
+    """What distinguishes the examples of a batch, (n, ...), and whether these are targets."""
+    target: Any = None
+    try:
+        _, target = split_batch(batch, target_key)
+    except InvalidArgumentError:  # a function of the user's may take any batch
+        if classes:
+            raise
+    shape = tuple(target.shape) if isinstance(target, Tensor) else ()
+    if classes and target is not None:
+        if shape != (n,) or target.is_floating_point() or target.is_complex():
+            raise InvalidArgumentError(f"a target must be {n} class numbers, got {_form(target)}")
+        return target.detach().long(), True
+    if shape:
+        if shape[0] != n:
+            raise InvalidArgumentError(
+                f"outputs must have one row per example, got {n} rows for a target of shape {shape}"
+            )
+        return target.detach(), True
+    tensors = (x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor) and x.ndim)
+    inputs = next((x for x in tensors if len(x) == n), torch.zeros(n))
+    return inputs.detach().reshape(n, -1).double().mean(1), False
+
+
+def _named_outputs(output: Any, name: str, classes: bool) -> tuple[str, dict[str, Tensor]]:
+    """The kind of an output, and its tensors by name, with the examples first."""
+    if classes:
+        is_matrix = isinstance(output, Tensor) and output.ndim == 2 and output.shape[1] >= 2
+        if not is_matrix or not output.is_floating_point():
+            raise InvalidArgumentError(
+                "outputs must be logits (n, classes) of at least two classes, but "
+                f"{name} gave {_form(output)}; this average is for classifiers, others need "
+                'output="values"'
+            )
+        return "tensor", {"logits": output}
+    kind, named = "tensor", {"output": output}
+    if isinstance(output, Mapping):
+        kind, named = "dict", {str(key): value for key, value in output.items()}
+    elif isinstance(output, tuple | list):
+        kind, named = "tuple", {str(k): value for k, value in enumerate(output)}
+    are_floats = all(isinstance(v, Tensor) and v.is_floating_point() for v in named.values())
+    if not are_floats or len({value.shape[:1] for value in named.values()}) != 1:
+        forms = ", ".join(map(_form, named.values()))
+        raise InvalidArgumentError(
+            "an output must have floating numbers and one row per example, in a tensor or a tuple "
+            f"or dict of such, but {name} gave {forms}; choose by output=lambda model, batch: ..."
+        )
+    return kind, named
 
 
 def predict_all(
     data: Iterable[Any],
-    predict: Callable[[Any, int], Tensor],
+    predict: Callable[[Any, int], Any],
     *,
     names: Sequence[str],
     first: Examples | None,
     target_key: str,
-) -> tuple[Tensor, Tensor, Examples]:
-    """Logits (models, n, classes) and float64 probabilities of one pass over `data`.
+    classes: bool,
+) -> Pass:
+    """The outputs of one pass over `data`; of classifiers logits, and float64 probabilities.
 
-    `predict(batch, k)` gives the logits of model k, called `names[k]` in error messages. The pass
+    `predict(batch, k)` gives the output of model k, called `names[k]` in error messages. The pass
     must show the examples of the `first` pass. There is one host synchronisation, at the end.
     """
-    logits: list[list[Tensor]] = [[] for _ in names]
+    parts: list[list[dict[str, Tensor]]] = [[] for _ in names]
     marks: list[Tensor] = []
-    labelled = True
+    labelled, kind, is_number = True, "", False
     for batch in taken(data):
         for model, name in enumerate(names):
-            output = predict(batch, model)
-            is_matrix = isinstance(output, Tensor) and output.ndim == 2 and output.shape[1] >= 2
-            if not is_matrix or not output.is_floating_point():
+            kind, named = _named_outputs(predict(batch, model), name, classes)
+            is_number = not next(iter(named.values())).ndim
+            if is_number and marks:
                 raise InvalidArgumentError(
-                    "outputs must be logits (n, classes) of at least two classes, but "
-                    f"{name} gave {_form(output)}; a posterior average is for classifiers"
+                    f"{name} gave one number for each of several batches; give data of one batch, "
+                    "or outputs with one row per example"
                 )
             # A captured model may write its next output into the same memory, hence the copy.
-            logits[model].append(output.detach().clone())
-        mark, labelled = _marks_of(batch, len(logits[0][-1]), target_key)
+            copies = {key: value.detach().clone() for key, value in named.items()}
+            parts[model].append({k: v[None] if is_number else v for k, v in copies.items()})
+        n = len(next(iter(parts[0][-1].values())))
+        mark, labelled = _marks_of(None if is_number else batch, n, target_key, classes)
         marks.append(mark)
     if not marks:
         raise InvalidArgumentError("data gave no batches; give a DataLoader that is not empty")
-    values = torch.stack([torch.cat(of_model) for of_model in logits])
-    seen = Examples(torch.cat(marks).to(values.device), labelled)
-    n, probabilities = len(seen.marks), values.double().softmax(-1)
+    values = {
+        key: torch.stack([torch.cat([part[key] for part in of_model]) for of_model in parts])
+        for key in parts[0][0]
+    }
+    device = next(iter(values.values())).device
+    seen = Examples(torch.cat(marks).to(device), labelled)
+    n = len(seen.marks)
     first = first or seen
-    if (n, labelled) != (len(first.marks), first.labelled):
+    if (seen.marks.shape, labelled) != (first.marks.shape, first.labelled):
         raise InvalidArgumentError(
             f"data changed between two draws: {len(first.marks)} examples at first, now {n}; every "
             "pass must show the same examples in the same order (shuffle=False, drop_last=False)"
         )
-    moved = (seen.marks != first.marks.to(values.device)).sum()
-    *broken, n_moved = torch.cat([probabilities.isnan().any(-1).sum(-1), moved[None]]).tolist()
+    if classes:
+        values["probabilities"] = values["logits"].double().softmax(-1)
+        is_bad = values["probabilities"].isnan().any(-1)
+    else:
+        is_bad = torch.stack([_by_row(~v.isfinite(), 2) for v in values.values()]).any(0)
+    before = first.marks.to(device)
+    is_missing = seen.marks.isnan() & before.isnan()
+    moved = _by_row((seen.marks != before) & ~is_missing, 1).sum()
+    *broken, n_moved = torch.cat([is_bad.sum(-1), moved[None]]).tolist()
     if n_moved:
         raise InvalidArgumentError(
             f"{'labels' if labelled else 'inputs'} of {n_moved} of {n} examples differ from the "
             "first pass over data: their order changes; use a DataLoader with shuffle=False"
         )
+    what = "logits" if classes else "outputs"
     for name, count in zip(names, broken, strict=True):
         if count:
             raise InvalidArgumentError(
-                f"{name} gave NaN or infinite logits for {count} of {n} examples; the draw was not "
+                f"{name} gave NaN or infinite {what} for {count} of {n} examples; the draw was not "
                 "added. Lower the learning rate of that rung, or raise burn_in"
             )
-    return values, probabilities, seen
+    return Pass(kind, values, seen)
+
+
+def _by_row(flags: Tensor, axes: int) -> Tensor:
+    """Is any of the flags set, for each index of the first axes?"""
+    shape = flags.shape[:axes]
+    return flags.reshape(*shape, math.prod(flags.shape[axes:])).any(-1)

@@ -21,21 +21,18 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from torchrex.distributed import is_main_process
 from torchrex.durable import PART, replace_file, writing
 from torchrex.errors import CheckpointError, InvalidArgumentError, require_whole
-from torchrex.posterior.prediction import (
-    Examples,
-    Prediction,
-    predict_all,
-    predictive_entropy,
-    split_batch,
-)
+from torchrex.posterior.average import OutputFunction, PosteriorAverage
+from torchrex.posterior.prediction import Prediction, split_batch
+from torchrex.posterior.predictive import Predictive
 from torchrex.posterior.store_format import (
     INDEX,
     Index,
@@ -51,12 +48,78 @@ from torchrex.posterior.store_format import (
     read_index,
 )
 
+Model = nn.Module | Callable[[], nn.Module]
+
 # Files that may be removed if the index does not name them.
 DRAW = r"draw-\d{9,}\.safetensors"
 OURS = re.compile(rf"{DRAW}|({DRAW}|index\.json)({PART}|\.part)")  # .part: of older versions
 
 
-class DrawStore:
+class StoredWeights:
+    """Predictions of weights on disk, one draw after the other in ONE module.
+
+    `model` is a function that makes the module, or a module, which is copied; it is in eval mode. A
+    batch `(x, ..., y)` calls `module(x, ...)`, a dict `module(**rest)`, a tensor `module(x)`; for
+    anything else give a function of the module and the batch. Hotter rungs do not sample the
+    posterior, so only draws of `rung` 0 count; None pools all.
+    """
+
+    def states(self, rung: int | None) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+        """The weights of each draw of that rung, with a name for messages."""
+        raise NotImplementedError
+
+    def predict(
+        self,
+        model: Model,
+        data: Iterable[Any],
+        *,
+        rung: int | None = 0,
+        target_key: str = "target",
+        forward: OutputFunction | None = None,
+    ) -> Prediction:
+        """Of a classifier: the mean over stored draws of softmax(logits), of `forward(module,
+        batch)` if it is given.
+        """
+        average = self._average(model, data, rung, forward, target_key=target_key)
+        labels = average.labels if average.is_labelled else None
+        entropy, information = average.predictive_entropy(), average.mutual_information()
+        return Prediction(average.probabilities(), labels, entropy, information, average.n_draws)
+
+    def predictive(
+        self,
+        model: Model,
+        data: Iterable[Any],
+        *,
+        rung: int | None = 0,
+        output: Literal["values"] | OutputFunction = "values",
+        of: str | None = None,
+        **options: Any,
+    ) -> Predictive:
+        """Of any other output, as `PosteriorAverage(...).predictive(of=of)`, whose options are
+        `likelihood`, `keep` and `target_key`.
+        """
+        function = output if callable(output) else None
+        average = self._average(model, data, rung, function, **{"output": output, **options})
+        return average.predictive(of=of)
+
+    @torch.no_grad()
+    def _average(
+        self,
+        model: Model,
+        data: Iterable[Any],
+        rung: int | None,
+        function: OutputFunction | None,
+        **options: Any,
+    ) -> PosteriorAverage:
+        average, module = PosteriorAverage(data, **options), made(model).eval()
+        call = function or (lambda module, batch: _call(module, batch, average.target_key))
+        for name, state in self.states(rung):
+            load_into(module, state, name)
+            average.add(lambda batch: call(module, _on_device_of(module, batch)), name)
+        return average
+
+
+class DrawStore(StoredWeights):
     """At most `capacity` draws of weights and buffers in a folder; an existing store is continued.
 
     Draws of several rungs share the capacity. One draw at a time is in memory, whatever the
@@ -220,50 +283,14 @@ class DrawStore:
         self._write_index(replace(self._index, marks=(empty, *marks)).needed())
         self._remove_unnamed()
 
-    @torch.no_grad()
-    def predict(
-        self,
-        model: nn.Module | Callable[[], nn.Module],
-        data: Iterable[Any],
-        *,
-        rung: int | None = 0,
-        target_key: str = "target",
-        forward: Callable[[nn.Module, Any], Tensor] | None = None,
-    ) -> Prediction:
-        """The mean over stored draws of softmax(logits), one draw after the other in ONE module.
-
-        `model` is a function that makes the module, or a module, which is copied; it is in eval
-        mode. A batch `(x, ..., y)` calls `module(x, ...)`, a dict `module(**rest)`, a tensor
-        `module(x)`; for anything else give `forward(module, batch)`. Hotter rungs do not sample the
-        posterior, so only draws of `rung` 0 count; None pools all.
-        """
+    def states(self, rung: int | None) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
         chosen = [draw for draw in self._index.there() if rung is None or draw.rung == rung]
         if not chosen:
             rungs = sorted({draw.rung for draw in self._index.there()})
             raise InvalidArgumentError(f"no draw of rung {rung} in {self.folder}, only of {rungs}")
-        module = (copy.deepcopy(model) if isinstance(model, nn.Module) else model()).eval()
-        call = forward or (lambda module, batch: _call(module, batch, target_key))
-        examples: Examples | None = None
-        total: Tensor | float = 0.0
-        entropies: Tensor | float = 0.0
         for draw in chosen:
-            load_into(module, read_draw(self.folder, draw), draw.file)
-            _, (probabilities,), seen = predict_all(
-                data,
-                lambda batch, _: call(module, batch),
-                names=[f"the draw of rung {draw.rung} at step {draw.step}"],
-                first=examples,
-                target_key=target_key,
-            )
-            examples = examples or seen
-            total = total + probabilities
-            entropies = entropies + predictive_entropy(probabilities)
-        assert isinstance(total, Tensor)
-        assert examples is not None
-        mean, n = total / len(chosen), len(chosen)
-        entropy = predictive_entropy(mean)
-        labels = examples.marks if examples.labelled else None
-        return Prediction(mean, labels, entropy, entropy - entropies / n, n)
+            name = f"the draw of rung {draw.rung} at step {draw.step}"
+            yield name, read_draw(self.folder, draw)
 
     def _go_back(self, moment: Moment) -> None:
         now = replace(moment, next_step=None)
@@ -312,14 +339,19 @@ class DrawStore:
         return f"DrawStore({str(self.folder)!r}, {kept}, capacity={self.capacity})"
 
 
-def _call(module: nn.Module, batch: Any, target_key: str) -> Tensor:
+def made(model: Model) -> nn.Module:
+    """A module of one's own, from a module or from a function."""
+    if not callable(model):
+        raise InvalidArgumentError(f"model must be an nn.Module or make one, got {model!r}")
+    return copy.deepcopy(model) if isinstance(model, nn.Module) else model()
+
+
+def _call(module: nn.Module, batch: Any, target_key: str) -> Any:
     inputs, _ = split_batch(batch, target_key)
+    return module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)
+
+
+def _on_device_of(module: nn.Module, batch: Any) -> Any:
     tensors = [*module.parameters(), *module.buffers()]
     device = tensors[0].device if tensors else torch.device("cpu")
-
-    def moved(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) else value
-
-    if isinstance(inputs, Mapping):
-        return cast(Tensor, module(**{name: moved(value) for name, value in inputs.items()}))
-    return cast(Tensor, module(*map(moved, inputs)))
+    return pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)

@@ -216,7 +216,7 @@ def draw_as_bytes(module: nn.Module, *, step: int, rung: int) -> bytes:
     names: dict[str, str] = {}  # name in the module -> name in the file
     first: dict[Any, str] = {}  # place in memory -> name in the file
     for full_name, value in module.state_dict().items():
-        name = _plain(full_name)
+        name = plain_name(full_name)
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
             raise InvalidArgumentError(
                 f"only dense tensors can be stored, but {name} of the module's state dict is "
@@ -234,13 +234,26 @@ def draw_as_bytes(module: nn.Module, *, step: int, rung: int) -> bytes:
 
 def load_into(module: nn.Module, state: Mapping[str, Tensor], file: str) -> None:
     """Put a draw into a module of the same form; `file` is for the message if it does not fit."""
-    names = {_plain(name): name for name in module.state_dict()}
-    try:
-        module.load_state_dict({names.get(name, name): value for name, value in state.items()})
-    except RuntimeError as error:  # it names missing and unknown tensors, and other shapes
-        raise InvalidArgumentError(f"{file} is no draw of this model: {one_line(error)}") from None
+    names = {plain_name(name): name for name in module.state_dict()}
+    require_same_shapes(module.state_dict(), state, file)
+    module.load_state_dict({names[name]: value for name, value in state.items()})
 
 
-def _plain(name: str) -> str:
+def require_same_shapes(mine: Mapping[str, Any], stored: Mapping[str, Tensor], file: str) -> None:
+    """Refuse the tensors of another architecture, naming the first that differs."""
+    shapes = [
+        {plain_name(name): list(getattr(value, "shape", ())) for name, value in named.items()}
+        for named in (mine, stored)
+    ]
+    for name in (*shapes[0], *shapes[1]):
+        here, there = (str(shape[name]) if name in shape else "absent" for shape in shapes)
+        if here != there:
+            raise InvalidArgumentError(
+                f"{file} is of another model: {one_line(name)} is {there} there and {here} in this "
+                "model; give the model of the run"
+            )
+
+
+def plain_name(name: str) -> str:
     """A name as the module had it before torch.compile wrapped it."""
     return name.replace("_orig_mod.", "")

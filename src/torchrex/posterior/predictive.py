@@ -1,0 +1,204 @@
+"""Predictions of any output: mean and variance over all draws, quantiles from the kept ones.
+
+With a `likelihood` p(y | output) it is the observation y that is predicted, otherwise the output:
+
+    mean        E[y] = mean over draws of E[y | output]
+    epistemic   variance over draws of E[y | output]: how much the draws disagree
+    aleatoric   mean over draws of Var[y | output]: the noise that no data remove
+    variance    epistemic + aleatoric, the law of total variance
+
+These four use every draw. Variances divide by the number of draws: they are those of the mixture.
+Quantiles and metrics come from K <= `keep` draws, and each draw has the same chance to be among
+them. The standard error of a quantile of the output is sqrt(q (1 - q) / K) / density if draws are
+independent. The nll lies above that of all draws by a term of order 1/K; the CRPS does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution, Independent
+
+from torchrex.durable import one_line
+from torchrex.errors import InvalidArgumentError
+from torchrex.posterior.prediction import Pass
+from torchrex.rng import default_seed, derive_seed
+
+Likelihood = Callable[[Any], Distribution]
+
+HALVINGS = 50  # of the interval that holds a quantile
+SHARE = 0.9  # of the interval in `metrics`
+
+
+@dataclass(repr=False, eq=False)
+class Predictive:
+    """The distribution of an output over draws, or with a likelihood of an observation.
+
+    Tensors are (n, ...), float64, in the order of the data.
+    """
+
+    mean: Tensor
+    epistemic: Tensor
+    aleatoric: Tensor | None  # None without a likelihood
+    targets: Tensor | None  # of the data, if they have any
+    n_draws: int
+    outputs: Sequence[Any]  # of the kept draws, each as the likelihood gets it
+    likelihood: Likelihood | None
+
+    @property
+    def variance(self) -> Tensor:
+        """Variance of what is predicted: `epistemic`, plus `aleatoric` if there is one."""
+        return self.epistemic if self.aleatoric is None else self.epistemic + self.aleatoric
+
+    @functools.cached_property
+    def draws(self) -> Tensor:
+        """(K, n, ...): the kept outputs; with a likelihood one observation drawn from each of them,
+        always the same one.
+        """
+        if self.likelihood is None:
+            return torch.stack(list(self.outputs))
+        with default_seed(derive_seed(0, "predictive")):
+            return torch.stack([part.sample() for part in self._parts])
+
+    def quantile(self, q: float) -> Tensor:
+        """The value below which lies a share `q` of the probability, for each number by itself.
+
+        With a likelihood it solves  (1/K) sum_k F(y | output_k) = q  where torch has the F of the
+        likelihood. Elsewhere (StudentT, Poisson, no likelihood) it is the rank q (K + 1) among the
+        sorted `draws`, between two of them a straight line; no quantile lies outside of them.
+        """
+        if not 0 < q < 1:
+            raise InvalidArgumentError(f"q must lie between 0 and 1, got {q!r}")
+        with contextlib.suppress(NotImplementedError, ValueError):
+            level = torch.tensor(q, dtype=torch.float64, device=self.mean.device)
+            # The quantile of a mixture lies between the least and the largest of its parts.
+            ends = torch.stack([part.icdf(level) for part in self._parts])
+            lower, upper = ends.min(0).values, ends.max(0).values
+            for _ in range(HALVINGS):
+                middle = (lower + upper) / 2
+                is_below = self._below(middle) < q
+                lower = torch.where(is_below, middle, lower)
+                upper = torch.where(is_below, upper, middle)
+            return (lower + upper) / 2
+        ordered, last = self.draws.sort(0).values, len(self.draws) - 1
+        rank = min(max(q * (last + 2) - 1, 0.0), float(last))
+        low = int(rank)
+        return ordered[low].lerp(ordered[min(low + 1, last)], rank - low)
+
+    def interval(self, share: float = SHARE) -> tuple[Tensor, Tensor]:
+        """Lower and upper end of the central interval that holds this share of the probability."""
+        return self.quantile((1 - share) / 2), self.quantile((1 + share) / 2)
+
+    def metrics(self) -> dict[str, float]:
+        """How well the targets y are predicted; numbers of one example count one by one.
+
+        rmse         sqrt of the mean of (mean - y)^2, of all draws
+        nll          mean over examples of -log (1/K) sum_k p(y | output_k); needs a likelihood
+        coverage_90  share of y in `interval(0.9)`
+        crps         mean of E|Y - y| - E|Y - Y'| / 2 over pairs of different `draws` Y, Y'
+                     (fair: unbiased for any K >= 2; NaN for one)
+        """
+        y = self._targets()
+        found = {"rmse": (self.mean - y).square().mean().sqrt()}
+        if self.likelihood is not None:
+            parts = self._parts
+            try:
+                each = [part.log_prob(y).reshape(len(y), -1).sum(1) for part in parts]
+            except ValueError as error:
+                reason = one_line(error)
+                raise InvalidArgumentError(f"the likelihood refuses targets: {reason}") from None
+            found["nll"] = (math.log(len(each)) - torch.stack(each).logsumexp(0)).mean()
+        found["coverage_90"] = self._inside(y).double().mean()
+        found["crps"] = fair_crps(self.draws, y).mean()
+        numbers = torch.stack(list(found.values())).tolist()
+        return dict(zip(found, numbers, strict=True))
+
+    def _targets(self) -> Tensor:
+        if self.targets is None:
+            raise InvalidArgumentError(
+                "metrics need targets: give batches (x, y), or name the target of dicts by "
+                "target_key=..."
+            )
+        y = self.targets.to(self.mean.device).double()
+        if y.shape != self.mean.shape:
+            raise InvalidArgumentError(
+                f"targets have shape {tuple(y.shape)} and predictions {tuple(self.mean.shape)}; "
+                "give both the same shape, for example by nn.Flatten(0) at the end of the model"
+            )
+        if not bool(y.isfinite().all()):
+            raise InvalidArgumentError("targets are NaN or infinite; leave these examples out")
+        return y
+
+    @functools.cached_property
+    def _parts(self) -> list[Distribution]:
+        """p(y | output) of each kept draw, of each number by itself where they are independent."""
+        if self.likelihood is None:
+            raise NotImplementedError
+        parts: list[Any] = [self.likelihood(output) for output in self.outputs]
+        while isinstance(parts[0], Independent):
+            parts = [part.base_dist for part in parts]
+        return parts
+
+    def _below(self, y: Tensor) -> Tensor:
+        """The probability below y, for each number by itself."""
+        below: Tensor = torch.stack([part.cdf(y) for part in self._parts]).mean(0)
+        return below
+
+    def _inside(self, y: Tensor) -> Tensor:
+        """Is it in the interval of `SHARE`? The probability below it says so without a search."""
+        with contextlib.suppress(NotImplementedError, ValueError):
+            return (self._below(y) - 0.5).abs() <= SHARE / 2
+        lower, upper = self.interval()
+        return (lower <= y) & (y <= upper)
+
+    def __repr__(self) -> str:
+        what = "an output" if self.likelihood is None else "an observation"
+        kept = f"{self.n_draws:,} draws, {len(self.outputs)} kept"
+        return f"Predictive({what} of shape {tuple(self.mean.shape)}, {kept})"
+
+
+def fair_crps(draws: Tensor, targets: Tensor) -> Tensor:
+    """Continuous ranked probability score of draws (K, ...) for targets (...); smaller is better.
+
+        (1/K) sum_i |x_i - y| - 1 / (2 K (K - 1)) sum_ij |x_i - x_j|
+
+    Its mean over draws is the CRPS of their distribution, for any K >= 2 (Ferro 2014).
+    """
+    n = len(draws)
+    ordered = draws.sort(0).values
+    weights = 2.0 * torch.arange(1, n + 1, dtype=draws.dtype, device=draws.device) - (n + 1)
+    spread = torch.tensordot(weights, ordered, dims=1) / (n * (n - 1) or math.nan)
+    score: Tensor = (draws - targets).abs().mean(0) - spread
+    return score
+
+
+def terms_of(found: Pass, likelihood: Likelihood | None) -> dict[str, Tensor]:
+    """What is averaged over draws, (models, n, ...): outputs, and moments of the observation."""
+    terms = {f"output.{name}": value.double() for name, value in found.values.items()}
+    if likelihood is None:
+        return terms
+    rows = zip(*found.values.values(), strict=True)
+    draws = [dict(zip(found.values, row, strict=True)) for row in rows]
+    parts = [likelihood(rebuilt(found.kind, draw)) for draw in draws]
+    if not all(isinstance(part, Distribution) for part in parts):
+        raise InvalidArgumentError(
+            "likelihood must return a torch.distributions.Distribution of the observations, "
+            f"got {type(parts[0]).__name__}"
+        )
+    means, variances = ([getattr(p, of).double() for p in parts] for of in ("mean", "variance"))
+    return {**terms, "observation": torch.stack(means), "noise": torch.stack(variances)}
+
+
+def rebuilt(kind: str, values: Mapping[str, Tensor], device: torch.device | None = None) -> Any:
+    """One draw of the outputs in the form in which the model gave them, in float64."""
+    here = {name: value.to(device, torch.float64) for name, value in values.items()}
+    if kind == "dict":
+        return here
+    return tuple(here.values()) if kind == "tuple" else next(iter(here.values()))
