@@ -26,7 +26,7 @@ from torchrex.experiments.images import (
     table1_recipes,
     table2_recipes,
 )
-from torchrex.experiments.recipes import matches
+from torchrex.names import matches
 from torchrex.report import figure2, figure3
 from torchrex.report.figure2 import plot_energies, plot_factors, ticks
 from torchrex.report.plots import p_of_pairs

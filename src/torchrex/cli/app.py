@@ -28,6 +28,7 @@ PLAIN: dict[str, Any] = {
     "add_completion": False,
     "rich_markup_mode": None,
     "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
 }
 
 
@@ -108,7 +109,7 @@ app = typer.Typer(
     help="Adaptive replica exchange stochastic gradient MCMC: run recipes, reproduce the paper.",
     no_args_is_help=True,
     cls=Commands,
-    **PLAIN,
+    **{**PLAIN, "add_completion": True},
 )
 
 
