@@ -26,21 +26,19 @@ def require_recipe(name: str, known: Collection[str]) -> None:
     )
 
 
-def require_setting(
-    name: str, names: Sequence[str], *, key: str | None = None, where: str = "--set"
-) -> None:
+def require_setting(name: str, names: Sequence[str], key: str, where: str = "--set") -> None:
     """Refuse a setting that is none of `names`; `key` is its path in nested settings."""
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
-        raise ConfigError(f"unknown setting {key or name!r} in {where}; {hint}")
+        raise ConfigError(f"unknown setting {key!r} in {where}; {hint}")
 
 
-def require_free(name: str, fixed: Collection[str], key: str | None = None) -> None:
+def require_free(name: str, fixed: Collection[str], key: str) -> None:
     """Refuse a setting that only a recipe chooses."""
     if name in fixed:
         raise ConfigError(
-            f"setting {key or name!r} belongs to the recipe and is fixed; choose another recipe "
+            f"setting {key!r} belongs to the recipe and is fixed; choose another recipe "
             "from `torchrex list`"
         )
 

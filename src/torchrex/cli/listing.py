@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torchrex.names import families_of, matches, require_free, require_recipe, r
 INDEX = Path(__file__).with_name("recipes.json")
 FIXED = "fixed"  # the description of a setting that --set cannot change
 MOST_OF_A_FAMILY = 20  # recipes; larger ones are shown on demand
-ROW = ("rungs", "F", "steps", "runs")  # of a recipe in the table
+ROW = ("recipe", "rungs", "F", "steps", "runs")
 
 
 @functools.cache
@@ -36,18 +36,21 @@ def settings_of(recipe: str) -> dict[str, Any]:
     return {**index()["usual"][about["kind"]], "recipe": recipe, **about["other"]}
 
 
-def require_settings(recipe: str, names: Iterable[str], where: str = "--set") -> None:
-    """Refuse settings that the recipe does not have, or that are fixed, before torch is loaded."""
+def require_settings(recipe: str, values: Mapping[str, Any], where: str = "--set") -> None:
+    """Refuse settings that the recipe does not have, or has fixed to another value; torch is not
+    needed for that. The parts of a setting are joined to it by a dot, or are a mapping.
+    """
     settings, said = settings_of(recipe), index()["said"][index()["recipes"][recipe]["kind"]]
     fixed = [name for name in settings if said.get(name) == FIXED]
-    free = [name for name in settings if name not in fixed]
-    for name in names:
-        require_free(name.split(".")[0], fixed, name)
-        require_setting(name.split(".")[0], free, key=name, where=where)
-
-
-def _row(recipe: str) -> dict[str, Any]:
-    return dict(zip(ROW, index()["recipes"][recipe]["row"], strict=True))
+    for key, value in values.items():
+        name = key.split(".")[0]
+        if key in settings and value == settings[key] or key == "made_by":
+            continue
+        require_free(name, fixed, key)
+        require_setting(name, [each for each in settings if each not in fixed], key, where)
+        if isinstance(value, dict) and isinstance(settings[name], dict):
+            for part in value:
+                require_setting(part, list(settings[name]), f"{name}.{part}", where)
 
 
 def complete_recipe(incomplete: str) -> list[str]:
@@ -67,9 +70,9 @@ def show_recipes(word: str, as_json: bool) -> None:
         shown = [name for name in known if matches(word, name, begins)]
     if word and (word in shown or not shown):
         require_recipe(word, known)
-        (_show_settings_as_json if as_json else _show_settings)(word)
+        _show_settings(word, as_json)
     elif as_json:
-        rows = [{"recipe": name, **_row(name)} for name in shown]
+        rows = [dict(zip(ROW, (name, *known[name]["row"]), strict=True)) for name in shown]
         typer.echo(json.dumps({"recipes": rows}, indent=2))
     else:
         _show_table(shown, fold=not word)
@@ -85,7 +88,7 @@ def _show_table(shown: list[str], *, fold: bool) -> None:
     families = Counter(name.split("/")[0] for name in shown)
     folded = {family: n for family, n in families.items() if fold and n > MOST_OF_A_FAMILY}
     one_by_one = [name for name in shown if name.split("/")[0] not in folded]
-    table = Table("recipe", *ROW, box=None, header_style="bold")
+    table = Table(*ROW, box=None, header_style="bold")
     table.columns[0].no_wrap, table.columns[0].min_width = True, max(map(len, one_by_one))
     for name in one_by_one:
         rungs, factor, n_steps, n_runs = index()["recipes"][name]["row"]
@@ -97,25 +100,23 @@ def _show_table(shown: list[str], *, fold: bool) -> None:
         say(f" {family}/...  {n} recipes like {first}: `torchrex list {family}/`")
 
 
-def _show_settings(recipe: str) -> None:
+def _show_settings(recipe: str, as_json: bool) -> None:
+    about, settings = index()["recipes"][recipe], settings_of(recipe)
+    said = index()["said"][about["kind"]]
+    if as_json:
+        row = dict(zip(ROW, (recipe, *about["row"]), strict=True))
+        typer.echo(json.dumps({**row, "settings": settings, "about": said}, indent=2))
+        return
     from rich.table import Table
 
     from torchrex.cli.console import stdout
 
-    about = index()["recipes"][recipe]
-    said = index()["said"][about["kind"]]
     table = Table("setting", "value", "", box=None, header_style="bold")
-    for name, value in settings_of(recipe).items():
+    for name, value in settings.items():
         text = ",".join(map(_short, value)) if isinstance(value, list) else _short(value)
         table.add_row(name, text, said.get(name, ""))
     stdout.print(table)
     stdout.print(f" {about['row'][2]:,} steps in all", highlight=False)
-
-
-def _show_settings_as_json(recipe: str) -> None:
-    said = index()["said"][index()["recipes"][recipe]["kind"]]
-    shown = {**_row(recipe), "settings": settings_of(recipe), "about": said}
-    typer.echo(json.dumps(shown, indent=2))
 
 
 def _short(value: Any) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ from torchrex.cli import listing
 from torchrex.cli.main import loading_torch
 from torchrex.durable import one_line, read_file, read_object
 from torchrex.errors import ConfigError, MissingDependencyError, RecipeError
-from torchrex.names import require_recipe, require_setting
+from torchrex.names import require_recipe
 
 THINGS = (
     "figure1", "digits", "theory", "table1", "table2", "figure2", "table3", "figure3", "gallery"
@@ -64,7 +64,6 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="Print only results and err
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")
 ]
-MOST_CONFIG = 2**20  # bytes of a file for --config
 
 
 def seconds_of(budget: str) -> float | None:
@@ -98,48 +97,39 @@ def list_recipes(
 
 def settings_in(file: Path) -> dict[str, Any]:
     """The settings in a file for --config: a JSON object, or a mapping in YAML."""
-    if file.suffix not in (".json", ".yaml", ".yml"):
-        raise ConfigError(f"--config must end in .json, .yaml or .yml, got {file}")
+    read: Callable[[Path], Any] = read_object
+    broken: tuple[type[Exception], ...] = (OSError, ValueError, RecursionError)
+    if file.suffix != ".json":
+        try:
+            import yaml
+        except ImportError:
+            message = "--config in YAML needs PyYAML: pip install pyyaml, or give a .json file"
+            raise MissingDependencyError(message) from None
+        read, broken = lambda path: yaml.safe_load(read_file(path)), (*broken, yaml.YAMLError)
     try:
-        if file.suffix == ".json":
-            return read_object(file)
-        text = read_file(file, MOST_CONFIG).decode()
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read --config {one_line(file)} ({one_line(why)})") from None
-    try:
-        import yaml
-    except ImportError:
-        message = "--config in YAML needs PyYAML: pip install pyyaml, or give a JSON file"
-        raise MissingDependencyError(message) from None
-    try:
-        found = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = one_line(str(error) or "it is nested too deeply")
-        raise ConfigError(f"--config {one_line(file)} is no YAML ({reason})") from None
+        found = read(file)
+    except broken as error:
+        why = one_line(getattr(error, "strerror", None) or error)
+        raise ConfigError(f"cannot read --config {one_line(file)} ({why})") from None
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise ConfigError(f"--config {one_line(file)} must hold names and values of settings")
     return found
 
 
 def recipe_of(file: Path, values: Mapping[str, Any], recipe: str) -> str:
-    """The recipe of a --config, all of whose settings it has; those it fixes are as it says."""
-    made_by = values.get("made_by", "recipe")
-    if made_by != "recipe":
-        raise ConfigError(f"--config {file} is of a run of torchrex.{made_by}, not of a recipe")
+    """The recipe of a --config, after a look at the names in it; the recipe's fixed settings are
+    as they are.
+    """
+    if (made_by := values.get("made_by", "recipe")) != "recipe":
+        raise ConfigError(f"--config {file} is of a run of {made_by!r}, which is no recipe")
     named = values.get("recipe", recipe)
     if not isinstance(named, str) or (recipe and named != recipe):
         raise ConfigError(
             f"--config {file} is of recipe {named!r}, not of {recipe!r}; leave it out"
         )
-    require_recipe(named, listing.index()["recipes"])
-    usual = listing.settings_of(named)
-    different = [name for name in values if name not in usual or values[name] != usual[name]]
-    listing.require_settings(named, [name for name in different if name != "made_by"], str(file))
-    for name, value in values.items():
-        if isinstance(value, dict) and isinstance(usual[name], dict):
-            for part in value:
-                require_setting(part, [*usual[name]], key=f"{name}.{part}", where=str(file))
+    if named:
+        require_recipe(named, listing.index()["recipes"])
+        listing.require_settings(named, values, str(file))
     return named
 
 
@@ -201,7 +191,7 @@ def run(
     if not recipe:
         raise ConfigError("give a recipe of `torchrex list`, or --config FILE that names one")
     require_recipe(recipe, listing.index()["recipes"])
-    listing.require_settings(recipe, [each.partition("=")[0].strip() for each in set_ or []])
+    listing.require_settings(recipe, {each.partition("=")[0].strip(): ... for each in set_ or []})
     with loading_torch(quiet=quiet):
         from torchrex.cli.console import printing
         from torchrex.cli.running import run_seeds

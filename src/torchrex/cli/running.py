@@ -60,8 +60,8 @@ def run_seeds(
         raise RunFolderError(
             f"{len(failed)} of {len(seeds)} runs failed; the first is {failed[0].path}"
         )
-    where = done[0].path if len(done) == 1 else out / config.recipe
-    advise(f"next: {shlex.join(['torchrex', 'report', str(where)])}, or doctor in place of report")
+    where = shlex.quote(str(done[0].path if len(done) == 1 else out / config.recipe))
+    advise(f"next: `torchrex doctor {where}` checks it, `torchrex report {where}` makes a page")
 
 
 def as_document(runs: Sequence[Run], session: Session) -> dict[str, Any]:

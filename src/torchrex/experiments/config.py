@@ -302,7 +302,7 @@ def _assign(config: C, path: list[str], text: str, key: str) -> C:
     names = [name for name, f in fields.items() if f.metadata.get("settable", True)]
     name, *rest = path
     require_free(name, fields.keys() - names, key)
-    require_setting(name, names, key=key)
+    require_setting(name, names, key)
     value = getattr(config, name)
     nested = dataclasses.is_dataclass(value)
     if rest and not nested:
