@@ -44,7 +44,7 @@ def require_settings(recipe: str, values: Mapping[str, Any], where: str = "--set
     fixed = [name for name in settings if said.get(name) == FIXED]
     for key, value in values.items():
         name = key.split(".")[0]
-        if key in settings and value == settings[key] or key == "made_by":
+        if key == "made_by" or (key in settings and value == settings[key]):
             continue
         require_free(name, fixed, key)
         require_setting(name, [each for each in settings if each not in fixed], key, where)

@@ -191,7 +191,8 @@ def run(
     if not recipe:
         raise ConfigError("give a recipe of `torchrex list`, or --config FILE that names one")
     require_recipe(recipe, listing.index()["recipes"])
-    listing.require_settings(recipe, {each.partition("=")[0].strip(): ... for each in set_ or []})
+    names = [each.partition("=")[0].strip() for each in set_ or [] if "=" in each[1:]]
+    listing.require_settings(recipe, dict.fromkeys(names, ...))
     with loading_torch(quiet=quiet):
         from torchrex.cli.console import printing
         from torchrex.cli.running import run_seeds

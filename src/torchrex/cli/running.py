@@ -239,7 +239,7 @@ class Number(NamedTuple):
     def __str__(self) -> str:
         """With the digits that its error leaves it, such as 0.4012 ± 0.0031; swaps as 12 of 400."""
         if self.of is not None:
-            share = f" ({self.value / self.of:.3g})" if self.of else ""
+            share = f" ({100 * self.value / self.of:.3g} %)" if self.of else ""
             return f"{self.value:,} of {self.of:,}{share}" if self.of else "none tested"
         if self.exact:
             return f"{self.value:.4f}"
