@@ -521,8 +521,8 @@ def trained(write, monkeypatch):
     """Nothing is trained: a run that is asked for writes its folder, and is listed here."""
     listed = []
 
-    def run_all(self, groups, adapted):
-        for group in groups:
+    def run_all(self, adapted):
+        for group in self.groups:
             for run in group.runs:
                 config = run.config
                 length = {f"{config.unit}s": getattr(config, f"{config.unit}s")}

@@ -7,6 +7,7 @@ errors are answered at once.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -135,6 +136,8 @@ class Warnings(logging.Handler):
 
 def call() -> None:
     """Run the command that was typed."""
+    if "_TORCHREX_COMPLETE" in os.environ:  # a shell takes each line for a word
+        os.environ["COLUMNS"] = "10000"  # so that typer does not wrap descriptions
     warnings, logger = Warnings(), logging.getLogger("torchrex")
     logger.addHandler(warnings)
     try:
