@@ -327,6 +327,13 @@ def test_the_command_that_is_printed_goes_on(cli, tmp_path, line):
     assert "go on with" not in out
 
 
+def test_torchrun_does_not_take_a_budget_for_a_lost_rank(cli, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    code, out, _ = cli(f"run {RESGHMC} --budget 0.001s", *QUICK, out=tmp_path)
+    assert code == 0
+    assert f"go on with: torchrun ... -m torchrex run {RESGHMC}" in out
+
+
 @pytest.mark.slow
 def test_exit_codes_of_real_processes(tmp_path):
     """75 when the budget is used up, 130 after Ctrl-C with a checkpoint, 0 at the end."""

@@ -31,6 +31,7 @@ from torchrex.report.plots import error_of_mean
 MOST_NAMED = 6  # runs that were not reached
 MOST_SHOWN = 8  # metrics of a run; all are in result.json
 BUDGET_USED_UP = 75  # exit code (EX_TEMPFAIL): the same command again goes on
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"  # it starts a rank again whose exit code is not 0
 LEAST_BUDGET = 1e-9  # of a budget that is used up: the next run stops at its first chance
 
 
@@ -79,7 +80,7 @@ def as_document(runs: Sequence[Run], session: Session) -> dict[str, Any]:
 
 def command_again(*more: str) -> str:
     """The command that goes on with this one, for a shell: never with --overwrite."""
-    start = "torchrun ... -m torchrex" if "TORCHELASTIC_RUN_ID" in os.environ else "torchrex"
+    start = "torchrun ... -m torchrex" if UNDER_TORCHRUN in os.environ else "torchrex"
     words = [word for word in sys.argv[1:] if word not in ("--overwrite", *more)]
     return f"{start} {shlex.join([*words, *more])}"
 
@@ -125,7 +126,7 @@ class Session:
                 self._say_how_far(paused, group.runs[0].config.n_steps)
                 self._say_not_reached(self.groups[k + 1 :])
                 advise(f"go on with: {self.again}")
-                raise typer.Exit(BUDGET_USED_UP)
+                raise typer.Exit(0 if UNDER_TORCHRUN in os.environ else BUDGET_USED_UP)
 
     def _run(self, group: Group, options: RunOptions) -> list[RunFolder]:
         budget, n_steps, n = options.budget, group.runs[0].config.n_steps, len(self.groups)
