@@ -102,6 +102,15 @@ ANSWERS = [
     ("run digits/sghmc --budget soon", 2, "--budget must be a time"),
     ("report . --doctor some", 2, "'some' is not one of 'quick', 'all', 'none'"),
     ("doctor", 2, "Missing argument 'DIR'"),
+    ("doctor nowhere", 2, "there is no folder nowhere"),
+    ("report nowhere", 2, "there is no folder nowhere"),
+    ("compare nowhere there", 2, "there is no folder nowhere"),
+    ("run", 2, "give a recipe of `torchrex list`"),
+    ("run digits/sghcm", 2, "did you mean digits/sghmc"),
+    ("run digits/sghmc --set epocs=3", 2, "did you mean epochs"),
+    ("run clean/cifar10-resnet20 --set method=sgld", 2, "belongs to the recipe and is fixed"),
+    ("run --config nowhere.json", 2, "cannot read --config nowhere.json"),
+    ("reproduce figure7", 2, "did you mean figure3?"),
     ("compare a b --out table.txt", 2, "--out must end in .md or .json"),
 ]
 ANSWERING = """

@@ -205,6 +205,18 @@ def test_a_line_for_every_tenth_of_all_the_work(monkeypatch):
     assert lines[-1].startswith("100%, 0:00:00 left")
 
 
+def test_the_time_left_is_that_of_steps_that_were_made():
+    """Not of those before a resume, nor of a part with another pace."""
+    display, clock = display_of(200), [0.0]
+    display._bar.get_time = lambda: clock[0]
+    for title, seconds, steps in (("fast", 1, range(0, 101, 10)), ("slow", 10, (80, 81, 82))):
+        with display.part(title, 100):
+            for step in steps:
+                clock[0] += seconds
+                display.progress(step, 100)
+    assert display._bar.tasks[0].time_remaining == 18 * 10
+
+
 def test_lines_are_not_more_than_one_a_second_and_only_where_asked():
     display = display_of(100)
     with display.part("fast", 100):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from torchrex.cli.main import loading_torch
+from torchrex.cli.run import Json
 from torchrex.durable import one_line
 from torchrex.errors import ConfigError, RunFolderError
 
@@ -26,11 +27,6 @@ if TYPE_CHECKING:
 SECONDS = 8.0  # of a quick look of doctor at all runs of a page; the page's own takes long to load
 STYLES = {"problem": "bold red", "warning": "yellow", "note": "dim", "fine": "green"}
 SUFFIXES = (".md", ".json")
-
-
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")
-]
 
 
 class Doctor(StrEnum):

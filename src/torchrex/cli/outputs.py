@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from torchrex.cli.console import count, say, stdout
+from torchrex.cli.console import advise, count, say, stdout
 from torchrex.cli.running import Session, command_again, exchange_of, require_logs, states, took
 from torchrex.durable import replace_file, writing
 from torchrex.errors import ConfigError, MissingDependencyError, RecipeError, RunFolderError
@@ -173,7 +173,7 @@ def run_missing(
     todo = [run for each in runs.values() for run in each if _is_missing(run, options)]
     groups = group_runs(todo, overwrite=options.overwrite)
     if todo and announce:
-        say(f"to run: {count(len(todo), 'run')} in {count(len(groups), 'group')} side by side")
+        advise(f"to run: {count(len(todo), 'run')} in {count(len(groups), 'group')} side by side")
     before = {} if options.overwrite else states(todo)
 
     def adapted(options: RunOptions, group: Group) -> RunOptions:
@@ -191,7 +191,7 @@ def run_missing(
             ended = f"{took(folder, before)}{exchange}" if folder.finished else failed
             say(f"{run.name}: {ended}")
     if not todo:
-        say(f"all {len(configs) * len(seeds)} runs are there already; nothing was run again")
+        advise(f"all {len(configs) * len(seeds)} runs are there already; nothing was run again")
     return {name: [run.folder for run in each] for name, each in runs.items()}
 
 
