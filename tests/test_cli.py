@@ -10,12 +10,14 @@ import os
 import pty
 import re
 import select
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -61,12 +63,18 @@ def cli(monkeypatch, capsys):
 def ok(cli):
     """The same for a command that succeeds: stdout."""
 
-    def call(line, *settings, out=None):
-        code, printed, err = cli(line, *settings, out=out)
-        assert code == 0, err
+    def call(line, *settings, out=None, code=0):
+        ended, printed, err = cli(line, *settings, out=out)
+        assert ended == code, err
         return printed
 
     return call
+
+
+@pytest.fixture
+def stops(ok):
+    """The same for a command whose budget is used up: exit code 75."""
+    return partial(ok, code=75)
 
 
 def folder_of(out, recipe, seed=0):
@@ -94,6 +102,15 @@ ANSWERS = [
     ("run digits/sghmc --budget soon", 2, "--budget must be a time"),
     ("report . --doctor some", 2, "'some' is not one of 'quick', 'all', 'none'"),
     ("doctor", 2, "Missing argument 'DIR'"),
+    ("doctor nowhere", 2, "there is no folder nowhere"),
+    ("report nowhere", 2, "there is no folder nowhere"),
+    ("compare nowhere there", 2, "there is no folder nowhere"),
+    ("run", 2, "give a recipe of `torchrex list`"),
+    ("run digits/sghcm", 2, "did you mean digits/sghmc"),
+    ("run digits/sghmc --set epocs=3", 2, "did you mean epochs"),
+    ("run clean/cifar10-resnet20 --set method=sgld", 2, "belongs to the recipe and is fixed"),
+    ("run --config nowhere.json", 2, "cannot read --config nowhere.json"),
+    ("reproduce figure7", 2, "did you mean figure3?"),
     ("compare a b --out table.txt", 2, "--out must end in .md or .json"),
 ]
 ANSWERING = """
@@ -235,7 +252,8 @@ def test_list_shows_what_a_table_is_made_of(ok):
 
 def test_run_writes_complete_folders(cli, tmp_path):
     code, out, err = cli(f"run {RESGLD} --seeds 2", *SMALL, out=tmp_path)
-    assert (code, err) == (0, "")  # silent when not a terminal
+    assert code == 0
+    assert all(re.match(r"\d+%, \d:\d\d:\d\d left: ", line) for line in err.splitlines())
     for seed in (0, 1):
         folder = folder_of(tmp_path, RESGLD, seed)
         assert str(folder.path) in out
@@ -400,10 +418,10 @@ def test_ctrl_c_says_how_many_runs_go_on(tmp_path, n, more, are):
         folder.checkpoints.mkdir(parents=True)
         folder.write_text("result.json", dumps({"status": "interrupted"}))
     where = f"in {folders[0].path}{more}"
-    with pytest.raises(Interrupted, match=f"^interrupted; .* {where}; the same goes on$"):
-        running.goes_on(folders, "the same")
+    with pytest.raises(Interrupted, match=f"^interrupted; .* {where}; `the same` goes on$"):
+        running.paused_of(folders, "the same")
     early = running.explained_if_early
-    with pytest.raises(Interrupted, match=f"{where}, and the same"), early(folders, "the same"):
+    with pytest.raises(Interrupted, match=f"{where}, and `the same`"), early(folders, "the same"):
         raise KeyboardInterrupt
     for folder in folders:
         folder.write_text("result.json", dumps({"status": "finished"}))
@@ -530,9 +548,9 @@ def test_the_numbers_that_matter_and_their_mean_over_seeds(ok, tmp_path):
     assert shown.count("swaps of rungs 0 and 1") == 3
     assert "0 of 40" in shown
     assert "mutual_information" not in out
-    assert len(mean.strip().splitlines()) == 6, "the few that matter"
+    assert len(mean.strip().splitlines()) == 7, "the few that matter, and what to do next"
     assert "all numbers: result.json" in out
-    assert "mean" not in ok("run digits/resghmc --seed 3", *QUICK, out=tmp_path)
+    assert "mean ±" not in ok("run digits/resghmc --seed 3", *QUICK, out=tmp_path)
     assert ok("run digits/independent --seeds 2", *QUICK, out=tmp_path).count("none tested") == 3
 
 
@@ -561,7 +579,7 @@ def test_the_error_of_a_mean_of_densities_is_that_of_their_chains(ok, tmp_path):
         (Number(1234.5, 40.0), "1234 ± 40"),
         (Number(0.399929, exact=True), "0.3999"),
         (Number(0, of=0), "none tested"),
-        (Number(3, of=4000), "3 of 4,000"),
+        (Number(3, of=4000), "3 of 4,000 (0.075 %)"),
         (Number(float("inf"), 1.0), "inf"),
     ],
 )
@@ -612,8 +630,8 @@ def test_reproduce_digits_makes_a_table_and_a_picture(ok, tmp_path):
     assert "nothing was run again" in ok(line, *settings, out=tmp_path)
 
 
-def test_reproduce_does_not_touch_an_unfinished_run_with_other_settings(cli, ok, tmp_path):
-    ok(f"run {SGHMC} --budget 0.01s", "epochs=150", out=tmp_path)
+def test_reproduce_does_not_touch_an_unfinished_run_with_other_settings(cli, stops, tmp_path):
+    stops(f"run {SGHMC} --budget 0.01s", "epochs=150", out=tmp_path)
     folder = folder_of(tmp_path, SGHMC)
     before = folder.config
     answer = cli("reproduce digits --only sghmc --seeds 1", out=tmp_path)
@@ -636,17 +654,22 @@ def tensors_of(folder):
     return kept, draws.n_steps, draws.status, draws.settings
 
 
-def test_a_density_stops_in_time_and_goes_on(cli, ok, tmp_path):
+def test_a_density_stops_in_time_and_goes_on(cli, ok, stops, tmp_path):
     """To the same bytes as a run that was not disturbed."""
     settings = (*SMALL, "checkpoint_every=100")
     whole, paused = (folder_of(tmp_path / name, RESGLD) for name in ("whole", "paused"))
     ok(f"run {RESGLD}", *settings, out=tmp_path / "whole")
-    out = ok(f"run {RESGLD} --budget 0.0001s", *settings, out=tmp_path / "paused")
+    out = stops(f"run {RESGLD} --budget 0.0001s", *settings, out=tmp_path / "paused")
     assert "paused at step 100 of 400 in" in out
-    assert "the budget is used up at step 100; the same command with --resume goes on with" in out
+    assert "0 of 1 run finished" in out
+    assert f"{paused.path} is at step 100 of 400\n" in out
+    again = words_of(f"run {RESGLD} --budget 0.0001s", settings, tmp_path / "paused")
+    assert f"go on with: torchrex {shlex.join(again)} --resume\n" in out
     assert paused.result["metrics"]["n_steps"] == 100
-    again = f"run {RESGLD}", *settings
-    refused(cli(*again, out=tmp_path / "paused"), "unfinished", "paused", "--resume", "--overwrite")
+    once_more = f"run {RESGLD}", *settings
+    refused(
+        cli(*once_more, out=tmp_path / "paused"), "unfinished", "paused", "--resume", "--overwrite"
+    )
     other = cli(f"run {RESGLD} --resume", *settings, "lr=0.01", out=tmp_path / "paused")
     refused(other, "with other settings (lr 0.03 there, 0.01 here)")
     ok(f"run {RESGLD} --resume", *settings, out=tmp_path / "paused")
@@ -658,9 +681,9 @@ def test_a_density_stops_in_time_and_goes_on(cli, ok, tmp_path):
     assert "checkpoints" not in files[0], "all they hold is in the draws"
 
 
-def test_a_budget_stops_reproduce_and_the_next_call_goes_on(ok, tmp_path):
+def test_a_budget_stops_reproduce_and_the_next_call_goes_on(ok, stops, tmp_path):
     line, settings = "reproduce digits --only digits/sghmc --seeds 1", QUICK
-    assert "budget is used up" in ok(f"{line} --budget 0.01s", *settings, out=tmp_path)
+    assert "budget is used up" in stops(f"{line} --budget 0.01s", *settings, out=tmp_path)
     folder = folder_of(tmp_path, SGHMC)
     assert folder.status == "paused"
     before = folder.checkpoints.stat().st_ino
@@ -670,7 +693,7 @@ def test_a_budget_stops_reproduce_and_the_next_call_goes_on(ok, tmp_path):
 
 
 @pytest.mark.parametrize("shards", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_reproduce_goes_on_with_an_unfinished_density(ok, tmp_path, monkeypatch, shards):
+def test_reproduce_goes_on_with_an_unfinished_density(ok, stops, tmp_path, monkeypatch, shards):
     """Nothing that is saved is drawn again; what never got to a step begins anew."""
     line = "reproduce figure1 --only case1-resgld"
     settings = (*SMALL, "checkpoint_every=100", f"shards={shards}")
@@ -684,19 +707,21 @@ def test_reproduce_goes_on_with_an_unfinished_density(ok, tmp_path, monkeypatch,
     monkeypatch.setattr(figure1, "draw", lambda configs, folders, path: None)
     whole, paused = (folder_of(tmp_path / name, RESGLD) for name in ("whole", "paused"))
     ok(line, *settings, out=tmp_path / "whole")
-    out = ok(f"{line} --budget 0.0001s", *settings, out=tmp_path / "paused")
-    assert "the budget is used up at step 100; the same command goes on with" in out
+    out = stops(f"{line} --budget 0.0001s", *settings, out=tmp_path / "paused")
+    assert (
+        "is at step 100 of 400\ngo on with: torchrex reproduce figure1 --only case1-resgld" in out
+    )
     assert seen == [(False, False)] * 2
     (paused.path / "result.json").unlink()  # as after kill -9
     ok(line, *settings, out=tmp_path / "paused")
     assert seen[2:] == [(True, True)]
     assert tensors_of(paused) == tensors_of(whole)
     assert (tmp_path / "paused/figure1-case1-resgld.json").exists()
-    ok(f"{line} --overwrite --budget 0.0001s", *settings, out=tmp_path / "paused")
+    stops(f"{line} --overwrite --budget 0.0001s", *settings, out=tmp_path / "paused")
     assert (paused.status, paused.replacement.status) == ("finished", "paused")
     ok(f"{line} --overwrite", *settings, out=tmp_path / "paused")
     assert seen[3:] == [(False, False)] * 2
-    ok(f"{line} --overwrite --budget 0.0001s", *settings, out=tmp_path / "paused")
+    stops(f"{line} --overwrite --budget 0.0001s", *settings, out=tmp_path / "paused")
     ok(line, *settings, out=tmp_path / "paused")  # continues the replacement
     assert seen[5:] == [(False, False), (True, True)]
     assert [path.name for path in paused.path.parent.iterdir()] == ["seed=0"]
@@ -707,7 +732,8 @@ def test_reproduce_goes_on_with_an_unfinished_density(ok, tmp_path, monkeypatch,
 )
 def test_the_time_of_a_run_is_that_of_all_calls(ok, tmp_path, recipe, settings):
     def run(more):
-        return ok(f"run {recipe} {more}", *settings, out=tmp_path)
+        code = 75 if "--budget" in more else 0
+        return ok(f"run {recipe} {more}", *settings, out=tmp_path, code=code)
 
     assert "s in all" not in run("--resume --budget 0.001s")  # there was nothing to resume
     paused = r"seed 0: paused at step [\d,]+ of [\d,]+ in [\d.]+ s in all\n"
@@ -763,29 +789,29 @@ def test_a_density_that_is_killed_is_unfinished_and_not_empty(tmp_path, monkeypa
     assert [path.name for path in (tmp_path / config.recipe).iterdir()] == ["seed=0"]
 
 
-def test_a_budget_says_what_was_not_reached(ok, tmp_path):
+def test_a_budget_says_what_was_not_reached(ok, stops, tmp_path):
     """The old runs are still there, and must not be taken for new ones."""
     ok(f"run {SGHMC} --seeds 2", *QUICK, out=tmp_path)
-    out = ok(f"run {SGHMC} --seeds 3 --overwrite --budget 0.001s", *QUICK, out=tmp_path)
+    out = stops(f"run {SGHMC} --seeds 3 --overwrite --budget 0.001s", *QUICK, out=tmp_path)
     assert "not reached: digits/sghmc seed 1 (still the old run), digits/sghmc seed 2\n" in out
     assert "1 of them would be taken for finished: give --overwrite again" in out
     line = "reproduce digits --only sghmc --seeds 4 --budget 0.001s"
-    out = ok(line, *QUICK, out=tmp_path)  # seed 0 is unfinished, seed 1 is there
+    out = stops(line, *QUICK, out=tmp_path)  # seed 0 is unfinished, seed 1 is there
     assert "not reached: digits/sghmc seed 2, digits/sghmc seed 3, digits/resghmc seed 0" in out
     assert "old run" not in out
     ok(f"run {SGHMC} --seed 3", *QUICK, out=tmp_path)
-    out = ok(f"run {SGHMC} --seeds 4 --resume --budget 0.001s", *QUICK, out=tmp_path)
+    out = stops(f"run {SGHMC} --seeds 4 --resume --budget 0.001s", *QUICK, out=tmp_path)
     assert "not reached: digits/sghmc seed 2\n" in out  # seeds 1 and 3 are finished
     assert "old run" not in out
 
 
-def test_a_budget_that_is_used_up_between_two_runs_pauses_the_next(ok, tmp_path, monkeypatch):
+def test_a_budget_that_is_used_up_between_two_runs_pauses_the_next(stops, tmp_path, monkeypatch):
     """The next run makes its first steps, and the same command goes on."""
     # A second passes whenever somebody looks at the clock.
     monkeypatch.setattr(time, "monotonic", iter(range(10**9)).__next__)
     line = "reproduce figure1 --only case1-resgld --budget 0.5s"
-    out = ok(line, *SMALL, "checkpoint_every=100", out=tmp_path)
-    assert "the budget is used up at step 100; the same command goes on" in out
+    out = stops(line, *SMALL, "checkpoint_every=100", out=tmp_path)
+    assert "is at step 100 of 400\ngo on with: torchrex reproduce figure1" in out
 
 
 # A finished run stays until the one that replaces it is finished

@@ -420,14 +420,15 @@ def test_the_picture_at_several_widths():
         assert ("correction" in shown) == (width >= 100)
     for width in (80, 120):
         shown = shown_at(width, 6)
-        assert len(shown) == 3 + 6
+        assert len(shown) == 4 + 6
         assert rate in shown[-1]
-        assert [line.split()[1] for line in shown[3:]] == list("012345")
+        assert [line.split()[1] for line in shown[4:]] == list("012345")
         assert max(map(len, shown)) <= width
     for n_runs in (1, 6):
-        (bar,) = shown_at(50, n_runs)  # a narrow terminal has the bar alone
+        title, bar = shown_at(50, n_runs)  # a narrow terminal has no table
+        assert title == "a recipe"
         assert "5%" in bar
-    assert len(shown_at(100, 1, rungs=1)) == 3 + 1
+    assert len(shown_at(100, 1, rungs=1)) == 4 + 1
 
 
 @pytest.mark.usefixtures("eager")

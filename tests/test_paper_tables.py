@@ -25,7 +25,7 @@ from torchrex.experiments.images import (
     table1_recipes,
     table2_recipes,
 )
-from torchrex.experiments.recipes import matches
+from torchrex.names import matches
 from torchrex.report import figure2, figure3
 from torchrex.report.figure2 import plot_energies, plot_factors, ticks
 from torchrex.report.plots import p_of_pairs
@@ -521,8 +521,8 @@ def trained(write, monkeypatch):
     """Nothing is trained: a run that is asked for writes its folder, and is listed here."""
     listed = []
 
-    def run_all(self, groups, adapted):
-        for group in groups:
+    def run_all(self, adapted):
+        for group in self.groups:
             for run in group.runs:
                 config = run.config
                 length = {f"{config.unit}s": getattr(config, f"{config.unit}s")}

@@ -7,6 +7,7 @@ errors are answered at once.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -28,6 +29,7 @@ PLAIN: dict[str, Any] = {
     "add_completion": False,
     "rich_markup_mode": None,
     "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
 }
 
 
@@ -108,7 +110,7 @@ app = typer.Typer(
     help="Adaptive replica exchange stochastic gradient MCMC: run recipes, reproduce the paper.",
     no_args_is_help=True,
     cls=Commands,
-    **PLAIN,
+    **{**PLAIN, "add_completion": True},
 )
 
 
@@ -134,6 +136,8 @@ class Warnings(logging.Handler):
 
 def call() -> None:
     """Run the command that was typed."""
+    if "_TORCHREX_COMPLETE" in os.environ:  # a shell takes each line for a word
+        os.environ["COLUMNS"] = "10000"  # so that typer does not wrap descriptions
     warnings, logger = Warnings(), logging.getLogger("torchrex")
     logger.addHandler(warnings)
     try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from torchrex.cli.main import interruptible, loading
+from torchrex.cli.main import interruptible, loading_torch
 from torchrex.errors import DataError
 
 if TYPE_CHECKING:
@@ -20,10 +20,13 @@ data_app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 SETS = ("cifar10", "cifar100", "svhn")
-Name = Annotated[str, typer.Argument(help=f"One of {', '.join(SETS)}.")]
+Name = Annotated[
+    str, typer.Argument(help=f"One of {', '.join(SETS)}.", autocompletion=lambda: list(SETS))
+]
 To = Annotated[
     Path | None,
     typer.Option(
@@ -42,7 +45,7 @@ def fetch(
     ] = None,
 ) -> None:
     """Download the official files of a set and check them."""
-    with loading():
+    with loading_torch():
         from torchrex.vision.data import fetch_images
     with (
         _bar(f"download {name}") as progress,
@@ -66,7 +69,7 @@ def import_(
     to: To = None,
 ) -> None:
     """Check a set that lies in a folder and bring it into the cache."""
-    with loading():
+    with loading_torch():
         from torchrex.vision.data import import_images
     with interruptible("interrupted; nothing was written"):
         import_images(name, from_, to)
@@ -81,7 +84,7 @@ def list_(
     ] = None,
 ) -> None:
     """Show which sets are there, where they are and where they come from."""
-    with loading():
+    with loading_torch():
         from torchrex.cli.console import say
         from torchrex.vision.data import cache_path, data_folder, read_about
     width = max(map(len, SETS))

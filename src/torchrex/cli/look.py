@@ -6,6 +6,7 @@ What reads and draws runs is loaded when the arguments are understood.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from torchrex.cli.main import loading
+from torchrex.cli.main import loading_torch
+from torchrex.cli.run import Json
+from torchrex.durable import one_line
 from torchrex.errors import ConfigError, RunFolderError
 
 if TYPE_CHECKING:
@@ -64,12 +67,22 @@ def report(
     A folder that cannot be read is named on the page with the reason. Exit code: 0 if there is a
     page, 2 if no run could be read.
     """
-    with loading():
-        from torchrex.cli.console import say
+    require_there(folders)
+    with loading_torch():
+        from torchrex.cli.console import say, stderr
         from torchrex.report.page import write_page
-    written = write_page(folders, out, title=title, doctor_seconds=TIME[doctor])
+    with stderr.status("reading runs"):
+        written = write_page(folders, out, title=title, doctor_seconds=TIME[doctor])
     size = size_in_words(out.stat().st_size)
     say(f"page: {out} ({in_words(written)}; {size}, opens without a network)")
+
+
+def require_there(folders: Sequence[Path]) -> None:
+    """Refuse a name without a folder before torch is loaded."""
+    for folder in folders:
+        if not os.path.isdir(folder):  # also one that is too long, or a link in a circle
+            reason = f"there is no folder {one_line(folder)}"
+            raise RunFolderError(f"{reason}; give a run folder, or one above some")
 
 
 def in_words(written: Written) -> str:
@@ -93,7 +106,7 @@ def doctor(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="A run folder, or a folder that holds some.")
     ],
-    json_: Annotated[bool, typer.Option("--json", help="Print the findings for machines.")] = False,
+    json_: Json = False,
 ) -> None:
     """Say in plain words what is wrong with a run and what to change, with the numbers behind it.
 
@@ -103,14 +116,16 @@ def doctor(
     Exit code: 0 if runs were read, whatever was found (look at the verdicts of --json), 2 if DIR
     holds no run that can be read. A folder that cannot be read next to others is a problem.
     """
-    with loading():
+    require_there([folder])
+    with loading_torch():
         from rich.text import Text
 
-        from torchrex.cli.console import stdout
+        from torchrex.cli.console import stderr, stdout
         from torchrex.durable import printable
         from torchrex.report.doctor import as_json, as_text, diagnose_folder, roll_up
         from torchrex.runs.config import dumps
-    diagnoses = diagnose_folder(folder)
+    with stderr.status("reading runs"):
+        diagnoses = diagnose_folder(folder)
     if json_:
         typer.echo(dumps(as_json(diagnoses)), nl=False)
         return
@@ -148,23 +163,26 @@ def compare(
     out: Annotated[
         Path | None, typer.Option(help="Write the tables to this file, .md or .json.")
     ] = None,
+    json_: Json = False,
 ) -> None:
     """Compare runs with the first, paired by seed: differences, standard errors, verdicts that do
     not overclaim.
     """
     if out is not None and out.suffix not in SUFFIXES:
         raise ConfigError(f"--out must end in {' or '.join(SUFFIXES)}, got {out}")
-    with loading():
-        from torchrex.cli.console import say, stdout
+    require_there(folders)
+    with loading_torch():
+        from torchrex.cli.console import say, stderr, stdout
         from torchrex.durable import replace_file, writing
         from torchrex.report.compare import MARK, as_json, as_markdown, compare_folders, lines
         from torchrex.report.reader import require_ours
         from torchrex.runs.config import dumps
     if out is not None:  # every file of ours has one of the marks
         require_ours(out, (MARK, '"not_comparable_because_of"', "paired t"), "compare")
-    comparisons = compare_folders(folders)
+    with stderr.status("reading runs"):
+        comparisons = compare_folders(folders)
     width = stdout.width if stdout.is_terminal else None  # a pipe has no width
-    for k, comparison in enumerate(comparisons):
+    for k, comparison in enumerate(() if json_ else comparisons):
         for line in [""] * (k > 0) + lines(comparison, width):
             say(line)
     if out is not None:
@@ -172,4 +190,7 @@ def compare(
         with writing(out, RunFolderError, "choose another --out"):
             out.parent.mkdir(parents=True, exist_ok=True)
             replace_file(out, text.encode())
-        say(f"written: {out}")
+        if not json_:
+            say(f"written: {out}")
+    if json_:
+        typer.echo(dumps(as_json(comparisons)), nl=False)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 
 WHILE_LOADING = b"torchrex: interrupted while it was starting; nothing was written\n"
+ERASE = "\r\x1b[K"  # the line in which the cursor is
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error
@@ -34,9 +36,30 @@ def main() -> None:
 def leave(number: int, frame: object) -> None:
     """Exit at once with one line, not with a traceback through half-loaded modules."""
     try:
-        os.write(2, WHILE_LOADING)
+        erase = os.isatty(2) and os.environ.get("TERM") != "dumb"
+        os.write(2, ERASE.encode() * erase + WHILE_LOADING)
     finally:
         os._exit(128 + number)
+
+
+@contextlib.contextmanager
+def loading_torch(*, quiet: bool = False) -> Iterator[None]:
+    """Around imports of what needs torch, which takes seconds: a line on a terminal says so."""
+    from torchrex.processes import is_main_process
+
+    screen, erases = sys.stderr, os.environ.get("TERM") != "dumb"
+    looks = screen is not None and screen.isatty() and is_main_process()
+    shows = looks and not quiet and "torch" not in sys.modules
+    if shows:
+        screen.write("loading torch ..." if erases else "loading torch ...\n")
+        screen.flush()
+    try:
+        with loading():
+            yield
+    finally:
+        if shows and erases:
+            screen.write(ERASE)
+            screen.flush()
 
 
 @contextlib.contextmanager

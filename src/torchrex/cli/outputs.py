@@ -1,9 +1,7 @@
-"""`torchrex reproduce`: runs what a figure or table needs, then makes it; and `torchrex list`."""
+"""`torchrex reproduce`: runs what a figure or table needs, then makes it."""
 
 from __future__ import annotations
 
-import difflib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,21 +10,11 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from torchrex.cli.console import count, say, stdout
-from torchrex.cli.running import Session, exchange_of, require_logs, states, took
+from torchrex.cli.console import advise, count, say, stdout
+from torchrex.cli.running import Session, command_again, exchange_of, require_logs, states, took
 from torchrex.durable import replace_file, writing
 from torchrex.errors import ConfigError, MissingDependencyError, RecipeError, RunFolderError
-from torchrex.experiments import (
-    ExperimentConfig,
-    Run,
-    RunFolder,
-    RunOptions,
-    dumps,
-    get_recipe,
-    override,
-    recipes,
-    to_json,
-)
+from torchrex.experiments import ExperimentConfig, Run, RunFolder, RunOptions, dumps, override
 from torchrex.experiments.digits import digits_recipes
 from torchrex.experiments.gallery import gallery_recipes
 from torchrex.experiments.gan import TABLE3, figure3_recipes, table3_recipes
@@ -38,11 +26,10 @@ from torchrex.experiments.images import (
     table2_recipes,
 )
 from torchrex.experiments.mixtures import figure1_recipes
-from torchrex.experiments.recipes import families_of, matches
 from torchrex.experiments.runner import Group, group_runs, run_in
 from torchrex.experiments.theory import theory_recipes
+from torchrex.names import families_of, matches
 from torchrex.report import digits, figure1, figure2, figure3, gallery, tables, theory
-from torchrex.runs.config import descriptions
 from torchrex.runs.folder import differences
 
 Folders = Mapping[str, list[RunFolder]]
@@ -124,7 +111,7 @@ OUTPUTS = {
 def require_rebuildable(what: str, given: Sequence[str]) -> None:
     """`--rebuild` runs nothing, so options for runs are a misunderstanding."""
     possible = [name for name, output in OUTPUTS.items() if output.of_folder]
-    if what in OUTPUTS and what not in possible:
+    if what not in possible:
         raise ConfigError(
             f"--rebuild is for {', '.join(possible)}; without it {what} runs only what is missing"
         )
@@ -147,10 +134,6 @@ def reproduce_it(
     rebuild: bool,
 ) -> None:
     """Run the missing recipes for every seed, then write what is made of them next to the runs."""
-    if what not in OUTPUTS:
-        near = difflib.get_close_matches(what, OUTPUTS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise RecipeError(f"cannot reproduce {what!r}, only {', '.join(OUTPUTS)}{hint}")
     output, known = OUTPUTS[what], OUTPUTS[what].recipes()
     names = [name for name in known if matches(only, name, families_of(known))]
     if not names:
@@ -190,9 +173,8 @@ def run_missing(
     todo = [run for each in runs.values() for run in each if _is_missing(run, options)]
     groups = group_runs(todo, overwrite=options.overwrite)
     if todo and announce:
-        say(f"to run: {count(len(todo), 'run')} in {count(len(groups), 'group')} side by side")
+        advise(f"to run: {count(len(todo), 'run')} in {count(len(groups), 'group')} side by side")
     before = {} if options.overwrite else states(todo)
-    without = " without --overwrite" if options.overwrite else ""
 
     def adapted(options: RunOptions, group: Group) -> RunOptions:
         """A single run that has not begun starts anew, whatever a failed attempt left."""
@@ -200,8 +182,8 @@ def run_missing(
         resume = not options.overwrite and (begun or len(group.runs) > 1)
         return replace(options, resume=resume, overwrite=not resume)
 
-    session = Session(options, f"the same command{without}", tolerant=announce)
-    for group, done in session.run_all(groups, adapted):
+    session = Session(groups, options, command_again(), tolerant=announce)
+    for group, done in session.run_all(adapted):
         for run, folder in zip(group.runs, done, strict=True):
             result = folder.result or {}
             failed = result.get("error", result.get("status"))
@@ -209,7 +191,7 @@ def run_missing(
             ended = f"{took(folder, before)}{exchange}" if folder.finished else failed
             say(f"{run.name}: {ended}")
     if not todo:
-        say(f"all {len(configs) * len(seeds)} runs are there already; nothing was run again")
+        advise(f"all {len(configs) * len(seeds)} runs are there already; nothing was run again")
     return {name: [run.folder for run in each] for name, each in runs.items()}
 
 
@@ -253,51 +235,3 @@ def _write(made: Made, path: Path) -> None:
     except MissingDependencyError as missing:
         say(f"no picture: {missing}")
     say(f"table: {path}.md, numbers: {path}.json")
-
-
-MOST_OF_A_FAMILY = 20  # recipes; larger ones are shown on demand
-
-
-def show_recipes(word: str) -> None:
-    known = recipes()
-    shown: Mapping[str, ExperimentConfig]
-    shown = {name: config for name, config in known.items() if word in name}
-    output = OUTPUTS.get(word) if not shown else None
-    if output is not None:
-        shown = output.recipes()
-    elif not shown:  # as --only of reproduce
-        begins = families_of(known)
-        shown = {name: config for name, config in known.items() if matches(word, name, begins)}
-    if word and (word in shown or not shown):
-        _show_settings(get_recipe(word))
-        return
-    families = Counter(name.split("/")[0] for name in shown)
-    folded = {family: n for family, n in families.items() if not word and n > MOST_OF_A_FAMILY}
-    one_by_one = {name: c for name, c in shown.items() if name.split("/")[0] not in folded}
-    table = Table("recipe", "rungs", "F", "steps", "runs", box=None, header_style="bold")
-    table.columns[0].no_wrap, table.columns[0].min_width = True, max(map(len, one_by_one))
-    for name, config in one_by_one.items():
-        swaps = config.n_rungs > 1 and config.swaps
-        factor = f"{config.correction_factor:g}" if swaps else "-"
-        table.add_row(name, str(config.n_rungs), factor, f"{config.n_steps:,}", str(config.n_runs))
-    stdout.print(table)
-    for family, n in folded.items():
-        first = next(name for name in shown if name.startswith(f"{family}/"))
-        say(f" {family}/...  {n} recipes like {first}: `torchrex list {family}/`")
-    if output is not None:
-        say(f" `torchrex reproduce {word}` makes {word} of these")
-
-
-def _show_settings(config: ExperimentConfig) -> None:
-    settings = Table("setting", "value", "", box=None, header_style="bold")
-    said = descriptions(config)
-    for name, value in to_json(config).items():
-        text = ",".join(map(_short, value)) if isinstance(value, list) else _short(value)
-        settings.add_row(name, text, said.get(name, ""))
-    stdout.print(settings)
-    stdout.print(f" {config.n_steps:,} steps in all", highlight=False)
-
-
-def _short(value: Any) -> str:
-    """Numbers to six digits: 14/9 is 1.55556."""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)

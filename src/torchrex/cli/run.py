@@ -4,14 +4,20 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from torchrex.cli.main import loading
-from torchrex.errors import ConfigError, RecipeError
+from torchrex.cli import listing
+from torchrex.cli.main import loading_torch
+from torchrex.durable import one_line, read_file, read_object
+from torchrex.errors import ConfigError, MissingDependencyError, RecipeError
+from torchrex.names import require_recipe
 
 THINGS = (
     "figure1", "digits", "theory", "table1", "table2", "figure2", "table3", "figure3", "gallery"
@@ -54,6 +60,10 @@ Log = Annotated[
 Budget = Annotated[
     str, typer.Option(metavar="TIME", help="Stop in time with a checkpoint, e.g. 9m, 90s, 1.5h.")
 ]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print only results and errors.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")
+]
 
 
 def seconds_of(budget: str) -> float | None:
@@ -75,20 +85,76 @@ def list_recipes(
         str,
         typer.Argument(
             help="Show the settings of this one, or all with this in their name, with all of "
-            "resnet20/cifar10, or of table1."
+            "resnet20/cifar10, or of table1.",
+            autocompletion=listing.complete_recipe,
         ),
     ] = "",
+    json_: Json = False,
 ) -> None:
     """Show all recipes, those with a word in their name, or the settings of one."""
-    with loading():
-        from torchrex.cli.outputs import show_recipes
-    show_recipes(recipe)
+    listing.show_recipes(recipe, json_)
+
+
+def settings_in(file: Path) -> dict[str, Any]:
+    """The settings in a file for --config: a JSON object, or a mapping in YAML."""
+    read: Callable[[Path], Any] = read_object
+    broken: tuple[type[Exception], ...] = (OSError, ValueError, RecursionError)
+    if file.suffix != ".json":
+        try:
+            import yaml
+        except ImportError:
+            message = "--config in YAML needs PyYAML: pip install pyyaml, or give a .json file"
+            raise MissingDependencyError(message) from None
+        read, broken = lambda path: yaml.safe_load(read_file(path)), (*broken, yaml.YAMLError)
+    try:
+        found = read(file)
+    except broken as error:
+        why = one_line(getattr(error, "strerror", None) or error)
+        raise ConfigError(f"cannot read --config {one_line(file)} ({why})") from None
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise ConfigError(f"--config {one_line(file)} must hold names and values of settings")
+    return found
+
+
+def recipe_of(file: Path, values: Mapping[str, Any], recipe: str) -> str:
+    """The recipe of a --config, after a look at the names in it; the recipe's fixed settings are
+    as they are.
+    """
+    if (made_by := values.get("made_by", "recipe")) != "recipe":
+        raise ConfigError(f"--config {file} is of a run of {made_by!r}, which is no recipe")
+    named = values.get("recipe", recipe)
+    if not isinstance(named, str) or (recipe and named != recipe):
+        raise ConfigError(
+            f"--config {file} is of recipe {named!r}, not of {recipe!r}; leave it out"
+        )
+    if named:
+        require_recipe(named, listing.index()["recipes"])
+        listing.require_settings(named, values, str(file))
+    return named
 
 
 def run(
-    recipe: Annotated[str, typer.Argument(help="A name from `torchrex list`.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(help="A name from `torchrex list`.", autocompletion=listing.complete_recipe),
+    ] = "",
     set_: Set = None,
-    seed: Seed = 0,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Settings of the run, .json or .yaml, such as the config.json of another run, "
+            "which it repeats; --set comes after it.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=2**63 - 1 - MOST_SEEDS,
+            help="First seed; by default 0, or that of the run whose config.json --config is.",
+        ),
+    ] = None,
     seeds: Seeds = 1,
     out: Out = Path("runs"),
     device: Device = "auto",
@@ -96,8 +162,14 @@ def run(
     resume: Resume = False,
     budget: Budget = "",
     log: Log = None,
+    quiet: Quiet = False,
+    json_: Json = False,
 ) -> None:
-    """Run one recipe into OUT/RECIPE/seed=S/."""
+    """Run one recipe into OUT/RECIPE/seed=S/.
+
+    Exit code: 0 if all runs are finished, 2 for bad input or a run that failed, 75 if --budget
+    was used up before the end.
+    """
     if resume and overwrite:
         raise ConfigError(
             "--resume continues a run and --overwrite begins it anew; give one of them"
@@ -110,18 +182,36 @@ def run(
             f"{recipe} is no recipe but made of several: `torchrex reproduce {recipe}` runs them, "
             f"`torchrex list {recipe}` shows them"
         )
-    with loading():
+    values = {} if config is None else settings_in(config)
+    if config is not None:
+        recipe = recipe_of(config, values, recipe)
+        if seed is None and config.name == "config.json":
+            found = re.match(r"seed=(\d+)", config.absolute().parent.name, re.ASCII)
+            seed = int(found[1]) if found else None
+    if not recipe:
+        raise ConfigError("give a recipe of `torchrex list`, or --config FILE that names one")
+    require_recipe(recipe, listing.index()["recipes"])
+    names = [each.partition("=")[0].strip() for each in set_ or [] if "=" in each[1:]]
+    listing.require_settings(recipe, dict.fromkeys(names, ...))
+    with loading_torch(quiet=quiet):
+        from torchrex.cli.console import printing
         from torchrex.cli.running import run_seeds
         from torchrex.experiments import RunOptions, get_recipe, override
+        from torchrex.report.reader import config_from_json
     options = RunOptions(
         device=device, resume=resume, overwrite=overwrite, budget=seconds, log=tuple(log or ())
     )
-    config = override(get_recipe(recipe), set_ or [])
-    run_seeds(config, range(seed, seed + seeds), out, options)
+    chosen = config_from_json(get_recipe(recipe), values, []) if values else get_recipe(recipe)
+    first = seed or 0
+    with printing(only_results=quiet, as_json=json_):
+        run_seeds(override(chosen, set_ or []), range(first, first + seeds), out, options, json_)
 
 
 def reproduce(
-    what: Annotated[str, typer.Argument(help=f"One of {', '.join(THINGS)}.")],
+    what: Annotated[
+        str,
+        typer.Argument(help=f"One of {', '.join(THINGS)}.", autocompletion=lambda: list(THINGS)),
+    ],
     set_: Set = None,
     seed: Seed = 0,
     seeds: Annotated[
@@ -145,16 +235,25 @@ def reproduce(
     ] = False,
     budget: Budget = "",
     log: Log = None,
+    quiet: Quiet = False,
 ) -> None:
     """Run what is missing of a figure or table, draw it, and print the numbers, next to the paper's
     where it has some.
+
+    Exit code: 75 if --budget was used up before the end; the same command goes on.
     """
+    if what not in THINGS:
+        near = difflib.get_close_matches(what, THINGS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise RecipeError(f"cannot reproduce {what!r}, only {', '.join(THINGS)}{hint}")
     given = {"--log": log, "--set": set_, "--seeds": seeds, "--overwrite": overwrite}
     seconds = seconds_of(budget)
-    with loading():
+    with loading_torch(quiet=quiet):
+        from torchrex.cli.console import printing
         from torchrex.cli.outputs import reproduce_it, require_rebuildable
         from torchrex.experiments import RunOptions
     if rebuild:
         require_rebuildable(what, [option for option, value in given.items() if value])
     options = RunOptions(device=device, overwrite=overwrite, budget=seconds, log=tuple(log or ()))
-    reproduce_it(what, set_ or [], seed, seeds, only, out, options, rebuild=rebuild)
+    with printing(only_results=quiet):
+        reproduce_it(what, set_ or [], seed, seeds, only, out, options, rebuild=rebuild)

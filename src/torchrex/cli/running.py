@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import shlex
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,23 +18,25 @@ from typing import Any, NamedTuple
 import typer
 from rich.table import Table
 
-from torchrex.cli.console import say, stderr, stdout
+from torchrex.cli.console import advise, count, say, stderr, stdout
 from torchrex.cli.main import Interrupted
 from torchrex.errors import ConfigError, NonFiniteEnergyError, RunFolderError, RunInterrupted
 from torchrex.exchange import exchange_line
-from torchrex.experiments import DensityConfig, ExperimentConfig, Run, RunFolder, RunOptions
+from torchrex.experiments import DensityConfig, ExperimentConfig, Run, RunFolder, RunOptions, dumps
 from torchrex.experiments.runner import Group, group_runs, require_room, run_group, run_in
-from torchrex.processes import terminating
+from torchrex.processes import is_main_process, terminating
 from torchrex.recording import LiveDisplay, open_logs
 from torchrex.report.plots import error_of_mean
 
 MOST_NAMED = 6  # runs that were not reached
 MOST_SHOWN = 8  # metrics of a run; all are in result.json
+BUDGET_USED_UP = 75  # exit code (EX_TEMPFAIL): the same command again goes on
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"  # it starts a rank again whose exit code is not 0
 LEAST_BUDGET = 1e-9  # of a budget that is used up: the next run stops at its first chance
 
 
 def run_seeds(
-    config: ExperimentConfig, seeds: Sequence[int], out: Path, options: RunOptions
+    config: ExperimentConfig, seeds: Sequence[int], out: Path, options: RunOptions, as_json: bool
 ) -> None:
     """Run one config with every seed, print the numbers that matter, and their mean over seeds."""
     require_logs([config], options)
@@ -40,19 +45,44 @@ def run_seeds(
     require_room(runs, options)  # for all of them, before the first begins
     before = states(runs) if options.resume else {}
     groups = group_runs(runs, overwrite=options.overwrite)
-    instead = " instead of --overwrite" if options.overwrite else ""
     tolerant = len(groups) > 1 and not isinstance(config, DensityConfig)
-    session = Session(options, f"the same command with --resume{instead}", tolerant=tolerant)
+    session = Session(groups, options, command_again("--resume"), tolerant=tolerant)
     done: list[RunFolder] = []
-    for _, folders in session.run_all(groups):
-        show(folders, config, before)
-        done += folders
+    try:
+        for _, folders in session.run_all():
+            show(folders, config, before)
+            done += folders
+    finally:
+        if as_json and is_main_process():
+            typer.echo(dumps(as_document(runs, session)), nl=False)
     show_mean(done, config)
     failed = [folder for folder in done if folder.status == "failed"]
     if failed:
         raise RunFolderError(
             f"{len(failed)} of {len(seeds)} runs failed; the first is {failed[0].path}"
         )
+    where = shlex.quote(str(done[0].path if len(done) == 1 else out / config.recipe))
+    advise(f"next: `torchrex doctor {where}` checks it, `torchrex report {where}` makes a page")
+
+
+def as_document(runs: Sequence[Run], session: Session) -> dict[str, Any]:
+    """For --json: every run with its folder and its result.json, as far as it was reached."""
+    documents = []
+    for run in runs:
+        folder = run.folder.active
+        status = folder.status if run in session.reached else "not reached"
+        result = folder.result if status not in ("not reached", "damaged") else None
+        about = {"recipe": run.config.recipe, "seed": run.seed, "status": status or "unfinished"}
+        documents.append({"folder": str(folder.path), **about, **(result or {})})
+    is_done = all(each["status"] in ("finished", "failed") for each in documents)
+    return {"runs": documents, "continue_with": None if is_done else session.again}
+
+
+def command_again(*more: str) -> str:
+    """The command that goes on with this one, for a shell: never with --overwrite."""
+    start = "torchrun ... -m torchrex" if UNDER_TORCHRUN in os.environ else "torchrex"
+    words = [word for word in sys.argv[1:] if word not in ("--overwrite", *more)]
+    return f"{start} {shlex.join([*words, *more])}"
 
 
 def require_logs(configs: Iterable[ExperimentConfig], options: RunOptions) -> None:
@@ -68,39 +98,46 @@ def require_logs(configs: Iterable[ExperimentConfig], options: RunOptions) -> No
 class Session:
     """Runs groups one after the other until the budget is used up or a signal comes.
 
-    `how` says how to continue after that. With `tolerant` a failed group does not stop the others.
+    `again` is the command that goes on then. With `tolerant` a failed group does not stop the
+    others.
     """
 
-    def __init__(self, options: RunOptions, how: str, *, tolerant: bool) -> None:
-        self.options, self.how, self.tolerant = options, how, tolerant
-        self.began = time.monotonic()
+    def __init__(
+        self, groups: Sequence[Group], options: RunOptions, again: str, *, tolerant: bool
+    ) -> None:
+        self.groups, self.options, self.again, self.tolerant = groups, options, again, tolerant
+        self.began, self.reached = time.monotonic(), list[Run]()
+        work = sum(run.config.n_steps for group in groups for run in group.runs)
+        self.display = LiveDisplay("", work, console=stderr, reports=True)
 
     def run_all(
-        self,
-        groups: Sequence[Group],
-        adapted: Callable[[RunOptions, Group], RunOptions] = lambda options, _: options,
+        self, adapted: Callable[[RunOptions, Group], RunOptions] = lambda options, _: options
     ) -> Iterator[tuple[Group, list[RunFolder]]]:
         """The folders of each group, run with the `adapted` options."""
-        for k, group in enumerate(groups):
+        for k, group in enumerate(self.groups):
             try:
                 folders = self._run(group, adapted(self.options, group))
                 yield group, folders
-                continues = goes_on(folders, self.how)
+                paused = paused_of(folders, self.again)
             except Interrupted:
-                self._say_not_reached(groups[k + 1 :])
+                self._say_not_reached(self.groups[k + 1 :])
                 raise
-            if not continues:
-                self._say_not_reached(groups[k + 1 :])
-                raise typer.Exit
+            if paused:
+                self._say_how_far(paused, group.runs[0].config.n_steps)
+                self._say_not_reached(self.groups[k + 1 :])
+                advise(f"go on with: {self.again}")
+                raise typer.Exit(0 if UNDER_TORCHRUN in os.environ else BUDGET_USED_UP)
 
     def _run(self, group: Group, options: RunOptions) -> list[RunFolder]:
-        budget, n_steps = options.budget, group.runs[0].config.n_steps
+        budget, n_steps, n = options.budget, group.runs[0].config.n_steps, len(self.groups)
         if budget is not None:
             budget = max(LEAST_BUDGET, budget - (time.monotonic() - self.began))
         folders = [run.folder for run in group.runs]
+        number = f"{self.groups.index(group) + 1} of {n}: " if n > 1 else ""
+        self.reached += group.runs
         with (
-            LiveDisplay(group.name, n_steps, console=stderr) as display,
-            explained_if_early(folders, self.how),
+            self.display.part(number + group.name, n_steps, len(group.runs)) as display,
+            explained_if_early(folders, self.again),
         ):
             progress = display.progress if len(group.runs) == 1 else None
             options = replace(options, budget=budget, progress=progress, observers=(display,))
@@ -110,6 +147,14 @@ class Session:
                 if not self.tolerant:
                     raise
                 return [folder.active for folder in folders]  # their results say why
+
+    def _say_how_far(self, paused: Sequence[RunFolder], n_steps: int) -> None:
+        runs = [run for group in self.groups for run in group.runs]
+        done = sum(run.folder.active.status == "finished" for run in self.reached)
+        steps = (paused[0].result or {}).get("steps_done")
+        where = "" if steps is None else f" at step {steps:,} of {n_steps:,}"
+        are = f"{_named(paused)} {'is' if len(paused) == 1 else 'are'}"
+        advise(f"the budget is used up: {done} of {count(len(runs), 'run')} finished, {are}{where}")
 
     def _say_not_reached(self, groups: Sequence[Group]) -> None:
         """With --overwrite the old runs are still there, and --resume takes them for finished."""
@@ -126,16 +171,16 @@ class Session:
         if not names:
             return
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        say(f"not reached: {', '.join(names[:MOST_NAMED])}{more}")
+        advise(f"not reached: {', '.join(names[:MOST_NAMED])}{more}")
         if overwrite and any(left.values()):
-            say(
+            advise(
                 f"{sum(left.values())} of them would be taken for finished: give --overwrite again "
                 "for these to replace them"
             )
 
 
 @contextlib.contextmanager
-def explained_if_early(folders: Sequence[RunFolder], how: str) -> Iterator[None]:
+def explained_if_early(folders: Sequence[RunFolder], again: str) -> Iterator[None]:
     """A signal outside the steps of some runs, for example while they compile: one line."""
     with terminating() as received:
         try:
@@ -154,29 +199,26 @@ def explained_if_early(folders: Sequence[RunFolder], how: str) -> Iterator[None]
             ]
             message = "interrupted before the first steps were done; nothing was written"
             if begun:
-                message = f"interrupted; the checkpoints are in {_named(begun)}, and {how} goes on"
+                message = (
+                    f"interrupted; the checkpoints are in {_named(begun)}, and `{again}` goes on"
+                )
             raise Interrupted(message, number) from None
         if received:  # a density kept its draws, and its result does not know the signal
-            raise Interrupted(_what_was_done([each.active for each in folders], how), received[0])
+            raise Interrupted(_what_was_done([each.active for each in folders], again), received[0])
 
 
-def goes_on(folders: Sequence[RunFolder], how: str) -> bool:
-    """False if the budget is used up; raises if a signal came."""
+def paused_of(folders: Sequence[RunFolder], again: str) -> list[RunFolder]:
+    """Those whose budget is used up; raises if a signal came."""
     results = {folder: folder.result or {} for folder in folders}
     interrupted = [each for each in folders if results[each].get("status") == "interrupted"]
     if interrupted:
         number = results[interrupted[0]].get("signal") or signal.SIGINT
-        raise Interrupted(_what_was_done(interrupted, how), number)
-    paused = [each for each in folders if results[each].get("status") == "paused"]
-    for folder in paused:
-        steps = results[folder].get("steps_done")
-        where = "" if steps is None else f" at step {steps:,}"
-        say(f"the budget is used up{where}; {how} goes on with {folder.path}")
-    return not paused
+        raise Interrupted(_what_was_done(interrupted, again), number)
+    return [each for each in folders if results[each].get("status") == "paused"]
 
 
-def _what_was_done(folders: Sequence[RunFolder], how: str) -> str:
-    advice = f"; {how} goes on" if folders[0].checkpoints.is_dir() else ""
+def _what_was_done(folders: Sequence[RunFolder], again: str) -> str:
+    advice = f"; `{again}` goes on" if folders[0].checkpoints.is_dir() else ""
     return f"interrupted; what was done is in {_named(folders)}{advice}"
 
 
@@ -198,7 +240,8 @@ class Number(NamedTuple):
     def __str__(self) -> str:
         """With the digits that its error leaves it, such as 0.4012 ± 0.0031; swaps as 12 of 400."""
         if self.of is not None:
-            return f"{self.value:,} of {self.of:,}" if self.of else "none tested"
+            share = f" ({100 * self.value / self.of:.3g} %)" if self.of else ""
+            return f"{self.value:,} of {self.of:,}{share}" if self.of else "none tested"
         if self.exact:
             return f"{self.value:.4f}"
         if not self.error or not math.isfinite(self.value):
@@ -216,7 +259,7 @@ def numbers_of(result: Mapping[str, Any], config: ExperimentConfig) -> dict[str,
         if isinstance(value, int | float):
             known = error if isinstance(error, int | float) else None
             shown[column.title] = Number(value, known, exact=column.metric.endswith("_true"))
-    if metrics and not isinstance(config, DensityConfig):  # a density has its acceptance rate
+    if metrics:
         for pair in result.get("swaps") or ():
             cold, hot = pair["pair"]
             title = f"swaps of rungs {cold} and {hot}"
@@ -264,14 +307,14 @@ def show(
             say(result["error"])
         pictures = sorted(path.name for path in folder.path.glob("*.png")) * folder.finished
         look = f" (look at {', '.join(pictures)})" if pictures else ""
-        say(f"run folder: {folder.path}{look}")
+        advise(f"run folder: {folder.path}{look}")
 
 
 def show_mean(folders: Sequence[RunFolder], config: ExperimentConfig) -> None:
     """Mean and standard error over the seeds that are finished, if there are several."""
     results = [folder.result or {} for folder in folders if folder.finished]
     if results:
-        say(f"all numbers: result.json in the run folder{'s' if len(results) > 1 else ''}")
+        advise(f"all numbers: result.json in the run folder{'s' if len(results) > 1 else ''}")
     if len(results) < 2:
         return
     each = [numbers_of(result, config) for result in results]

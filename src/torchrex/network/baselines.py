@@ -26,9 +26,10 @@ from torchrex.network.group import swap_batches
 from torchrex.network.replicas import ModuleEnsemble, copied, evaluating
 from torchrex.network.run import ModuleExchange
 from torchrex.network.step import size_of
-from torchrex.network.training import Outcome, train
+from torchrex.network.training import train
 from torchrex.posterior import PosteriorAverage
 from torchrex.rng import default_seed, derive_seed
+from torchrex.runs.config import Outcome
 from torchrex.schedules import Schedule, cyclical
 from torchrex.targets import Batch
 

@@ -1,4 +1,5 @@
-"""The live display: the state of runs on a terminal while they go; silence everywhere else.
+"""The live display: the state of runs on a terminal while they go; elsewhere a line for every tenth
+of the work if a command asks for it, else nothing.
 
 It is drawn by rich between two stretches of steps, by the thread that runs them, and takes a fixed
 small share of the time: the slower a picture is to draw, the longer the next one waits. A thread
@@ -11,6 +12,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import IO, Self, cast
 
 from rich import box
@@ -24,7 +26,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from torchrex.exchange import StepInfo
@@ -36,6 +38,7 @@ Callback = Callable[[int, int], None]  # (steps done, steps in all)
 
 SHARE = 1 / 250  # of the time, for drawing
 AT_LEAST = 0.2  # seconds between two pictures
+BETWEEN_REPORTS = 1.0  # seconds between two lines where there is no terminal, at least
 MEMORY = 200  # steps over which a shown energy is smoothed
 NARROW = 72  # columns that a table takes at least; a narrower terminal shows the bar alone
 WIDE = 100  # columns from which on there is space for corrections and learning rates
@@ -84,11 +87,18 @@ class LiveDisplay(Observer):
     """Rungs, energies, swaps, sigma2 and the time left; one line for each of several runs.
 
     As an observer it is there while runs go; as a context manager from the beginning to the end of
-    the block. `progress(done, total)` moves the bar of work that has no observers.
+    the block. `progress(done, total)` moves the bar of work that has no observers. One bar may show
+    several parts, one after the other: `n_steps` is that of all parts, and each is a `part` block.
+    With `reports` there is a line for every tenth of the work where no terminal is.
     """
 
     def __init__(
-        self, title: str = "training", n_steps: int = 0, *, console: Console | None = None
+        self,
+        title: str = "training",
+        n_steps: int = 0,
+        *,
+        console: Console | None = None,
+        reports: bool = False,
     ) -> None:
         self.title = title
         if console is None:
@@ -96,13 +106,18 @@ class LiveDisplay(Observer):
             console = Console(file=screen, stderr=True)
         self.console = console
         self.shows = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.reports = reports and not self.shows
         self._bar = Progress(console=self.console, speed_estimate_period=600, auto_refresh=False)
         self._task = self._bar.add_task(title, total=n_steps)
+        self._first, self._steps, self._copies = 0, n_steps, 1  # of the part that goes
+        self._in_parts = False
         self._live: Live | None = None
         self._is_held = False  # by a `with` block
         self._lines: dict[Watched, Line] = {}
         self._next = 0.0  # when the next picture is due
         self._cost = 0.002  # seconds of a picture
+        self._tenth, self._reported = 0, time.monotonic()  # of the newest line
+        self._began = self._reported
 
     def __enter__(self) -> Self:
         self._is_held = True
@@ -113,26 +128,63 @@ class LiveDisplay(Observer):
         self._is_held = False
         self._close()
 
+    @contextlib.contextmanager
+    def part(self, title: str, n_steps: int, copies: int = 1) -> Iterator[Self]:
+        """The next part of the work: `copies` runs of `n_steps` each, which go together. The screen
+        is free between two parts.
+        """
+        self.title, self._steps, self._copies, self._in_parts = title, n_steps, copies, True
+        self._move(0, n_steps, begins=True)
+        if self.reports:
+            self._report()
+        try:
+            with self:
+                yield self
+        finally:
+            self._lines.clear()  # of a part that failed
+            self._first += n_steps * copies
+
     def progress(self, done: int, total: int) -> None:
         """Steps done so far."""
-        if not self.shows:
+        if not (self.shows or self.reports):
             return
-        if done < self._bar.tasks[0].completed:
-            self._bar.reset(self._task)  # other work begins, with a pace of its own
-        self._bar.update(self._task, completed=done, total=total)
-        if time.monotonic() >= self._next:
+        self._move(done, total)
+        if self.shows and time.monotonic() >= self._next:
             self._draw()
+        elif self.reports:
+            self._report()
+
+    def _move(self, done: int, total: int, *, begins: bool = False) -> None:
+        """Move the bar. Work that begins has a pace of its own, and may have been resumed."""
+        if self._in_parts:
+            done = self._first + self._copies * self._steps * done // max(1, total)
+            total = int(self._bar.tasks[0].total or 0)
+        if begins or done < self._bar.tasks[0].completed:
+            self._bar.reset(self._task, start=True, total=total, completed=done)
+        else:
+            self._bar.update(self._task, completed=done, total=total)
+
+    def _report(self) -> None:
+        task, now = self._bar.tasks[0], time.monotonic()
+        tenth = int(task.percentage // 10)
+        if tenth > self._tenth and now - self._reported >= BETWEEN_REPORTS:
+            self._tenth, self._reported = tenth, now
+            share, left = task.percentage / 100, task.time_remaining
+            if left is None:  # a part that has just begun has no pace yet
+                left = (now - self._began) * (1 / share - 1)
+            line = f"{share:.0%}, {timedelta(seconds=int(left))} left: {self.title}"
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def on_start(self, watched: Watched) -> None:
-        if self.shows:
+        if self.shows or self.reports:
             self._lines[watched] = Line(watched)
-            step = watched.run.n_steps
-            self._bar.reset(self._task, start=True, total=watched.n_steps, completed=step)
+            self._move(watched.run.n_steps, watched.n_steps, begins=True)
             self._open()
 
     def on_steps(self, watched: Watched, infos: StepInfo) -> None:
-        if self.shows:
-            self._lines[watched].pending.append(infos)
+        if watched in self._lines:
+            if self.shows:
+                self._lines[watched].pending.append(infos)
             going = [line for line in self._lines.values() if line.is_going]
             if going[-1].watched is watched:  # runs report in turn: draw them at the same step
                 self.progress(watched.run.n_steps, watched.n_steps)
@@ -153,10 +205,11 @@ class LiveDisplay(Observer):
                 self._close()
 
     def picture(self) -> RenderableType:
-        """A bar above a table of rungs or of runs; the bar alone in a narrow terminal."""
+        """Title and bar above a table of rungs or of runs; without it in a narrow terminal."""
         width, lines = self.console.width, list(self._lines.values())
         self._bar.columns = BAR if width >= NARROW else SHORT_BAR
-        bar = self._bar.get_renderable()
+        title = Text(self.title, no_wrap=True, overflow="ellipsis")
+        bar = Group(title, self._bar.get_renderable())
         if not lines or width < NARROW:
             return bar
         table = rungs_table if len(lines) == 1 else runs_table
@@ -212,7 +265,6 @@ def progress_bar(
 _END = (TaskProgressColumn(), TimeRemainingColumn(), TextColumn("left"))
 SHORT_BAR: tuple[str | ProgressColumn, ...] = (BarColumn(bar_width=20), *_END)
 BAR: tuple[str | ProgressColumn, ...] = (
-    TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, max_width=36)),
     BarColumn(bar_width=20),
     TextColumn("{task.completed:,.0f} of {task.total:,.0f} steps"),
     *_END,

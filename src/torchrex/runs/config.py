@@ -6,7 +6,6 @@ A config is a frozen dataclass of plain values; it is saved as JSON next to the 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import json
 import math
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from torchrex.errors import ConfigError
 from torchrex.exchange import Ladder, resolve_device
+from torchrex.names import require_free, require_setting
 from torchrex.recording import Callback, Observer
 from torchrex.settings import shown
 
@@ -339,15 +339,8 @@ def _assign(config: C, path: list[str], text: str, key: str) -> C:
     fields = {f.name: f for f in dataclasses.fields(config)}  # type: ignore[arg-type]
     names = [name for name, f in fields.items() if f.metadata.get("settable", True)]
     name, *rest = path
-    if name in fields and name not in names:
-        raise ConfigError(
-            f"setting {key!r} belongs to the recipe and is fixed; choose another recipe from "
-            "`torchrex list`"
-        )
-    if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
-        raise ConfigError(f"unknown setting {key!r} in --set; {hint}")
+    require_free(name, fields.keys() - names, key)
+    require_setting(name, names, key)
     value = getattr(config, name)
     nested = dataclasses.is_dataclass(value)
     if rest and not nested:

@@ -33,10 +33,10 @@ from torchrex.checkpoint import Checkpoints, one_line, require_file
 from torchrex.density import shard_folders
 from torchrex.durable import PART, printable, read_object, replace_file
 from torchrex.errors import LARGEST_WHOLE, NonFiniteEnergyError, RunFolderError
-from torchrex.runs.config import ExperimentConfig, RunOptions, dumps, to_json
 from torchrex.lock import one_owner
 from torchrex.posterior import checksums, with_another_sha256
 from torchrex.recording import Observer, Trace, remove_logs
+from torchrex.runs.config import ExperimentConfig, RunOptions, dumps, to_json
 from torchrex.settings import fingerprint
 
 logger = logging.getLogger("torchrex")

@@ -28,8 +28,9 @@ from torchrex.samplers import AdamStart
 KNOTS = 101  # steps at which the schedules of a ladder are written down
 ROWS = 20_000  # of a trace that `train(out=...)` makes by itself, at most
 COLUMNS = (
-    "accuracy single_accuracy pooled_accuracy nll ece rmse coverage_90 crps acceptance_rate"
-).split()
+    *("accuracy", "single_accuracy", "pooled_accuracy", "nll", "ece"),
+    *("rmse", "coverage_90", "crps", "acceptance_rate"),
+)
 
 
 @dataclass(frozen=True)
