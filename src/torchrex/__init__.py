@@ -53,7 +53,15 @@ if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` 
         train_together,
     )
     from torchrex.posterior import Draws, DrawStore, PosteriorAverage, classification_metrics
-    from torchrex.recording import JsonLines, LiveDisplay, Observer, TensorBoard, Trace
+    from torchrex.recording import (
+        JsonLines,
+        LiveDisplay,
+        MLflow,
+        Observer,
+        TensorBoard,
+        Trace,
+        WandB,
+    )
     from torchrex.samplers import SGHMC, SGLD, AdamStart
     from torchrex.sampling import collect, sample
     from torchrex.targets import (
@@ -86,7 +94,7 @@ _HOMES = {
         "expected_acceptance log_swap_ratio"
     ),
     "posterior": "Draws DrawStore PosteriorAverage classification_metrics",
-    "recording": "JsonLines LiveDisplay Observer TensorBoard Trace",
+    "recording": "JsonLines LiveDisplay MLflow Observer TensorBoard Trace WandB",
     "samplers": "SGHMC SGLD AdamStart",
     "targets": (
         "DeviceLoader Gaussian GaussianMixture GaussianPrior LogDensity Noisy PosteriorEnergy "
@@ -135,6 +143,7 @@ __all__ = [
     "Ladder",
     "LiveDisplay",
     "LogDensity",
+    "MLflow",
     "ModuleEnsemble",
     "ModuleExchange",
     "NoSwaps",
@@ -164,6 +173,7 @@ __all__ = [
     "Trace",
     "TrainingRun",
     "Tuned",
+    "WandB",
     "classification_metrics",
     "collect",
     "expected_acceptance",

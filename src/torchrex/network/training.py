@@ -33,7 +33,7 @@ from torchrex.network.group import SideBySide
 from torchrex.network.run import LOWER_IT, ModuleExchange
 from torchrex.posterior import PosteriorAverage
 from torchrex.processes import stopping_signals
-from torchrex.recording import LiveDisplay, Observer, Trace, Watched, counted_so_far, on_host
+from torchrex.recording import LiveDisplay, Observer, Trace, Watched, on_host
 
 logger = logging.getLogger("torchrex")
 
@@ -115,7 +115,7 @@ def train(
 
     Returns how it ended: look at its `status`. `progress=True` shows the live display, a function
     is called as `progress(done, total)`. `observers` get reports of what the run does:
-    `JsonLines(path)`, `TensorBoard(folder)`, or your own.
+    `JsonLines(path)`, `TensorBoard(folder)`, `WandB(folder)`, `MLflow(folder)`, or your own.
 
     With `checkpoints` (a folder) everything is saved every `checkpoint_every` steps and at the end,
     and a call that finds checkpoints there goes on from the newest one; with `resume=False` it
@@ -204,8 +204,7 @@ class _Watching:
 
     def start(self, n_steps: int, observers: Sequence[Any]) -> None:
         one = self.one
-        before = counted_so_far(one.trace, one.run.n_steps)
-        watched = Watched(one.recipe, one.run, n_steps, tuple(one.averages), before)
+        watched = Watched(one.recipe, one.run, n_steps, tuple(one.averages), one.identity)
         self._watched = watched
         for observer in observers:
             if not isinstance(observer, Observer):
