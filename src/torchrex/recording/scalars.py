@@ -172,7 +172,8 @@ class Tracker(Scalars):
 
     `folder` keeps which run it is and how far it was sent: a resumed run goes on in the same one,
     and a point that was sent before is not sent again. It is noted before it is sent, so a killed
-    process may lose a point but not repeat it.
+    process may lose a point but not repeat it. Windows and every average have a count of their own:
+    a crash may lie between a window and a draw of the same step.
     """
 
     def __init__(self, folder: Path | str | None, *, every: int, run: Any, id: str | None) -> None:
@@ -187,58 +188,62 @@ class Tracker(Scalars):
 
     def _open(self, watched: Watched) -> None:
         super()._open(watched)
-        self._sent, self._record, step = -1, None, watched.run.n_steps
+        self._sent: dict[str, int] = {}  # the last step of each part, before this call
+        self._record, step = None, watched.run.n_steps
         if self._given is None:
             with self._writing():
                 self.path.mkdir(parents=True, exist_ok=True)
-                self._id, self._sent = self._recorded() if step else (None, -1)
+                self._id, self._sent = self._recorded() if step else (None, {})
         is_new = self._id is None or self._given is not None
-        with self._explained(RunFolderError):
+        with self._explained():
             self._id = self._begin(watched, flattened(watched.setting) if is_new else {})
         if self._given is None:
             with self._writing():
                 self._record = restart_file(self.path / RECORD, b"")
-            self._note(self._sent)
+            for part, sent in (self._sent or {"energy": -1}).items():
+                self._note(part, sent)
 
     def on_save(self, watched: Watched) -> None:
         self._write_rest(watched)
 
     def _put(self, numbers: Mapping[str, float], step: int) -> None:
-        if step > self._sent:
-            self._note(step)
+        part = next(iter(numbers)).partition("/")[0]  # energy, average, average_1, final
+        if step > self._sent.get(part, -1):
+            self._note(part, step)
             self._send(numbers, step)
 
     def _write_end(self, watched: Watched, status: str) -> None:
-        if watched.run.n_steps > self._sent:
-            self._finish(final_numbers(watched), watched.run.n_steps, status)
+        self._finish(final_numbers(watched), watched.run.n_steps, status)
 
     def _close(self, status: str) -> None:
         if self._record is not None:
             self._record.close()
 
-    def _recorded(self) -> tuple[str | None, int]:
-        """The run's id and the last step that was sent."""
-        known: tuple[str | None, int] = (None, -1)
-        path = self.path / RECORD
+    def _recorded(self) -> tuple[str | None, dict[str, int]]:
+        """The run's id, and the last step of each part that was sent."""
+        path, id = self.path / RECORD, None
+        sent: dict[str, int] = {}
         for line, _ in lines_of(path, warn=False) if path.exists() else ():
-            if isinstance(line.get("id"), str) and isinstance(line.get("step"), int):
-                known = (line["id"], line["step"])
-        return known
+            match line:
+                case {"id": str(id), "part": str(part), "step": int(step)}:
+                    sent[part] = step
+        return id, sent
 
-    def _note(self, step: int) -> None:
+    def _note(self, part: str, step: int) -> None:
         if self._record is not None:
+            line = {"id": self._id, "part": part, "step": step}
             with self._writing():
-                self._record.write(json.dumps({"id": self._id, "step": step}).encode() + b"\n")
+                self._record.write(json.dumps(line).encode() + b"\n")
                 self._record.flush()
 
     @contextlib.contextmanager
-    def _explained(self, kind: type[RunFolderError]) -> Iterator[None]:
+    def _explained(self) -> Iterator[None]:
         """An error of the library as one line."""
         try:
             yield
         except self._errors as error:
             why = " ".join(str(error).split())
-            raise kind(f"{type(self).__name__} has no run to write to: {why}") from None
+            raise RunFolderError(f"{type(self).__name__} has no run to write to: {why}") from None
 
     _errors: tuple[type[Exception], ...]
 
@@ -276,7 +281,7 @@ class WandB(Tracker):
         self, folder: Path | str | None = None, *, every: int = 100, run: Any = None, **options: Any
     ) -> None:
         self._wandb = import_extra("wandb", "wandb")
-        self._errors = (self._wandb.Error,)
+        self._errors = (self._wandb.Error, ValueError)
         self._options = options
         super().__init__(folder, every=every, run=run, id=getattr(run, "id", None))
 
@@ -377,7 +382,8 @@ class MLflow(Tracker):
             self._has_warned = True
 
     def _finish(self, numbers: Mapping[str, float], step: int, status: str) -> None:
-        self._send({name: v for name, v in numbers.items() if math.isfinite(v)}, step)
+        if known := {name: value for name, value in numbers.items() if math.isfinite(value)}:
+            self._put(known, step)
 
     def _close(self, status: str) -> None:
         super()._close(status)
