@@ -28,7 +28,7 @@ ORDER = [
     {"density"},
     {"network"},
     {"tuning"},
-    {"sampling"},
+    {"sampling", "lightning"},
     {"diagnostics"},
     {"vision"},
     {"experiments"},

@@ -112,6 +112,7 @@ _MODULES = (
     "diagnostics",
     "durable",
     "experiments",
+    "lightning",
     "notebook",
     "processes",
     "report",

@@ -221,13 +221,13 @@ class Tracker(Scalars):
 
     def _recorded(self) -> tuple[str | None, dict[str, int]]:
         """The run's id, and the last step of each part that was sent."""
-        path, id = self.path / RECORD, None
-        sent: dict[str, int] = {}
+        path, sent = self.path / RECORD, {}
+        last: str | None = None
         for line, _ in lines_of(path, warn=False) if path.exists() else ():
             match line:
                 case {"id": str(id), "part": str(part), "step": int(step)}:
-                    sent[part] = step
-        return id, sent
+                    last, sent[part] = id, step
+        return last, sent
 
     def _note(self, part: str, step: int) -> None:
         if self._record is not None:
