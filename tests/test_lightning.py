@@ -180,9 +180,9 @@ def test_a_module_of_pytorch_lightning_will_do():
 @pytest.mark.parametrize(
     ("returns", "words"),
     [
-        ("sum", r"one loss of torch as it is.*; it returned [\d.]+, and the losses of torch in it"),
+        ("sum", "must return one loss of torch .* as it is"),
         ("own", "give energy=PosteriorEnergy"),
-        ("nothing", "it returned None"),
+        ("nothing", "must return one loss"),
         ("trainer", "training_step needs a Trainer .*; give energy="),
     ],
 )
@@ -200,12 +200,8 @@ def test_what_cannot_be_sampled_is_refused():
     loader = tr.DeviceLoader(classes(), 8)
     with pytest.raises(InvalidArgumentError, match="must be a LightningModule, got Linear"):
         ours.ensemble(nn.Linear(2, 2), loader)
-    with pytest.raises(InvalidArgumentError, match=r"in a list is not known; give n_data="):
+    with pytest.raises(InvalidArgumentError, match="list does not say how many examples it has"):
         ours.ensemble(Classifier(), [classes()])
     energy = tr.PosteriorEnergy(F.cross_entropy, n_data=N_DATA)
     with pytest.raises(InvalidArgumentError, match="of its own"):
         ours.ensemble(Classifier(), loader, energy=energy, n_data=3)
-    manual = Classifier()
-    manual.automatic_optimization = False
-    with pytest.raises(InvalidArgumentError, match="optimizes by itself"):
-        ours.ensemble(manual, loader)

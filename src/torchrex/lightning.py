@@ -8,7 +8,7 @@ loss. Nothing of Lightning is imported, so `lightning` and `pytorch_lightning` b
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any
 
 from torch import Tensor, nn
@@ -52,14 +52,14 @@ def ensemble(
             "torchrex.ModuleEnsemble"
         )
     if energy is None:
-        if not getattr(module, "automatic_optimization", True):
-            raise InvalidArgumentError(
-                f"{type(module).__name__} optimizes by itself (automatic_optimization is False), "
-                f"so its training_step returns no loss; {GIVE_ENERGY}"
-            )
-        n_data = _size_of(loader_of(data)) if n_data is None else n_data
+        loader = loader_of(data)
+        examples = getattr(loader, "dataset", None)
+        known = len(examples) if isinstance(examples, Sized) else getattr(loader, "n_data", None)
+        if (n_data := n_data or known) is None:
+            name = type(loader).__name__
+            raise InvalidArgumentError(f"{name} does not say how many examples it has; give n_data")
         energy = PosteriorEnergy.of(training_step, n_data=n_data, prior=prior)
-    elif prior is not None or n_data is not None:
+    elif (prior, n_data) != (None, None):
         raise InvalidArgumentError("energy has a prior and n_data of its own; give them there")
     return ModuleEnsemble(_without_trainer(module), energy, sampler, **options)
 
@@ -70,22 +70,18 @@ def sample(
     *,
     ladder: Ladder,
     n_steps: int,
-    prior: Prior | None = None,
-    n_data: int | None = None,
-    energy: PosteriorEnergy | None = None,
-    sampler: Sampler | None = None,
     seed: int = 0,
     rules: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> ModuleExchange:
-    """Sample the weights of a LightningModule: `ensemble`, a `ModuleExchange` with `rules`, and
-    `train` with `options` (`average`, `checkpoints`, `observers`, ...).
+    """Sample the weights of a LightningModule: `options` are the `prior`, `n_data`, `energy` and
+    `sampler` of `ensemble`, and those of `train` (`average`, `checkpoints`, `observers`, ...).
 
-    `data` is a loader of the training data, or a LightningDataModule. Returns the run:
-    `run.module_at(0)` is a draw, again a LightningModule, as `Trainer.validate` takes it.
+    `data` is a loader of the training data, or a LightningDataModule; `rules` are those of
+    `ModuleExchange`. Returns the run: `run.module_at(0)` is a draw, again a LightningModule.
     """
-    loader = loader_of(data)
-    made = ensemble(module, loader, prior=prior, n_data=n_data, energy=energy, sampler=sampler)
+    loader, names = loader_of(data), ("prior", "n_data", "energy", "sampler")
+    made = ensemble(module, loader, **{n: options.pop(n) for n in names if n in options})
     run = ModuleExchange(made, ladder, seed=seed, **(rules or {}))
     train(run, loader, n_steps, **options)
     return run
@@ -101,26 +97,15 @@ def loader_of(data: Any) -> Any:
     return data.train_dataloader()
 
 
-def _size_of(loader: Any) -> int:
-    known = getattr(loader, "n_data", None)
-    try:
-        return len(loader.dataset) if known is None else int(known)
-    except (AttributeError, TypeError):
-        raise InvalidArgumentError(
-            f"the number of examples in a {type(loader).__name__} is not known; give n_data=..."
-        ) from None
-
-
 def _without_trainer(module: nn.Module) -> nn.Module:
     """A copy that knows no Trainer: that would be copied as well, with its data."""
-    trainer = vars(module).get("_trainer")
-    if trainer is None:
-        return copied(module)
-    module.trainer = None  # type: ignore[assignment]
+    trainer = vars(module).pop("_trainer", None)
     try:
-        return copied(module)
+        copy = copied(module)
     finally:
-        module.trainer = trainer
+        vars(module)["_trainer"] = trainer
+    vars(copy)["_trainer"] = None
+    return copy
 
 
 class _Losses(TorchFunctionMode):
@@ -161,15 +146,10 @@ def training_step(module: Any, batch: Batch) -> Tensor:
     for value, terms in losses.seen:
         if value is loss:
             return terms  # type: ignore[no-any-return]
-    found = ", ".join(str(float(value)) for value, _ in losses.seen) or "none"
     raise TargetError(
-        "training_step must return one loss of torch as it is, whose term of each example is known;"
-        f" it returned {_shown(loss)}, and the losses of torch in it were {found}: {GIVE_ENERGY}"
+        "training_step must return one loss of torch (F.cross_entropy, nn.MSELoss) as it is, for "
+        f"only of such a loss the term of each example is known; {GIVE_ENERGY}"
     )
-
-
-def _shown(loss: Any) -> str:
-    return f"{float(loss):g}" if isinstance(loss, Tensor) and loss.ndim == 0 else repr(loss)
 
 
 def _ignore(*arguments: Any, **options: Any) -> None:

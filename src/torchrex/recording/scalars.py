@@ -17,14 +17,14 @@ import re
 import shutil
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchrex.durable import restart_file
-from torchrex.errors import ConfigError, InvalidArgumentError, RunFolderError, import_extra
+from torchrex.errors import ConfigError, RunFolderError, import_extra
 from torchrex.posterior import PosteriorAverage
 from torchrex.recording.logs import JSON_LINES, JsonLines, Log, lines_of
 from torchrex.recording.observer import Observer, Watched, Window, metrics_of
@@ -33,7 +33,7 @@ logger = logging.getLogger("torchrex")
 
 RECORD = "torchrex.jsonl"  # in the folder of a tracked run: its id, and how far it was sent
 HISTOGRAMS_EVERY = 10  # windows: a histogram takes ten times the bytes of a scalar
-MOST_AT_ONCE, MOST_PARAMETERS, LONGEST_PARAMETER = 1000, 100, 6000  # what MLflow takes in one call
+MOST_METRICS, MOST_PARAMETERS, LONGEST = 1000, 100, 6000  # what MLflow takes in one call
 
 
 class Scalars(Log):
@@ -98,14 +98,6 @@ def draw_numbers(watched: Watched, average: PosteriorAverage) -> dict[str, float
     return numbers
 
 
-def final_numbers(watched: Watched) -> dict[str, float]:
-    """What a table of runs compares: the exchange over all steps, and the averages."""
-    numbers = dict(watched.run.exchange().numbers)
-    for average in watched.averages:
-        numbers |= draw_numbers(watched, average) if average.n_draws else {}
-    return {f"final/{name}": float(value) for name, value in numbers.items() if name != "exact"}
-
-
 def _by_replica(window: Window) -> torch.Tensor:
     """Energies (steps, replicas). They are from before a step's swaps, `replica_at` is not."""
     replica_at = window.replica_at.clone()
@@ -168,204 +160,137 @@ class TensorBoard(Scalars):
 
 
 class Tracker(Scalars):
-    """What runs of W&B and MLflow share: parameters first, final numbers last, no step twice.
+    """A run of W&B or MLflow: its settings first, final numbers last, no step twice.
 
-    `folder` keeps which run it is and how far it was sent: a resumed run goes on in the same one,
-    and a point that was sent before is not sent again. It is noted before it is sent, so a killed
-    process may lose a point but not repeat it. Windows and every average have a count of their own:
-    a crash may lie between a window and a draw of the same step.
+    `folder` keeps which run it is and how far it was sent: a resumed run goes on in the same one. A
+    point is noted before it is sent, so a killed process may lose one but not repeat it. Windows
+    and averages are noted apart, for a crash may lie between a window and a draw of one step.
     """
 
-    def __init__(self, folder: Path | str | None, *, every: int, run: Any, id: str | None) -> None:
-        if (folder is None) == (run is None):
-            raise InvalidArgumentError(
-                f"{type(self).__name__} needs a folder, for a run of its own, or run=, a run of "
-                f"yours; got {'neither' if run is None else 'both'}"
-            )
-        super().__init__(str(id) if folder is None else folder, every=every)
-        self._given = run
-        self._id: str | None = id
+    _errors: tuple[type[Exception], ...]  # of the library
 
     def _open(self, watched: Watched) -> None:
         super()._open(watched)
-        self._sent: dict[str, int] = {}  # the last step of each part, before this call
-        self._record, step = None, watched.run.n_steps
-        if self._given is None:
-            with self._writing():
-                self.path.mkdir(parents=True, exist_ok=True)
-                self._id, self._sent = self._recorded() if step else (None, {})
-        is_new = self._id is None or self._given is not None
-        with self._explained():
-            self._id = self._begin(watched, flattened(watched.setting) if is_new else {})
-        if self._given is None:
-            with self._writing():
-                self._record = restart_file(self.path / RECORD, b"")
-            for part, sent in (self._sent or {"energy": -1}).items():
-                self._note(part, sent)
+        path, begins = self.path / RECORD, watched.run.n_steps == 0
+        with self._writing():
+            self.path.mkdir(parents=True, exist_ok=True)
+            lines = [] if begins or not path.exists() else list(lines_of(path, warn=False))
+        known = [line for line, _ in lines if {"run", "part", "step"} <= line.keys()]
+        before = str(known[-1]["run"]) if known else None
+        try:
+            self._id = self._begin(watched, before)
+        except self._errors as error:
+            why = " ".join(str(error).split())
+            name = type(self).__name__
+            raise RunFolderError(f"{name} has no run to write to ({why}); set it up") from None
+        self._sent = {line["part"]: int(line["step"]) for line in known if line["run"] == self._id}
+        with self._writing():
+            restart_file(path, b"").close()
+        for part, step in self._sent.items():
+            self._note(part, step)
+
+    def _note(self, part: str, step: int) -> None:
+        line = json.dumps({"run": self._id, "part": part, "step": step})
+        with self._writing(), open(self.path / RECORD, "a") as file:
+            file.write(f"{line}\n")
 
     def on_save(self, watched: Watched) -> None:
         self._write_rest(watched)
 
     def _put(self, numbers: Mapping[str, float], step: int) -> None:
-        part = next(iter(numbers)).partition("/")[0]  # energy, average, average_1, final
-        if step > self._sent.get(part, -1):
+        part = next(iter(numbers), "").partition("/")[0]  # energy, average, average_1, final
+        if numbers and step > self._sent.get(part, -1):
             self._note(part, step)
             self._send(numbers, step)
 
     def _write_end(self, watched: Watched, status: str) -> None:
-        self._finish(final_numbers(watched), watched.run.n_steps, status)
-
-    def _close(self, status: str) -> None:
-        if self._record is not None:
-            self._record.close()
-
-    def _recorded(self) -> tuple[str | None, dict[str, int]]:
-        """The run's id, and the last step of each part that was sent."""
-        path, sent = self.path / RECORD, {}
-        last: str | None = None
-        for line, _ in lines_of(path, warn=False) if path.exists() else ():
-            match line:
-                case {"id": str(id), "part": str(part), "step": int(step)}:
-                    last, sent[part] = id, step
-        return last, sent
-
-    def _note(self, part: str, step: int) -> None:
-        if self._record is not None:
-            line = {"id": self._id, "part": part, "step": step}
-            with self._writing():
-                self._record.write(json.dumps(line).encode() + b"\n")
-                self._record.flush()
-
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """An error of the library as one line."""
-        try:
-            yield
-        except self._errors as error:
-            why = " ".join(str(error).split())
-            raise RunFolderError(f"{type(self).__name__} has no run to write to: {why}") from None
-
-    _errors: tuple[type[Exception], ...]
+        """What a table of runs compares: the exchange over all steps, and the averages."""
+        numbers = dict(watched.run.exchange().numbers)
+        for average in watched.averages:
+            numbers |= draw_numbers(watched, average) if average.n_draws else {}
+        final = {f"final/{name}": float(value) for name, value in numbers.items()}
+        self._put({k: v for k, v in final.items() if math.isfinite(v)}, watched.run.n_steps)
 
     @abstractmethod
-    def _begin(self, watched: Watched, parameters: Mapping[str, Any]) -> str:
-        """Begin the run of `self._id`, or a new one; returns its id."""
+    def _begin(self, watched: Watched, before: str | None) -> str:
+        """Begin a new run, or go on in the one `before`; returns its id."""
 
     @abstractmethod
     def _send(self, numbers: Mapping[str, float], step: int) -> None: ...
-
-    @abstractmethod
-    def _finish(self, numbers: Mapping[str, float], step: int, status: str) -> None: ...
-
-
-def flattened(setting: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """The leaves of a nested setting, by names joined with dots."""
-    leaves: dict[str, Any] = {}
-    for name, value in setting.items():
-        leaf = f"{path}{name}"
-        is_inner = isinstance(value, Mapping) and value
-        leaves |= flattened(value, f"{leaf}.") if is_inner else {leaf: value}
-    return leaves
 
 
 class WandB(Tracker):
     """Logs a run to Weights & Biases, a point every `every` steps, with TensorBoard's names.
 
-    `folder` is for W&B's files; `options` go to `wandb.init` (`project="torchrex"` unless given).
-    Or give a run of yours, `WandB(run=wandb.init(...))`: it is not finished here, and its W&B steps
-    are the steps of sampling. The settings are its config, the final numbers its summary. Without
-    a network set WANDB_MODE=offline.
+    `folder` is for W&B's files; `options` go to `wandb.init`. If a W&B run of yours is active, it
+    is used and left open; its W&B steps are the steps of sampling. The settings are in the config
+    under `torchrex`, final numbers are in the summary. Without a network set WANDB_MODE=offline.
     """
 
-    def __init__(
-        self, folder: Path | str | None = None, *, every: int = 100, run: Any = None, **options: Any
-    ) -> None:
-        self._wandb = import_extra("wandb", "wandb")
+    def __init__(self, folder: Path | str, *, every: int = 100, **options: Any) -> None:
+        super().__init__(folder, every=every)
+        self._wandb, self._options = import_extra("wandb", "wandb"), options
         self._errors = (self._wandb.Error, ValueError)
-        self._options = options
-        super().__init__(folder, every=every, run=run, id=getattr(run, "id", None))
 
-    def _begin(self, watched: Watched, parameters: Mapping[str, Any]) -> str:
-        self._out = self._given
-        if self._out is None:
-            chosen = {
-                "project": "torchrex",
-                "name": f"{watched.name}, seed {watched.seed}",
-                "config": parameters,
-                "dir": str(self.path),
-                "id": self._id,
-                "resume": "allow" if self._id else None,
-                "reinit": "create_new",  # several runs may train together
-            }
-            self._out = self._wandb.init(**{**chosen, **self._options})
-        else:
-            self._out.config.update({"torchrex": parameters}, allow_val_change=True)
-            if self._out.step > watched.run.n_steps:
-                logger.warning(
-                    "the W&B run is at step %d and ignores smaller ones; give WandB a folder, for "
-                    "a run of its own",
-                    self._out.step,
-                )
+    def _begin(self, watched: Watched, before: str | None) -> str:
+        self._is_own = self._wandb.run is None
+        chosen = {
+            "project": "torchrex",
+            "name": f"{watched.name}, seed {watched.seed}",
+            "dir": str(self.path),
+            "id": before,
+            "resume": "allow" if before else None,
+            "reinit": "create_new",  # several runs may train together
+        }
+        self._out = self._wandb.run or self._wandb.init(**{**chosen, **self._options})
+        if self._out.id != before:
+            self._out.config.update({"torchrex": dict(watched.setting)}, allow_val_change=True)
         return str(self._out.id)
 
     def _send(self, numbers: Mapping[str, float], step: int) -> None:
         self._out.log(dict(numbers), step=step)
 
-    def _finish(self, numbers: Mapping[str, float], step: int, status: str) -> None:
-        self._out.summary.update({**numbers, "status": status})
-
     def _close(self, status: str) -> None:
-        super()._close(status)
-        if self._given is None:
+        if self._is_own:
             self._out.finish(exit_code=int(status == "failed"))
 
 
 class MLflow(Tracker):
     """Logs a run to MLflow, a point every `every` steps, with TensorBoard's names.
 
-    It goes where MLflow is set to (MLFLOW_TRACKING_URI) or to `tracking_uri`, into the
-    `experiment`; `folder` keeps only which run it is. Or give a run of yours, `MLflow(run=
-    mlflow.active_run())`, which is not ended here. The settings are its parameters, the final
-    numbers metrics of the last step. If the server fails, the run goes on and sends its points
-    later.
+    It goes where MLflow is set to (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME); `folder` keeps
+    only which run it is. If an MLflow run of yours is active, it is used and left open. The
+    settings are parameters, final numbers are metrics of the last step. If the server fails, the
+    run goes on and sends its points later.
     """
 
-    def __init__(
-        self,
-        folder: Path | str | None = None,
-        *,
-        every: int = 100,
-        run: Any = None,
-        experiment: str | None = None,
-        tracking_uri: str | None = None,
-    ) -> None:
+    def __init__(self, folder: Path | str, *, every: int = 100) -> None:
+        super().__init__(folder, every=every)
         self._mlflow = import_extra("mlflow", "mlflow")
         self._errors = (self._mlflow.exceptions.MlflowException, ImportError)
-        self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "torchrex"
-        self._tracking_uri = tracking_uri
-        info = getattr(run, "info", None)
-        super().__init__(folder, every=every, run=run, id=getattr(info, "run_id", None))
-
-    def _begin(self, watched: Watched, parameters: Mapping[str, Any]) -> str:
-        self._out = client = self._mlflow.MlflowClient(self._tracking_uri)
         self._waiting: list[Any] = []
-        self._has_warned = False
-        run = self._id
-        if run is None:
-            found = client.get_experiment_by_name(self._experiment)
-            where = found.experiment_id if found else client.create_experiment(self._experiment)
-            name = f"{watched.name}, seed {watched.seed}"
-            run = client.create_run(where, run_name=name).info.run_id
-        elif self._given is None:
-            client.update_run(run, status="RUNNING")
-        known = client.get_run(run).data.params  # which no second value may replace
-        new = [
-            self._mlflow.entities.Param(name, str(value)[:LONGEST_PARAMETER])
-            for name, value in _named_for_mlflow(parameters).items()
-            if name not in known
+
+    def _begin(self, watched: Watched, before: str | None) -> str:
+        self._out = client = self._mlflow.MlflowClient()
+        active = self._mlflow.active_run()
+        self._is_own = active is None
+        if active is not None:
+            run = active.info.run_id
+        elif before is not None:
+            client.update_run(run := before, status="RUNNING")
+        else:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "torchrex")
+            found = client.get_experiment_by_name(name)
+            where = found.experiment_id if found else client.create_experiment(name)
+            title = f"{watched.name}, seed {watched.seed}"
+            run = client.create_run(where, run_name=title).info.run_id
+        named = {} if run == before else flattened(watched.setting, "torchrex.")
+        parameters = [
+            self._mlflow.entities.Param(re.sub(r"[^\w\-. :/]", "_", name), str(value)[:LONGEST])
+            for name, value in named.items()
         ]
-        for first in range(0, len(new), MOST_PARAMETERS):
-            client.log_batch(run, params=new[first : first + MOST_PARAMETERS])
+        for first in range(0, len(parameters), MOST_PARAMETERS):
+            client.log_batch(run, params=parameters[first : first + MOST_PARAMETERS])
         return str(run)
 
     def _send(self, numbers: Mapping[str, float], step: int) -> None:
@@ -373,30 +298,26 @@ class MLflow(Tracker):
         self._waiting += [metric(name, float(v), now, step) for name, v in numbers.items()]
         try:
             while self._waiting:
-                self._out.log_batch(self._id, metrics=self._waiting[:MOST_AT_ONCE])
-                del self._waiting[:MOST_AT_ONCE]
+                self._out.log_batch(self._id, metrics=self._waiting[:MOST_METRICS])
+                del self._waiting[:MOST_METRICS]
         except self._errors as error:
-            if not self._has_warned:
-                why = " ".join(str(error).split())
-                logger.warning("MLflow takes no numbers now, they are sent later: %s", why)
-            self._has_warned = True
-
-    def _finish(self, numbers: Mapping[str, float], step: int, status: str) -> None:
-        if known := {name: value for name, value in numbers.items() if math.isfinite(value)}:
-            self._put(known, step)
+            n, why = len(self._waiting), " ".join(str(error).split())
+            logger.warning("MLflow did not take %d numbers, they are kept for later: %s", n, why)
 
     def _close(self, status: str) -> None:
-        super()._close(status)
-        if self._waiting:
-            logger.warning("MLflow did not take %d numbers; they are lost", len(self._waiting))
-        if self._given is None:
-            ends = {"finished": "FINISHED", "failed": "FAILED", "paused": "SCHEDULED"}
+        ends = {"finished": "FINISHED", "failed": "FAILED", "paused": "SCHEDULED"}
+        if self._is_own:
             with contextlib.suppress(*self._errors):
                 self._out.set_terminated(self._id, ends.get(status, "KILLED"))
 
 
-def _named_for_mlflow(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    return {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in parameters.items()}
+def flattened(setting: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """The leaves of a nested setting, by names joined with dots."""
+    leaves: dict[str, Any] = {}
+    for name, value in setting.items():
+        is_inner = isinstance(value, Mapping) and value
+        leaves |= flattened(value, f"{path}{name}.") if is_inner else {f"{path}{name}": value}
+    return leaves
 
 
 LOGS: dict[str, tuple[type[Log], str]] = {  # by the name that `--log` knows, with the file's name
