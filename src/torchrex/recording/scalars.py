@@ -205,7 +205,8 @@ class Tracker(Scalars):
 
     def _write_end(self, watched: Watched, status: str) -> None:
         """What a table of runs compares: the exchange over all steps, and the averages."""
-        numbers = dict(watched.run.exchange().numbers)
+        numbers = watched.run.exchange().numbers
+        numbers.pop("exact", None)
         for average in watched.averages:
             numbers |= draw_numbers(watched, average) if average.n_draws else {}
         final = {f"final/{name}": float(value) for name, value in numbers.items()}
