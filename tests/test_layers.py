@@ -30,7 +30,7 @@ ORDER = [
     {"runs"},
     {"network"},
     {"tuning"},
-    {"sampling"},
+    {"sampling", "lightning"},
     {"diagnostics"},
     {"vision"},
     {"experiments"},

@@ -308,24 +308,25 @@ def test_tensorboard_counts_swaps_on_after_a_resume(tmp_path, crash_at, every):
 
 
 @pytest.mark.usefixtures("in_order")
-def test_tensorboard_says_since_when_it_counts(tmp_path):
-    """If it came late, or if points at that step are those of another run."""
+def test_tensorboard_counts_all_swaps_if_it_comes_late_and_says_since_when_if_the_run_cannot(
+    tmp_path,
+):
     path, where = tmp_path / "t", {"folder": tmp_path / "c", "every": 40}
     crash(45, **where)
-    crash(85, observers=[TensorBoard(path, every=20)], **where)
     _, trace = go(observers=[TensorBoard(path, every=20)], **where)
     steps = trace.tensors()["swap_steps"]
-    late = {step: int(((steps >= 40) & (steps < step)).sum()) for step in (60, 80, 90)}
-    assert swaps_shown(path) == ("swaps_since_step_40", late)
+    assert swaps_shown(path) == ("swaps", {at: int((steps < at).sum()) for at in (60, 80, 90)})
     # A run that begins anew in the same folder hides all that.
     go(observers=[TensorBoard(path, every=20)], folder=tmp_path / "new", every=40)
     anew = {step: int((steps < step).sum()) for step in (20, 40, 60, 80, 90)}
     assert swaps_shown(path) == ("swaps", anew)
-    where = {"folder": tmp_path / "third", "every": 20}
-    crash(25, observers=[TensorBoard(path, every=20)], **where)
-    crash(45, **where)  # not logged: the point at 40 is the other run's
-    go(observers=[TensorBoard(path, every=20)], **where)
-    assert "swaps_since_step_40/pair_0" in events_of(path).Tags()["scalars"]
+    old = make_run()  # its state has no counts, as those of older versions
+    go(old)
+    run = make_run()
+    run.load_state_dict({name: part for name, part in old.state_dict().items() if name != "counts"})
+    log = TensorBoard(tmp_path / "old", every=20)
+    tr.train(run, tr.DeviceLoader(classes(), 8), N_STEPS + 20, observers=log)
+    assert swaps_shown(log.path)[0] == f"swaps_since_step_{N_STEPS}"
 
 
 # Logs of run folders
@@ -449,7 +450,7 @@ def test_the_display_shows_the_run_and_leaves_the_screen_clean(crash_at):
 
 
 def test_a_resumed_run_counts_its_swaps_on(tmp_path):
-    """From the trace where there is one; without one the display says since when it counts."""
+    """With a trace or without; if its state has no counts, the display says since when."""
 
     class Keeps(LiveDisplay):
         def on_end(self, watched, status):
@@ -466,12 +467,18 @@ def test_a_resumed_run_counts_its_swaps_on(tmp_path):
     assert display.kept.proposed == [swaps["proposed"]] == [N_STEPS]
     assert "since step" not in display.console.file.getvalue()
 
-    run, data = make_run(**hot), tr.DeviceLoader(classes(), 8, seed=0)
-    tr.train(run, data, 40)
-    display = Keeps(console=terminal())
-    tr.train(run, data, N_STEPS, observers=[display])
-    assert "swaps are counted since step 40" in display.console.file.getvalue()
-    assert display.kept.proposed == [N_STEPS - 40]
+    for known in (True, False):
+        before, data = make_run(**hot), tr.DeviceLoader(classes(), 8, seed=0)
+        tr.train(before, data, 40)
+        state, run = before.state_dict(), make_run(**hot)
+        if not known:  # as in the states of older versions
+            del state["counts"]
+        run.load_state_dict(state)
+        display = Keeps(console=terminal())
+        tr.train(run, data, N_STEPS, observers=[display])
+        shown = "swaps are counted since step 40" in display.console.file.getvalue()
+        assert shown == (not known)
+        assert display.kept.proposed == [N_STEPS if known else N_STEPS - 40]
 
 
 def test_the_display_is_silent_where_nobody_looks(capfd):

@@ -36,6 +36,7 @@ def objects(tmp_path):
         tr.DrawStore(tmp_path / "d", capacity=3),
         tr.sample(mixture, temperatures=(1.0, 2.0), lr=0.1, n_steps=20), tr.Observer(),
         tr.JsonLines(tmp_path / "l"), tr.TensorBoard(tmp_path / "t"), tr.LiveDisplay(),
+        tr.WandB(tmp_path / "w"), tr.MLflow(tmp_path / "m"),
         tr.DensityExchange(ensemble, tr.Ladder((1.0, 2.0), 0.1)), make_run(), tr.replica_mesh(4),
         tr.MethodResult(average, 1e6), tr.compare({"one": tr.MethodResult(average, 1e6)}),
         values, values.predictive(),

@@ -63,7 +63,15 @@ if TYPE_CHECKING:  # for editors and type checkers; a test holds it to `_HOMES` 
         classification_metrics,
         load,
     )
-    from torchrex.recording import JsonLines, LiveDisplay, Observer, TensorBoard, Trace
+    from torchrex.recording import (
+        JsonLines,
+        LiveDisplay,
+        MLflow,
+        Observer,
+        TensorBoard,
+        Trace,
+        WandB,
+    )
     from torchrex.report.methods import MethodTable, compare
     from torchrex.samplers import SGHMC, SGLD, AdamStart
     from torchrex.sampling import collect, sample
@@ -97,7 +105,7 @@ _HOMES = {
         "expected_acceptance log_swap_ratio"
     ),
     "posterior": "Draws DrawStore PosteriorAverage Predictive classification_metrics load",
-    "recording": "JsonLines LiveDisplay Observer TensorBoard Trace",
+    "recording": "JsonLines LiveDisplay MLflow Observer TensorBoard Trace WandB",
     "samplers": "SGHMC SGLD AdamStart",
     "targets": (
         "DeviceLoader Gaussian GaussianMixture GaussianPrior LogDensity Noisy PosteriorEnergy "
@@ -119,6 +127,7 @@ _MODULES = (
     "diagnostics",
     "durable",
     "experiments",
+    "lightning",
     "notebook",
     "processes",
     "report",
@@ -150,6 +159,7 @@ __all__ = [
     "Ladder",
     "LiveDisplay",
     "LogDensity",
+    "MLflow",
     "MethodResult",
     "MethodTable",
     "ModuleEnsemble",
@@ -182,6 +192,7 @@ __all__ = [
     "Trace",
     "TrainingRun",
     "Tuned",
+    "WandB",
     "classification_metrics",
     "collect",
     "compare",

@@ -54,7 +54,7 @@ Log = Annotated[
         "--log",
         metavar="KIND",
         help="Networks only (a density keeps all its draws): write a log into each run folder, "
-        "jsonl or tensorboard. May be repeated.",
+        "jsonl, tensorboard, wandb or mlflow. May be repeated.",
     ),
 ]
 Budget = Annotated[

@@ -37,7 +37,7 @@ from torchrex.network.group import SideBySide
 from torchrex.network.run import LOWER_IT, ModuleExchange
 from torchrex.posterior import PosteriorAverage
 from torchrex.processes import stopping_signals
-from torchrex.recording import LiveDisplay, Observer, Trace, Watched, counted_so_far, on_host
+from torchrex.recording import LiveDisplay, Observer, Trace, Watched, on_host
 from torchrex.runs.config import Outcome
 from torchrex.runs.folder import RunResult
 from torchrex.runs.script import ScriptConfig, ScriptRun, name_of, owned_folders
@@ -149,7 +149,7 @@ def train(
 
     Returns how it ended: look at its `status`. `progress=True` shows the live display, a function
     is called as `progress(done, total)`. `observers` get reports of what the run does:
-    `JsonLines(path)`, `TensorBoard(folder)`, or your own.
+    `JsonLines(path)`, `TensorBoard(folder)`, `WandB(folder)`, `MLflow(folder)`, or your own.
 
     `out="runs/mynet/seed=0"` writes a run folder as a recipe does: settings, trace, swaps, metrics
     of the averages, and checkpoints. `torchrex report`, `doctor` and `compare` read it, and so does
@@ -255,8 +255,7 @@ class _Watching:
 
     def start(self, n_steps: int, observers: Sequence[Any]) -> None:
         one = self.one
-        before = counted_so_far(one.trace, one.run.n_steps)
-        watched = Watched(one.recipe, one.run, n_steps, tuple(one.averages), before)
+        watched = Watched(one.recipe, one.run, n_steps, tuple(one.averages), one.identity)
         self._watched = watched
         for observer in observers:
             if not isinstance(observer, Observer):

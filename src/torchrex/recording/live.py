@@ -48,17 +48,16 @@ class Line:
     """What the display knows of one run."""
 
     def __init__(self, watched: Watched) -> None:
-        n = watched.ladder.n_pairs
+        before = watched.run.exchange()
         self.watched = watched
         self.is_going = True
         self.pending: list[StepInfo] = []  # steps since the last picture
         self.energy: list[float] | None = None  # smoothed, by rung
-        self.replica_at = list(range(n + 1))
-        before = watched.swaps_before or ((0, 0),) * n
-        self.accepted = [made for made, _ in before]
-        self.proposed = [tested for _, tested in before]
-        self.counted_since = watched.run.n_steps if watched.swaps_before is None else 0
-        self.noise_variance = self.correction = [float("nan")] * n
+        self.replica_at = list(range(watched.ladder.n_rungs))
+        self.accepted = [pair.accepted for pair in before.pairs]
+        self.proposed = [pair.proposed for pair in before.pairs]
+        self.counted_since = before.steps_before
+        self.noise_variance = self.correction = [float("nan")] * watched.ladder.n_pairs
         self.average: PosteriorAverage | None = None
         self.n_draws = 0  # of the average, when its accuracy was computed
         self.accuracy: float | None = None

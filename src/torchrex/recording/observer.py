@@ -7,7 +7,7 @@ the trace. Nothing here waits for a device inside a step, and no observer can ch
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ class Watched:
     run: ReplicaExchange
     n_steps: int  # where it will end
     averages: tuple[PosteriorAverage, ...] = ()
-    swaps_before: tuple[tuple[int, int], ...] | None = None  # made and tested by pair, if known
+    setting: Mapping[str, Any] = field(default_factory=dict)  # of the run, as in its checkpoints
 
     def number_of(self, average: PosteriorAverage) -> int:
         """Which of the run's averages this one is."""
@@ -45,13 +45,6 @@ class Watched:
         """Temperatures and learning rates of a step, counted from 0."""
         table = self.ladder.table(max(0, step), 1, device=torch.device("cpu"), dtype=torch.float64)
         return table[0][0].tolist(), table[1][0].tolist()
-
-
-def counted_so_far(trace: Trace | None, n_steps: int) -> tuple[tuple[int, int], ...] | None:
-    """For `swaps_before`: the counts of a trace, or None if it did not see all `n_steps`."""
-    if trace is None or trace.n_steps != n_steps or n_steps == 0:
-        return None
-    return tuple((int(pair["accepted"]), int(pair["proposed"])) for pair in trace.swaps())
 
 
 def on_host(infos: StepInfo) -> StepInfo:

@@ -320,7 +320,7 @@ class RunOptions:
     budget: float | None = None  # seconds until the runs stop with a checkpoint
     progress: Callback | None = None
     observers: tuple[Observer, ...] = ()  # of networks
-    log: tuple[str, ...] = ()  # of networks: "jsonl", "tensorboard"
+    log: tuple[str, ...] = ()  # of networks: as in `recording.scalars.LOGS`
 
 
 def override(config: C, assignments: typing.Sequence[str]) -> C:
