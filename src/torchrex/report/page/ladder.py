@@ -1,0 +1,182 @@
+"""The ladder of a family: all its runs as the chains of one history, and what came of every pair.
+
+Acceptance, noise, barrier and round trips are those of all chains together; an error is between
+chains, or between seeds where each knows only itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from torchrex.diagnostics import (
+    History,
+    Swaps,
+    Travel,
+    acceptance_from_energies,
+    allowed_acceptance,
+    observed_acceptance,
+    round_trips,
+)
+from torchrex.errors import InvalidArgumentError
+from torchrex.report.figures import Pair
+from torchrex.report.reader import LoadedRun
+from torchrex.report.swap_checks import (
+    history_from_curves,
+    last_quarter,
+    settled_noise,
+    while_swapping,
+    with_noise,
+)
+from torchrex.report.tables import value_and_error
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """The histories of runs with the same settings as one, whose chains are those of all."""
+
+    history: History
+    runs: dict[str, int]  # the first chain of every run, by its name
+    run: LoadedRun  # one of them, for the settings
+    left_out: int  # runs that recorded other steps
+    averaged: bool  # energies are means over the steps between two points
+
+    @property
+    def unit(self) -> str:
+        return "epoch" if self.averaged and "epoch" in self.run.curves else "step"
+
+    @property
+    def scale(self) -> float:
+        settings = self.run.settings
+        return settings.steps_per_epoch if self.unit == "epoch" and settings is not None else 1
+
+    @property
+    def first_test(self) -> int:
+        return 0 if self.run.settings is None else self.run.settings.swap_start
+
+    @cached_property
+    def pairs(self) -> list[Pair]:
+        """Swaps of every pair with what the energies promise, and the noise that decides it."""
+        history = self.history
+        if history.n_pairs == 0:
+            return []
+        swapping = while_swapping(self.run, history)
+        if self.averaged and self.run.settings is not None:
+            swapping = with_noise(swapping, self.run.settings.swap_noise)
+        observed, error = observed_acceptance(history)
+        unknown = torch.full_like(observed, math.nan)
+        try:
+            expected, its_error = acceptance_from_energies(swapping)
+        except InvalidArgumentError:  # F is not known
+            expected = its_error = unknown
+        level, noise = settled_noise(last_quarter(swapping))
+        # One chain of a running mean has no known error.
+        known = not self.averaged and (self.run.draws is None or history.n_chains > 1)
+        made, tested = (x.sum(1).tolist() for x in (history.accepted, history.proposed))
+        both = [(observed, error), (expected, unknown if self.averaged else its_error)]
+        both.append((level.value, level.error if known else unknown))
+        of_pair = [list(zip(*(x.tolist() for x in each), strict=True)) for each in both]
+        alone = [x.tolist() for x in (allowed_acceptance(noise), noise)]
+        return [
+            Pair((k, k + 1), of_pair[0][k], of_pair[1][k], *(x[k] for x in alone), of_pair[2][k],
+                 made[k], tested[k])
+            for k in range(history.n_pairs)
+        ]  # fmt: skip
+
+    @cached_property
+    def barrier(self) -> str:
+        """The sum of the rejection rates; "" where no swap was tested."""
+        if not self.pairs or any(pair.proposed == 0 for pair in self.pairs):
+            return ""
+        history = self.history
+        value = sum(1 - pair.observed[0] for pair in self.pairs)
+        each = (1 - history.accepted / history.proposed).sum(0).double()
+        n = len(each)
+        return value_and_error(value, float(each.std()) / math.sqrt(n) if n > 1 else None)
+
+    @cached_property
+    def travel(self) -> Travel | None:
+        """None where the rung of each replica is not known."""
+        if self.history.n_pairs == 0 or (self.averaged and self.history.swaps is None):
+            return None
+        return round_trips(self.history)
+
+    @property
+    def trips(self) -> tuple[str, float | None]:
+        """Round trips of a chain, all its replicas together: `36.5(3)`, and to sort by."""
+        if self.travel is None or not int(self.history.proposed.sum()):
+            return "", None
+        each = self.travel.round_trips.sum(0).double()
+        error = float(each.std()) / math.sqrt(len(each)) if len(each) > 1 else None
+        text = value_and_error(float(each.mean()), error)
+        return text if self.travel.exact else f"≥ {text}", float(each.mean())
+
+    @property
+    def loudest(self) -> float:
+        """The largest noise s of a pair; NaN if there is none."""
+        return max((pair.noise for pair in self.pairs), default=math.nan)
+
+    @property
+    def words(self) -> str:
+        """One line about the ladder."""
+        parts = [f"barrier {self.barrier}"] if self.barrier else []
+        if self.trips[0]:
+            parts.append(f"{self.trips[0]} round trips a chain, all its replicas together")
+        n, runs = self.history.n_chains, len(self.runs)
+        parts.append(f"{n:,} chain{'s' * (n > 1)} of {runs} run{'s' * (runs > 1)}")
+        if self.left_out:
+            parts.append(f"{self.left_out} more recorded other steps and are left out")
+        return "; ".join(parts)
+
+
+def pooled(runs: Sequence[LoadedRun]) -> Pooled | None:
+    """None where no run recorded its ladder. Of runs that recorded different steps, those that are
+    like the first are taken.
+    """
+    averaged = all(run.history is None for run in runs)
+    found: list[tuple[LoadedRun, History]] = []
+    for run in runs:
+        history = history_from_curves(run) if averaged else run.history
+        if history is not None and len(history.steps):
+            found.append((run, history))
+    if not found:
+        return None
+    run, first = found[0]
+    alike = [(one, history) for one, history in found if _alike(first, history)]
+    names, start = {}, 0
+    for one, history in alike:
+        names[f"seed {one.seed}" if one.seed >= 0 else one.path.name] = start
+        start += history.n_chains
+    together = _together([history for _, history in alike])
+    return Pooled(together, names, run, len(found) - len(alike), averaged)
+
+
+def _alike(one: History, other: History) -> bool:
+    same = torch.equal(one.steps, other.steps) and one.n_rungs == other.n_rungs
+    known = (one.correction is None) == (other.correction is None)
+    return same and known and one.n_steps == other.n_steps
+
+
+def _together(histories: Sequence[History]) -> History:
+    if len(histories) == 1:
+        return histories[0]
+
+    def joined(name: str) -> Tensor | None:
+        each = [getattr(history, name) for history in histories]
+        return None if each[0] is None else torch.cat(each, dim=-1)
+
+    names = ("energy", "replica_at", "noise_variance", "correction", "accepted", "proposed")
+    swaps, start = [], 0
+    for history in histories:
+        if history.swaps is not None:
+            swaps.append(history.swaps._replace(chain=history.swaps.chain + start))
+        start += history.n_chains
+    every = len(swaps) == len(histories)
+    listed = Swaps(*(torch.cat(each) for each in zip(*swaps, strict=True))) if every else None
+    columns: dict[str, Tensor | None] = {name: joined(name) for name in names}
+    return replace(histories[0], **columns, swaps=listed)  # type: ignore[arg-type]
