@@ -1,16 +1,16 @@
 """Figures of runs by Plotly: data in, `plotly.graph_objects.Figure` out.
 
-The page, a notebook and an export share them. Steps and energies are those of a `History`. Long
-series lose rows (`rows_to_keep`), and the subtitle says how many. Every colour can be read on a
-light and on a dark ground. Plotly reads some HTML in its texts: names go through `plain`.
+The page, a notebook and an export share them. Long series lose rows (`rows_to_keep`), and the
+subtitle says how many. Every colour can be read on a light and on a dark ground. Plotly reads some
+HTML in its texts: names go through `plain`.
 """
 
 from __future__ import annotations
 
 import math
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -19,18 +19,21 @@ import torch
 from torch import Tensor
 
 from torchrex.diagnostics import Estimate, History, over_chains, rung_occupancy
+from torchrex.diagnostics.history import replay
 from torchrex.errors import InvalidArgumentError, import_extra
-from torchrex.report.plots import acceptance_over_time, calibration, running_mean, smoothing_window
+from torchrex.report.findings import number
+from torchrex.report.plots import calibration, rung_name, running_mean, smoothing_window
 
 METHODS = ("#2f7fd0", "#d5552b", "#2b9a63", "#9468d0", "#a07a1e", "#cf4f97", "#1b93a8", "#7d868c")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-COLD, HOT = (47, 127, 208), (213, 68, 50)  # of rungs; those between go through violet
-VIOLET, GREY = (150, 100, 205), "#7d868c"
+COLD, VIOLET, HOT = (47, 127, 208), (150, 100, 205), (213, 68, 50)  # of rungs
+GREY = "#7d868c"
 LIGHT = {"ground": "#fdfdfc", "text": "#1c1f22", "soft": "#5d656c", "line": "#dfe2e4"}
 DARK = {"ground": "#15181b", "text": "#e4e7e9", "soft": "#a4adb4", "line": "#31373c"}
 FONT = 'system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif'
 MOST_VALUES = 4000  # rows times rungs
 MOST_LINES = 4  # runs in a figure that has a line for each
+MOST_TEXTS = 12  # next to each other in a figure
 MOST_PATHS = 100  # swaps of a chain; of more the occupancy says more than the paths
 NEAR_A_SWAP = 8  # rows on either side
 SWAPS_IN_FULL = 40
@@ -38,35 +41,22 @@ MOST_MARKS = 1000
 BURN_IN = 0.1  # of the rows; it may lie outside the axes
 MIDDLE = (0.005, 0.995)  # of the values after it
 SPOILT = 2.0  # times the span of those
-ONE_RUN = {"": 0}
+BINS = 15
 
-
-@dataclass(frozen=True)
-class Look:
-    """How the line of one method looks, on every figure."""
-
-    colour: str = METHODS[0]
-    dash: str = DASHES[0]
-
-
-PLAIN = Look()
+Trace = dict[str, Any]
 
 
 class Pair(NamedTuple):
     """What is known of two neighbouring rungs: values with standard errors, NaN if unknown."""
 
-    rungs: tuple[int, int]
+    name: str
     observed: tuple[float, float]  # accepted over tested
     expected: tuple[float, float]  # from the energies
-    allowed: float  # 2 Phi(-s/2), between equal energies
-    noise: float  # s
     noise_variance: tuple[float, float]  # sigma2 of one energy
+    noise: float  # s
+    allowed: float  # 2 Phi(-s/2), between equal energies
     accepted: int
     proposed: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.rungs[0]}–{self.rungs[1]}"
 
 
 def plain(text: str) -> str:
@@ -76,223 +66,158 @@ def plain(text: str) -> str:
 
 def template(ground: Mapping[str, str] = LIGHT) -> dict[str, Any]:
     """The Plotly template of all figures, for one ground."""
-    axis = {"gridcolor": ground["line"], "linecolor": ground["line"], "zeroline": False}
-    axis |= {"automargin": True, "title": {"font": {"size": 12}, "standoff": 8}}
     soft = {"color": ground["soft"], "size": 11}
-    return {
-        "layout": {
-            "font": {"family": FONT, "size": 12, "color": ground["text"]},
-            "paper_bgcolor": ground["ground"],
-            "plot_bgcolor": ground["ground"],
-            "colorway": METHODS,
-            "title": {"font": {"size": 14}, "x": 0, "subtitle": {"font": soft}},
-            "xaxis": axis | {"tickfont": soft, "exponentformat": "SI"},
-            "yaxis": axis | {"tickfont": soft},
-            "legend": {"orientation": "h", "yref": "paper", "y": 1.02, "yanchor": "bottom", "x": 0},
-            "hovermode": "x unified",
-            "hoverlabel": {"bgcolor": ground["ground"], "namelength": -1},
-            "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": ground["soft"]},
-            "barmode": "group",
-            "dragmode": "zoom",
-        }
+    axis = {"gridcolor": ground["line"], "linecolor": ground["line"], "zeroline": False}
+    axis |= {"automargin": True, "title": {"font": {"size": 12}, "standoff": 8}, "tickfont": soft}
+    layout = {
+        "font": {"family": FONT, "size": 12, "color": ground["text"]},
+        "paper_bgcolor": ground["ground"],
+        "plot_bgcolor": ground["ground"],
+        "colorway": METHODS,
+        "title": {"font": {"size": 14}, "x": 0, "subtitle": {"font": soft}},
+        "xaxis": axis,
+        "yaxis": axis,
+        "legend": {"orientation": "h", "yref": "paper", "y": 1.02, "yanchor": "bottom", "x": 0},
+        "hovermode": "x unified",
+        "hoverlabel": {"bgcolor": ground["ground"], "namelength": -1},
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": ground["soft"]},
     }
+    return {"layout": layout}
 
 
 # The ladder
 
 
-def acceptance(pairs: Sequence[Pair], *, look: Look = PLAIN, note: str = "") -> Any:
+def acceptance(pairs: Sequence[Pair], *, colour: str = METHODS[0]) -> Any:
     """Swaps made of every pair next to what its energies promise, with the noise s on top."""
-    names = [pair.name for pair in pairs]
+    x = [pair.name for pair in pairs]
 
-    def rates(chosen: Sequence[tuple[float, float]]) -> dict[str, Any]:
-        value, error = (array([100 * each for each in column]) for column in zip(*chosen, strict=1))
-        error = array([0.0 if math.isnan(each) else each for each in error])
-        return {"x": names, "y": value, "error_y": {"array": error, "thickness": 1.2, "width": 4}}
+    def bars(name: str, chosen: Sequence[tuple[float, float]], **more: Any) -> Trace:
+        value, error = 100 * torch.tensor(chosen, dtype=torch.float64).reshape(-1, 2).T
+        whiskers = {"array": array(error.nan_to_num()), "thickness": 1.2, "width": 4}
+        shown = {"y": array(value), "error_y": whiskers, "marker": {"color": colour}, **more}
+        template = "%{y:.3g} % %{customdata}"
+        return {"type": "bar", "name": name, "x": x, "hovertemplate": template, **shown}
 
-    said = [f"s = {pair.noise:.2g}" if math.isfinite(pair.noise) else "" for pair in pairs]
-    counts = [[f"{pair.accepted:,} of {pair.proposed:,} tests"] for pair in pairs]
-    observed, expected = rates([p.observed for p in pairs]), rates([p.expected for p in pairs])
-    bars = [
-        {"name": "swaps made", "marker": {"color": look.colour}, "customdata": counts}
-        | {"hovertemplate": "%{y:.3g} % (%{customdata[0]})", **observed},
-        {"name": "from the energies", "marker": {"color": look.colour}, "opacity": 0.45}
-        | {"hovertemplate": "%{y:.3g} %", **expected},
-    ]
+    tests = [f"({pair.accepted:,} of {pair.proposed:,} tests)" for pair in pairs]
+    made = bars("swaps made", [pair.observed for pair in pairs], customdata=tests)
+    blank = [""] * len(pairs)
+    promised = [pair.expected for pair in pairs]
+    expected = bars("from the energies", promised, customdata=blank, opacity=0.45)
     tick = {"symbol": "line-ew", "size": 26, "line": {"width": 2, "color": GREY}}
-    allowed = {
-        **{"x": names, "y": array([100 * pair.allowed for pair in pairs]), "text": said},
-        **{"name": "allowed by the noise s", "mode": "markers+text", "marker": tick},
-        **{"textposition": "top center", "hovertemplate": "%{y:.3g} % (%{text})"},
-    }
-    if len(pairs) > 12:  # the texts would lie on each other
-        allowed["mode"] = "markers"
-    seen = [each for each in bars if not all(map(math.isnan, each["y"]))]
-    traces = [("Bar", each) for each in seen] + [("Scatter", allowed)]
-    tops = [100 * rate for pair in pairs for rate in (*pair[1:3], (pair.allowed, 0.0))
-            for rate in (rate[0],) if math.isfinite(rate)]  # fmt: skip
-    y = {"rangemode": "tozero", "range": [0, 1.15 * max([1e-3, *tops])]}
+    noise = [f"s = {number(pair.noise, 2)}" if math.isfinite(pair.noise) else "" for pair in pairs]
+    mode = "markers+text" if len(pairs) <= MOST_TEXTS else "markers"
+    y = array([100 * pair.allowed for pair in pairs])
+    more = {"mode": mode, "marker": tick, "textposition": "top center", "text": noise}
+    more["hovertemplate"] = "%{y:.3g} % (%{text})"
+    traces = [each for each in (made, expected) if not all(map(math.isnan, each["y"]))]
+    top = max([1e-3, *(z for each in (made["y"], expected["y"], y) for z in each if z == z)])
     return figure(
-        *("Acceptance of every pair of rungs", "pair of rungs", "acceptance, %", traces),
-        note=note or "Error bars: one standard error. s is the noise of log S.",
+        *("Acceptance of every pair of rungs", "pair of rungs", "acceptance, %"),
+        [*traces, line("allowed by the noise s", x, y, **more)],
+        "Error bars: one standard error. s is the noise of log S.",
         xaxis={"type": "category"},
-        yaxis=y,
+        yaxis={"range": [0, 1.15 * float(top)]},
         bargap=max(0.3, 0.8 - 0.1 * len(pairs)),
     )
+
+
+def flow(history: History, *, chain: int = 0, of: str = "") -> Any:
+    """How replicas travel: their paths, or of more than a hundred swaps a chain the occupancy."""
+    many = int(history.accepted[:, chain].sum()) > MOST_PATHS
+    return occupancy(history) if many else paths(history, chain=chain, of=of)
 
 
 def paths(history: History, *, chain: int = 0, of: str = "") -> Any:
     """The rung of every replica of one chain, swap by swap where all swaps are known."""
     steps, rungs = _path(history, chain)
-    colours = rung_colours(history.n_rungs)
-    n = history.n_rungs
-    traces = []
-    for replica in range(n):
+    n, traces = history.n_rungs, []
+    for replica, colour in enumerate(rung_colours(n)):
         shift = 0.12 * (replica - (n - 1) / 2) / max(1, n - 1)  # lines on a rung lie side by side
-        line = {"color": colours[replica], "width": 1.4, "shape": "hv"}
-        y = array(rungs[:, replica] + shift)
-        more = {"line": line, "hovertemplate": "rung %{customdata}"}
-        name = f"replica {replica}"
-        traces.append(_line(name, steps, y, customdata=array(rungs[:, replica].long()), **more))
+        y, style = array(rungs[:, replica] + shift), {"color": colour, "width": 1.4, "shape": "hv"}
+        more = {"customdata": array(rungs[:, replica]), "hovertemplate": "rung %{customdata}"}
+        traces.append(line(f"replica {replica}", array(steps), y, style, **more))
     ticks = {"tickmode": "linear", "dtick": 1, "range": [-0.4, n - 0.6]}
-    note = (
-        f"{of}{', ' if of else ''}chain {chain} of {history.n_chains}." if _several(history) else of
-    )
+    note = f"{of}: chain {chain + 1} of {history.n_chains}." if history.n_chains > 1 else of
     return figure("Replicas over rungs", "step", "rung (0 is coldest)", traces, note, yaxis=ticks)
 
 
 def occupancy(history: History) -> Any:
     """The share of the steps that each replica spent on each rung; even is 1 / rungs."""
     share = 100 * rung_occupancy(history).share.value.T  # (rungs, replicas)
-    n = history.n_rungs
-    text = [[f"{x:.0f} %" for x in row] for row in share.tolist()]
-    cells = {
-        **{"z": array(share), "zmin": 0, "zmax": max(100 / n * 2, float(share.max()))},
-        **{"x": [str(k) for k in range(n)], "y": [str(k) for k in range(n)]},
-        **{"colorscale": [[0, "rgba(47,127,208,0.04)"], [1, METHODS[0]]], "xgap": 2, "ygap": 2},
-        **{"colorbar": {"ticksuffix": " %", "thickness": 10, "outlinewidth": 0}},
-        "hovertemplate": "replica %{x} on rung %{y}: %{z:.3g} %<extra></extra>",
-    }
-    if n <= 12:
-        cells |= {"text": text, "texttemplate": "%{text}", "showscale": False}
-    made = int(history.accepted.sum())
-    note = f"{made:,} swaps. Even is {100 / n:.3g} % everywhere. A replica has the number of the "
-    note += f"rung where it started; mean over {history.n_chains:,} chains."
-    x, y = ({"type": "category", "showgrid": False} for _ in range(2))
-    names = ("Share of the steps on each rung", "replica", "rung (0 is coldest)")
-    made = figure(*names, [("Heatmap", cells)], note, xaxis=x, yaxis=y)
-    return made.update_layout(hovermode="closest")
-
-
-def flow(history: History, *, chain: int = 0, of: str = "") -> Any:
-    """How replicas travel: their paths, or of more than a hundred swaps a chain the occupancy."""
-    if int(history.accepted[:, chain].sum()) > MOST_PATHS:
-        return occupancy(history)
-    return paths(history, chain=chain, of=of)
+    n, names = history.n_rungs, [str(k) for k in range(history.n_rungs)]
+    cells: Trace = {"type": "heatmap", "z": array(share), "x": names, "y": names, "xgap": 2}
+    cells |= {"zmin": 0, "zmax": max(200 / n, float(share.max())), "ygap": 2}
+    cells |= {"colorscale": [[0, "rgba(47,127,208,0.04)"], [1, METHODS[0]]]}
+    cells |= {"hovertemplate": "replica %{x} on rung %{y}: %{z:.3g} %<extra></extra>"}
+    cells |= {"colorbar": {"ticksuffix": " %", "thickness": 10, "outlinewidth": 0}}
+    if n <= MOST_TEXTS:
+        cells |= {"texttemplate": "%{z:.0f} %", "showscale": False}
+    note = f"{int(history.accepted.sum()):,} swaps. Even is {100 / n:.3g} % everywhere. A replica "
+    note += f"has the number of its first rung; mean over {history.n_chains:,} chains."
+    title = "Share of the steps on each rung"
+    more = {"xaxis": {"type": "category"}, "yaxis": {"type": "category"}, "hovermode": "closest"}
+    return figure(title, "replica", "rung (0 is coldest)", [cells], note, **more)
 
 
 # Over the steps
 
 
-def energies(
-    history: History, *, chains: Mapping[str, int] = ONE_RUN, unit: str = "step", scale: float = 1
-) -> Any:
+def energies(history: History, chains: Mapping[str, int] | None = None) -> Any:
     """Energies of every rung: their running mean for each of the `chains` (by name), and the
     recorded values of the first; its swaps as ticks.
     """
-    colours, window = rung_colours(history.n_rungs), smoothing_window(len(history.steps))
-    shown = dict(list(chains.items())[:MOST_LINES])
-    first = next(iter(shown.values()))
-    traces: list[tuple[str, dict[str, Any]]] = []
-    smooth = {c: running_mean(history.energy[:, :, c].double(), window) for c in shown.values()}
-    rows = rows_to_keep(history, first)
-    x = array(history.steps[rows] / scale if scale != 1 else history.steps[rows])
-    every = history.energy[rows][:, :, list(shown.values())]
-    log = bool((every > 0).all()) and float(every.max() / every.min()) > 20
-    for rung in reversed(range(history.n_rungs)):
-        group = {"legendgroup": str(rung)}
-        name = rung_name(rung, history.n_rungs)
+    named = dict(list((chains or {"": 0}).items())[:MOST_LINES])
+    first, *_ = shown = list(named.values())
+    rows, window = rows_to_keep(history, first), smoothing_window(len(history.steps))
+    x, raw = array(history.steps[rows]), history.energy[rows, :, first].double()
+    smooth = running_mean(history.energy[:, :, shown].double(), window)[rows]
+    log = bool((raw > 0).all()) and float(raw.max() / raw.min()) > 20
+    axis, outside = settled_axis([smooth, raw], log=log)
+    traces = []
+    for rung, colour in reversed(list(enumerate(rung_colours(history.n_rungs)))):
+        name, group = rung_name(rung, history.n_rungs), {"legendgroup": str(rung)}
         if window > 1:
-            y = array(history.energy[rows, rung, first])
-            faint = {"line": {"color": colours[rung], "width": 0.6}, "opacity": 0.35}
-            traces.append(_line(name, x, y, showlegend=False, hoverinfo="skip", **faint, **group))
-        for k, (run, chain) in enumerate(shown.items()):
-            line = {"color": colours[rung], "width": 1.7, "dash": DASHES[k % len(DASHES)]}
-            called = f"{name}, {plain(run)}" if len(shown) > 1 else name
-            y = array(smooth[chain][rows, rung])
-            more = {"line": line, "showlegend": k == 0, **group}
-            traces.append(_line(name if k == 0 else called, x, y, **more))
-    late = [each[rows] for each in smooth.values()]
-    axis, outside = settled_axis([*late, history.energy[rows][:, :, first]], log=log)
+            style, hidden = {"color": colour, "width": 0.6}, {"showlegend": False, **group}
+            y = array(raw[:, rung])
+            traces.append(line(name, x, y, style, opacity=0.35, hoverinfo="skip", **hidden))
+        for k, run in enumerate(named):
+            style = {"color": colour, "width": 1.7, "dash": DASHES[k % len(DASHES)]}
+            called = f"{name}, {plain(run)}" if k else name
+            y = array(smooth[:, rung, k])
+            traces.append(line(called, x, y, style, showlegend=k == 0, **group))
+    words = [f"Thick: mean of {window:,} recorded rows." * (window > 1), _kept(history, rows)]
+    if chains and len(chains) > 1:
+        words.append(f"{len(named)} of {len(chains)} runs are drawn, all but the first dashed.")
     swaps = swaps_of(history, first)
-    words = [f"Thick: mean of {window:,} recorded rows." * (window > 1)]
-    words += [
-        f"{len(rows):,} of {len(history.steps):,} rows are drawn."
-        * (len(rows) < len(history.steps))
-    ]
-    if len(chains) > 1:
-        words.append(f"{len(shown)} of {len(chains)} runs are drawn, the others dashed.")
-    marks = len(swaps) and axis["range"] is not None
-    if marks:
+    if len(swaps) and axis["range"]:
         some = swaps[torch.linspace(0, len(swaps) - 1, min(len(swaps), MOST_MARKS)).long()]
         cut = f", {len(some):,} of them drawn" * (len(some) < len(swaps))
         words.append(f"Ticks below: {len(swaps):,} swaps{cut}.")
-        low = axis["range"][0]
         tick = {"symbol": "line-ns", "size": 9, "line": {"width": 1, "color": GREY}}
-        y = array(torch.full(some.shape, 10**low if log else low))
-        marked = {"mode": "markers", "marker": tick, "hoverinfo": "x", "cliponaxis": False}
-        traces.append(_line("swaps", array(some / scale if scale != 1 else some), y, **marked))
-    note = " ".join(filter(None, [*words, outside]))
+        bottom = 10 ** axis["range"][0] if log else axis["range"][0]
+        y, more = array(torch.full(some.shape, bottom)), {"mode": "markers", "marker": tick}
+        traces.append(line("swaps", array(some), y, hoverinfo="x", cliponaxis=False, **more))
     title, y_title = "Energies of the rungs", "energy (nats, summed)"
-    return figure(title, unit, y_title, traces, note, yaxis=axis)
+    return figure(title, "step", y_title, traces, *words, outside, yaxis=axis)
 
 
-def acceptance_by_time(
-    history: History, *, first: int = 0, unit: str = "step", scale: float = 1
-) -> Any:
-    """Acceptance of every pair in windows of steps, all chains together, from step `first` on."""
-    _require_pairs(history)
-    step, expected, observed = acceptance_over_time(history)
-    if first and observed is not None:  # all tests come after it: so many more in each window
-        observed = observed * (1 - first / history.n_steps)
-    if not int(history.proposed.sum()):
-        observed = None
-    traces, seen = [], step >= first
-    for pair, colour in enumerate(pair_colours(history.n_pairs)):
-        name, group = f"{pair}–{pair + 1}", {"legendgroup": str(pair)}
-        for rates, words, mode in (
-            (expected, "from the energies", "lines"),
-            (observed, "swaps made", "markers"),
-        ):
-            if rates is not None:
-                y = array(100 * rates[seen, pair])
-                style = {"line": {"color": colour, "width": 1.6}, "marker": {"color": colour}}
-                more = {"mode": mode, **style, **group}
-                traces.append(_line(f"{name}, {words}", array(step[seen] / scale), y, **more))
-    note = f"Swaps are tested from step {first:,} on." if first else ""
-    if observed is None and not int(history.proposed.sum()):
-        note = "No swap was tested: this is what the energies would have allowed."
-    zero = {"rangemode": "tozero"}
-    title = "Acceptance over time"
-    return figure(title, unit, "acceptance, %", traces, note, yaxis=zero)
-
-
-def noise(history: History, *, unit: str = "step", scale: float = 1) -> Any:
+def noise(history: History) -> Any:
     """sigma2 of one energy of every pair: mean over chains with a band of two standard errors."""
     _require_pairs(history)
     rows = rows_to_keep(history)
-    mean, error = over_chains(history.noise_variance)
-    x, traces = array(history.steps[rows] / scale), []
-    for pair, colour in enumerate(pair_colours(history.n_pairs)):
-        of_pair = Estimate(mean[rows, pair], error[rows, pair])
-        traces += _with_band(f"rungs {pair}–{pair + 1}", x, of_pair, Look(colour))
-    note = f"Mean of {history.n_chains:,} chains, band: two standard errors." * _several(history)
-    axis, outside = settled_axis([mean[rows]])
-    note = f"{note} {outside}".strip()
-    return figure("Noise variance σ² of one energy", unit, "σ² (nats²)", traces, note, yaxis=axis)
+    mean, error = over_chains(history.noise_variance[rows])
+    x, traces = array(history.steps[rows]), list[Trace]()
+    for pair, colour in enumerate(rung_colours(history.n_pairs + 1)[:-1]):
+        name, style = f"rungs {pair}–{pair + 1}", {"color": colour, "width": 1.6}
+        traces += _with_band(name, x, Estimate(mean[:, pair], error[:, pair]), style)
+    n, (axis, outside) = history.n_chains, settled_axis([mean])
+    note = f"Mean of {n:,} chains, band: two standard errors." * (n > 1)
+    title = "Noise variance σ² of one energy"
+    return figure(title, "step", "σ² (nats²)", traces, note, outside, yaxis=axis)
 
 
-def corrections(history: History, *, chain: int = 0, unit: str = "step", scale: float = 1) -> Any:
+def corrections(history: History, *, chain: int = 0) -> Any:
     """The energy difference of every pair next to the correction, above which a swap is certain."""
     _require_pairs(history)
     if history.correction is None:
@@ -300,111 +225,102 @@ def corrections(history: History, *, chain: int = 0, unit: str = "step", scale: 
             "this history does not know F; give correction_factor to History.from_draws"
         )
     rows, traces = rows_to_keep(history, chain), []
-    x = array(history.steps[rows] / scale)
-    for pair, colour in enumerate(pair_colours(history.n_pairs)):
-        group = {"legendgroup": str(pair), "visible": True if pair == 0 else "legendonly"}
+    x, difference = array(history.steps[rows]), history.energy_difference[rows, :, chain]
+    correction = history.correction[rows, :, chain].double()
+    for pair, colour in enumerate(rung_colours(history.n_pairs + 1)[:-1]):
+        more = {"legendgroup": str(pair), "visible": "legendonly" if pair else True}
         name, dots = f"rungs {pair}–{pair + 1}", {"color": colour, "size": 3, "opacity": 0.6}
-        y = array(history.energy_difference[rows, pair, chain])
-        style = {"mode": "markers", "marker": dots}
-        traces.append(_line(f"{name}: cold minus hot energy", x, y, **style, **group))
-        y = array(history.correction[rows, pair, chain])
-        more = {"line": {"color": GREY, "width": 2}, "connectgaps": True}
-        traces.append(_line(f"{name}: correction", x, y, **more, **group))
-    note = "Above the correction a swap is certain."
+        y = array(difference[:, pair])
+        traces.append(line(f"{name}: energies", x, y, mode="markers", marker=dots, **more))
+        y, style = array(correction[:, pair]), {"color": GREY, "width": 2}
+        traces.append(line(f"{name}: correction", x, y, style, connectgaps=True, **more))
+    axis, outside = settled_axis([difference[:, :1], correction[:, :1]])
+    note = (
+        "Dots: energy of the colder rung minus the hotter. Above the correction a swap is certain."
+    )
     if history.n_pairs > 1:
         note += f" The legend shows and hides each of the {history.n_pairs} pairs."
-    parts = [history.energy_difference[rows, :1, chain], history.correction[rows, :1, chain]]
-    title, (axis, outside) = "Energy differences against the correction", settled_axis(parts)
-    return figure(title, unit, "energy (nats)", traces, f"{note} {outside}".strip(), yaxis=axis)
+    title = "Energy differences against the correction"
+    return figure(title, "step", "energy (nats)", traces, note, outside, yaxis=axis)
 
 
-# The answer
+# The answer, of one method or several: what is drawn, and its colour, by name
 
 
 def density(
-    edges: Tensor,
-    drawn: Mapping[str, Tensor],
-    looks: Mapping[str, Look],
-    truth: Callable[[Tensor], Tensor],
-) -> Any:
-    """Histogram densities (chains, bins) of rung 0, by name, over the exact one."""
-    edges = edges.double()
-    middle = 0.5 * (edges[1:] + edges[:-1])
-    area = {"fill": "tozeroy", "line": {"width": 0}, "fillcolor": "rgba(125,134,140,0.3)"}
-    traces = [_line("truth", array(middle), array(truth(middle)), **area)]
-    for name, found in drawn.items():
-        style = {
-            "color": looks[name].colour,
-            "dash": looks[name].dash,
-            "shape": "hvh",
-            "width": 1.6,
-        }
-        y = array(found.double().mean(0))
-        traces.append(_line(plain(name), array(middle), y, line=style))
-    chains = ", ".join(f"{len(each):,}" for each in drawn.values())
-    note = f"Mean over {chains} chains."
-    title, zero = "Density of rung 0 against the truth", {"rangemode": "tozero"}
-    return figure(title, "x", "density (per unit of x)", traces, note, yaxis=zero)
+    edges: Tensor, drawn: Mapping[str, Tensor], colours: Mapping[str, str],
+    truth: Callable[[Tensor], Tensor]
+) -> Any:  # fmt: skip
+    """Histogram densities (chains, bins) of rung 0 over the exact one."""
+    middle = 0.5 * (edges[1:] + edges[:-1]).double()
+    x, fill = array(middle), {"fill": "tozeroy", "fillcolor": "rgba(125,134,140,0.3)"}
+    traces = [line("truth", x, array(truth(middle)), {"width": 0}, **fill)]
+    for name, style in _styles(colours, drawn).items():
+        y = array(drawn[name].double().mean(0))
+        traces.append(line(plain(name), x, y, {**style, "shape": "hvh"}))
+    note = f"Mean over {', '.join(f'{len(each):,}' for each in drawn.values())} chains."
+    title = "Density of rung 0 against the truth"
+    return figure(title, "x", "density (per unit of x)", traces, note)
 
 
-def distance(curves: Mapping[str, tuple[Tensor, Tensor]], looks: Mapping[str, Look]) -> Any:
-    """W2 between the draws so far and the truth, by name: steps, and values (steps, chains)."""
-    traces: list[Any] = []
-    for name, (steps, w2) in curves.items():
-        mean, error = over_chains(w2.reshape(len(steps), -1))
-        # The axis is logarithmic.
-        of = Estimate(mean, torch.minimum(error, (mean - 1e-9).clamp(min=0) / 2))
-        traces += _with_band(plain(name), array(steps), of, looks[name])
+def distance(curves: Mapping[str, tuple[Tensor, Tensor]], colours: Mapping[str, str]) -> Any:
+    """W2 between the draws so far and the truth: steps, and values (steps, chains)."""
+    traces = list[Trace]()
+    for name, style in _styles(colours, curves).items():
+        mean, error = over_chains(curves[name][1])
+        error = torch.minimum(error, (mean - 1e-9).clamp(min=0) / 2)  # the axis is logarithmic
+        traces += _with_band(plain(name), array(curves[name][0]), Estimate(mean, error), style)
     log, note = {"type": "log"}, "Band: two standard errors over chains."
     title = "W2 to the truth against steps"
     return figure(title, "step", "W2 (units of x)", traces, note, xaxis=log, yaxis=log)
 
 
 def averages(
-    curves: Mapping[str, Sequence[Any]], looks: Mapping[str, Look], *, low: float | None = None
+    curves: Mapping[str, Sequence[float]], colours: Mapping[str, str], *, low: float | None = None
 ) -> Any:
-    """Test accuracy (fractions) after 1, 2, ... draws, by name; the axis begins at `low`."""
-    traces, tops = [], []
-    for name, values in curves.items():
-        y = [math.nan if each is None else 100.0 * each for each in values]
-        style = {"line": {"color": looks[name].colour, "dash": looks[name].dash, "width": 1.6}}
+    """Test accuracy (fractions) after 1, 2, ... draws; the axis begins at `low`."""
+    traces, every = [], [100 * y for values in curves.values() for y in values if math.isfinite(y)]
+    for name, style in _styles(colours, curves).items():
+        y = 100 * torch.tensor(curves[name], dtype=torch.float64)
         mode = "lines" if len(y) > 1 else "markers"
-        x = array(torch.arange(1, len(y) + 1))
-        traces.append(_line(plain(name), x, array(y), mode=mode, **style))
-        tops += [each for each in y if math.isfinite(each)]
+        traces.append(
+            line(plain(name), array(torch.arange(len(y)) + 1), array(y), style, mode=mode)
+        )
     axis: dict[str, Any] = {}
-    if low is not None and tops and min(tops) < 100 * low:
-        margin = 0.05 * max(max(tops) - 100 * low, 1.0)
-        axis = {"range": [100 * low - margin, max(tops) + margin]}
-    note = "The first draws lie below the axis; a double click shows them." if axis else ""
+    if low is not None and every and min(every) < 100 * low:
+        margin = 0.05 * max(max(every) - 100 * low, 1.0)
+        axis = {"range": [100 * low - margin, max(every) + margin]}
+    note = "First draws and single draws may lie below the axis; a double click shows them."
     title, x_title = "Accuracy of the average against number of draws", "draws in the average"
-    return figure(title, x_title, "test accuracy, %", traces, note, yaxis=axis)
+    return figure(title, x_title, "test accuracy, %", traces, note * bool(axis), yaxis=axis)
 
 
 def reliability(
-    predictions: Mapping[str, Sequence[Tensor]], labels: Tensor, looks: Mapping[str, Look]
+    predictions: Mapping[str, Sequence[Tensor]], labels: Tensor, colours: Mapping[str, str]
 ) -> Any:
-    """Accuracy against confidence, with counts below: probabilities (n, classes) of every seed, by
-    name, all of the same examples.
+    """Accuracy against confidence, with counts below: probabilities (n, classes) of every seed, all
+    of the same examples.
 
-    The seeds are pooled. They share the examples, so the band of two binomial standard errors
-    counts every example once.
+    The seeds are pooled. They share the examples, so a band of two standard errors counts every
+    example once.
     """
-    truth = {"color": GREY, "dash": "dot", "width": 1}
-    traces = [_line("perfectly calibrated", [0, 100], [0, 100], line=truth)]
-    for name, seeds in predictions.items():
-        bins = calibration(torch.cat(list(seeds)), labels.repeat(len(seeds)))
-        error = 100 * bins.error * math.sqrt(len(seeds))
-        x, look = array(100 * bins.confidence), looks[name]
-        of = Estimate(100 * bins.accuracy, error)
-        traces += _with_band(plain(name), x, of, look, mode="lines+markers")
-        bar = {"marker": {"color": look.colour, "opacity": 0.6}, "showlegend": False, "yaxis": "y2"}
-        y = array(bins.n.double() / len(seeds))
-        bar |= {"hovertemplate": "%{y:,.4g} examples"}
-        traces.append(("Bar", {"name": plain(name), "x": x, "y": y, **bar}))
-    seeds = ", ".join(f"{len(each)}" for each in predictions.values())
-    note = f"{len(labels):,} examples, seeds pooled: {seeds}. Bands: two binomial standard errors. "
-    note += "Below: examples in each of 15 bins."
+    diagonal = {"color": GREY, "dash": "dot", "width": 1}
+    traces = [line("perfectly calibrated", [0, 100], [0, 100], diagonal)]
+    for name, style in _styles(colours, predictions).items():
+        seeds = predictions[name]
+        bins = calibration(torch.cat(list(seeds)), labels.repeat(len(seeds)), BINS)
+        n = bins.n.double() / len(seeds)
+        share = (bins.accuracy * n + 2) / (n + 4)  # Agresti and Coull: right for few examples too
+        error = 100 * (share * (1 - share) / (n + 4)).sqrt()
+        x, of = array(100 * bins.confidence), Estimate(100 * bins.accuracy, error)
+        traces += _with_band(plain(name), x, of, style, mode="lines+markers")
+        middle = 100 * ((BINS * bins.confidence).ceil().clamp(min=1) - 0.5) / BINS
+        bar = {"type": "bar", "name": plain(name), "x": array(middle), "y": array(n), "yaxis": "y2"}
+        bar |= {"marker": {"color": style["color"]}, "opacity": 0.6, "showlegend": False}
+        traces.append(bar | {"hovertemplate": "%{y:,.4g} examples"})
+    pooled = ", ".join(f"{len(each)}" for each in predictions.values())
+    note = f"{len(labels):,} examples, seeds pooled: {pooled}. Bands: two standard errors. "
+    note += f"Below: examples in each of {BINS} bins."
     axes = {
         "xaxis": {"range": [0, 101], "anchor": "y2"},
         "yaxis": {"range": [0, 101], "domain": [0.3, 1]},
@@ -417,49 +333,53 @@ def reliability(
 # Parts
 
 
-def figure(
-    title: str,
-    x: str,
-    y: str,
-    traces: Sequence[tuple[str, dict[str, Any]]],
-    note: str = "",
-    **more: Any,
-) -> Any:
-    """A figure of `traces`, (kind, properties) each."""
-    go = import_extra("plotly.graph_objects", "report")
-    made = go.Figure([getattr(go, kind)(**each) for kind, each in traces])
-    subtitle = {"subtitle": {"text": "<br>".join(textwrap.wrap(plain(note), 110))}} if note else {}
-    made.update_layout(template=template(), title={"text": title, **subtitle})
-    made.update_layout(xaxis_title_text=x, yaxis_title_text=y, **more)
-    return made
+def figure(title: str, x: str, y: str, traces: Sequence[Trace], *notes: str, **layout: Any) -> Any:
+    """A figure with our template; the notes are its subtitle."""
+    note = "<br>".join(textwrap.wrap(plain(" ".join(filter(None, notes))), 110))
+    made = import_extra("plotly.graph_objects", "report").Figure(list(traces))
+    made.update_layout(template=template(), title={"text": title, "subtitle": {"text": note}})
+    return made.update_layout(xaxis_title_text=x, yaxis_title_text=y, **layout)
 
 
-def _line(name: str, x: Any, y: Any, **more: Any) -> tuple[str, dict[str, Any]]:
-    return "Scatter", {"name": name, "x": x, "y": y, "mode": "lines", **more}
+def line(name: str, x: Any, y: Any, style: Mapping[str, Any] | None = None, **more: Any) -> Trace:
+    return {"type": "scatter", "name": name, "x": x, "y": y, "mode": "lines", "line": style, **more}
+
+
+def _styles(colours: Mapping[str, str], names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Lines of one colour in one figure differ in their dashes."""
+    used, styles = Counter[str](), {}
+    for name in names:
+        dash = DASHES[used[colours[name]] % len(DASHES)]
+        styles[name] = {"color": colours[name], "dash": dash, "width": 1.6}
+        used[colours[name]] += 1
+    return styles
 
 
 def _with_band(
-    name: str, x: Any, of: Estimate, look: Look, *, mode: str = "lines"
-) -> list[tuple[str, dict[str, Any]]]:
+    name: str, x: Any, of: Estimate, style: Mapping[str, Any], *, mode: str = "lines"
+) -> list[Trace]:
     """A line, under it two standard errors on either side where they are known."""
-    traces, group = [], {"legendgroup": name}
+    group = {"legendgroup": name}
+    marker = {"color": style["color"]}
+    traces = [line(name, x, array(of.value), style, mode=mode, marker=marker, **group)]
     known = of.error.isfinite()
     if bool(known.any()):
-        edge = {"line": {"width": 0}, "showlegend": False, "hoverinfo": "skip", **group}
-        red, green, blue = (int(look.colour[k : k + 2], 16) for k in (1, 3, 5))
-        fill = {"fill": "tonexty", "fillcolor": f"rgba({red},{green},{blue},0.2)"}
         wide = torch.where(known, 2 * of.error, 0.0)
-        traces.append(_line(name, x, array(of.value - wide), **edge))
-        traces.append(_line(name, x, array(of.value + wide), **edge, **fill))
-    line = {"color": look.colour, "dash": look.dash, "width": 1.6}
-    more = {"mode": mode, "line": line, "marker": {"color": look.colour}, **group}
-    return [*traces, _line(name, x, array(of.value), **more)]
+        red, green, blue = (int(style["color"][k : k + 2], 16) for k in (1, 3, 5))
+        fill = {"fill": "tonexty", "fillcolor": f"rgba({red},{green},{blue},0.2)"}
+        edge = {"showlegend": False, "hoverinfo": "skip", **group}
+        ends = [array(of.value - wide), array(of.value + wide)]
+        bands = [
+            line(name, x, ends[k], {"width": 0}, **edge, **(fill if k else {})) for k in (0, 1)
+        ]
+        traces = bands + traces
+    return traces
 
 
 def array(values: Any) -> Any:
     """A numpy array of few bytes; Plotly writes it in base64."""
     found = torch.as_tensor(values)
-    return found.int().numpy() if not found.is_floating_point() else found.float().numpy()
+    return found.float().numpy() if found.is_floating_point() else found.int().numpy()
 
 
 def settled_axis(values: Sequence[Tensor], *, log: bool = False) -> tuple[dict[str, Any], str]:
@@ -487,9 +407,9 @@ def settled_axis(values: Sequence[Tensor], *, log: bool = False) -> tuple[dict[s
     return {"type": kind, "range": [low, high]}, words if outside else ""
 
 
-def rung_name(rung: int, n_rungs: int) -> str:
-    end = " (coldest)" if rung == 0 else " (hottest)" if rung == n_rungs - 1 else ""
-    return f"rung {rung}{end if n_rungs > 1 else ''}"
+def _kept(history: History, rows: Tensor) -> str:
+    n = len(history.steps)
+    return f"{len(rows):,} of {n:,} recorded rows are drawn." * (len(rows) < n)
 
 
 def rung_colours(n: int) -> list[str]:
@@ -501,14 +421,6 @@ def rung_colours(n: int) -> list[str]:
         mixed = (round(a + part * (b - a)) for a, b in zip(low, high, strict=True))
         found.append("#{:02x}{:02x}{:02x}".format(*mixed))
     return found
-
-
-def pair_colours(n: int) -> list[str]:
-    return rung_colours(n + 1)[:n]
-
-
-def _several(history: History) -> bool:
-    return history.n_chains > 1
 
 
 def _require_pairs(history: History) -> None:
@@ -523,20 +435,16 @@ def swaps_of(history: History, chain: int = 0) -> Tensor:
     return history.swaps.step[history.swaps.chain == chain]
 
 
-def _path(history: History, chain: int) -> tuple[Any, Tensor]:
+def _path(history: History, chain: int) -> tuple[Tensor, Tensor]:
     """Steps, and the rung of each replica from then on (steps, replicas)."""
     if history.swaps is None:
         rows = rows_to_keep(history, chain)
-        return array(history.steps[rows]), history.replica_at[rows, :, chain].long().argsort(dim=1)
-    mine = (history.swaps.chain == chain) & (history.swaps.step > history.steps[0])
-    replica_at = history.replica_at[0, :, chain].tolist()
-    found = [list(replica_at)]
-    for pair in history.swaps.pair[mine].tolist():
-        replica_at[pair], replica_at[pair + 1] = replica_at[pair + 1], replica_at[pair]
-        found.append(list(replica_at))
-    last = torch.tensor([int(history.n_steps) - 1])
-    steps = torch.cat([history.steps[:1], history.swaps.step[mine], last])
-    return array(steps), torch.tensor([*found, found[-1]]).argsort(dim=1)
+        return history.steps[rows], history.replica_at[rows, :, chain].long().argsort(dim=1)
+    when = swaps_of(history, chain)
+    moves = replay(history, chain)[:, :, 0]  # one row more than there are swaps after the first row
+    when = when[len(when) - len(moves) + 1 :]
+    steps = torch.cat([history.steps[:1], when, torch.tensor([history.n_steps - 1])])
+    return steps, torch.cat([moves, moves[-1:]])
 
 
 def rows_to_keep(history: History, chain: int = 0) -> Tensor:

@@ -27,7 +27,7 @@ from torchrex.errors import RunFolderError, import_extra
 from torchrex.experiments.folder import seed_in
 from torchrex.report import doctor
 from torchrex.report.figures import DARK, LIGHT, METHODS, template
-from torchrex.report.findings import several, tally
+from torchrex.report.findings import number, several, tally
 from torchrex.report.page.details import Picture, details_of, pictures_of, swaps_of, within_the_page
 from torchrex.report.page.drawn import Drawn, of_answers, of_ladder
 from torchrex.report.page.markup import Cell, badge, badges, items, link_to, table
@@ -235,7 +235,11 @@ class _Page:
 
     def body(self) -> str:
         tables = "".join(map(self._group_table, self.groups))
-        shown = [family for family in self.families if family.ladder and family.ladder.pairs]
+        shown = [
+            family
+            for family in self.families
+            if family.ladder and any(pair.accepted for pair in family.ladder.pairs)
+        ]
         first = (shown or self.families)[:FIRST_SHOWN]
         parts = [self._verdict(), f'<section id="families">{tables}</section>']
         for group in self.groups:
@@ -378,8 +382,7 @@ class _Page:
         """The figures of the families of a group over each other, and the settings that differ."""
         if len(group.families) < 2:
             return ""
-        looks = {family.label: family.look for family in group.families}
-        made = figures_html(of_answers(group.families, looks))
+        made = figures_html(of_answers(group.families))
         different = settings_that_differ(group)
         if different:
             names = list(different)[:MOST_SETTINGS]
@@ -398,8 +401,8 @@ class _Page:
         k, ladder, made = self.number[id(family)], family.ladder, ""
         if ladder is not None:
             made += f'<div id="ladder-{k}">{swaps_of(ladder)}'
-            made += f"{figures_html(of_ladder(ladder, family.look))}</div>"
-        made += figures_html(of_answers([family], {family.label: family.look}))
+            made += f"{figures_html(of_ladder(ladder, family.colour))}</div>"
+        made += figures_html(of_answers([family]))
         if not made:
             made = '<p class="note">Nothing was recorded that could be drawn.</p>'
         runs = "".join(
@@ -477,21 +480,21 @@ def _ladder_cells(family: Family) -> list[Cell]:
         error = math.sqrt(sum(error**2 for _, error in rates)) / len(rates)
         accepted = value_and_error(100 * mean, 100 * error), 100 * mean
     s = ladder.loudest
-    noise: Cell = (f"{s:.3g}", s) if math.isfinite(s) else blank
+    noise: Cell = (number(s, 3), s) if math.isfinite(s) else blank
     barrier = float(ladder.barrier.partition("(")[0]) if ladder.barrier else None
     trips, value = ladder.trips
     return [accepted, noise, (ladder.barrier, barrier), (escape(trips), value), last]
 
 
 def _setting(value: Any) -> Cell:
-    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return escape(text), value if number else text
 
 
 def swatch(family: Family) -> str:
     """The colour of a family, as on every figure."""
-    return f'<span class="swatch m{METHODS.index(family.look.colour)}"></span>'
+    return f'<span class="swatch m{METHODS.index(family.colour)}"></span>'
 
 
 def figures_html(drawn: Sequence[Drawn]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchrex.checkpoint import read_file
 from torchrex.experiments.config import dumps
-from torchrex.report.findings import several
+from torchrex.report.findings import number, several
 from torchrex.report.page.ladder import Pooled
 from torchrex.report.page.markup import badge, badges, items, link_to, plain_table
 from torchrex.report.page.rows import label, paper_of, scale, shown
@@ -120,13 +120,12 @@ def swaps_of(ladder: Pooled) -> str:
     rows = []
     for pair in ladder.pairs:
         rates = [value_and_error(100 * v, 100 * e) if v == v else "" for v, e in pair[1:3]]
-        rates.append(value_and_error(*pair.noise_variance))
-        counts = [f"{pair.accepted:,}", f"{pair.proposed:,}"]
-        noise = [f"{pair.noise:.3g}", f"{100 * pair.allowed:.3g}"]
+        counts, sigma2 = [f"{pair.accepted:,}", f"{pair.proposed:,}"], pair.noise_variance
+        noise = [value_and_error(*sigma2), number(pair.noise, 3), f"{100 * pair.allowed:.3g}"]
         rows.append([pair.name, *counts, *rates, *noise])
     note = (
         "In brackets the standard error of the last digit(s); s and what it allows between equal"
-        f" energies are those of the last quarter of the run, as σ² is. {ladder.words}."
+        f" energies are those of the last quarter of the run, as σ² is. Together: {ladder.words}."
     )
     return plain_table("Swaps", head, rows, note)
 

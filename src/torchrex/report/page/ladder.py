@@ -21,6 +21,7 @@ from torchrex.diagnostics import (
     acceptance_from_energies,
     allowed_acceptance,
     observed_acceptance,
+    over_chains,
     round_trips,
 )
 from torchrex.errors import InvalidArgumentError
@@ -46,19 +47,6 @@ class Pooled:
     left_out: int  # runs that recorded other steps
     averaged: bool  # energies are means over the steps between two points
 
-    @property
-    def unit(self) -> str:
-        return "epoch" if self.averaged and "epoch" in self.run.curves else "step"
-
-    @property
-    def scale(self) -> float:
-        settings = self.run.settings
-        return settings.steps_per_epoch if self.unit == "epoch" and settings is not None else 1
-
-    @property
-    def first_test(self) -> int:
-        return 0 if self.run.settings is None else self.run.settings.swap_start
-
     @cached_property
     def pairs(self) -> list[Pair]:
         """Swaps of every pair with what the energies promise, and the noise that decides it."""
@@ -77,27 +65,24 @@ class Pooled:
         level, noise = settled_noise(last_quarter(swapping))
         # One chain of a running mean has no known error.
         known = not self.averaged and (self.run.draws is None or history.n_chains > 1)
-        made, tested = (x.sum(1).tolist() for x in (history.accepted, history.proposed))
-        both = [(observed, error), (expected, unknown if self.averaged else its_error)]
-        both.append((level.value, level.error if known else unknown))
-        of_pair = [list(zip(*(x.tolist() for x in each), strict=True)) for each in both]
-        alone = [x.tolist() for x in (allowed_acceptance(noise), noise)]
+        columns = (
+            *(observed, error, expected, unknown if self.averaged else its_error),
+            *(level.value, level.error if known else unknown, noise, allowed_acceptance(noise)),
+        )
+        counts = torch.stack([history.accepted.sum(1), history.proposed.sum(1)], 1).tolist()
         return [
-            Pair((k, k + 1), of_pair[0][k], of_pair[1][k], *(x[k] for x in alone), of_pair[2][k],
-                 made[k], tested[k])
-            for k in range(history.n_pairs)
-        ]  # fmt: skip
+            Pair(f"{k}–{k + 1}", (x[0], x[1]), (x[2], x[3]), (x[4], x[5]), x[6], x[7], *counts[k])
+            for k, x in enumerate(torch.stack([column.double() for column in columns], 1).tolist())
+        ]
 
     @cached_property
     def barrier(self) -> str:
         """The sum of the rejection rates; "" where no swap was tested."""
         if not self.pairs or any(pair.proposed == 0 for pair in self.pairs):
             return ""
-        history = self.history
+        per_chain = (1 - self.history.accepted / self.history.proposed).sum(0)
         value = sum(1 - pair.observed[0] for pair in self.pairs)
-        each = (1 - history.accepted / history.proposed).sum(0).double()
-        n = len(each)
-        return value_and_error(value, float(each.std()) / math.sqrt(n) if n > 1 else None)
+        return value_and_error(value, float(over_chains(per_chain).error))
 
     @cached_property
     def travel(self) -> Travel | None:
@@ -111,10 +96,9 @@ class Pooled:
         """Round trips of a chain, all its replicas together: `36.5(3)`, and to sort by."""
         if self.travel is None or not int(self.history.proposed.sum()):
             return "", None
-        each = self.travel.round_trips.sum(0).double()
-        error = float(each.std()) / math.sqrt(len(each)) if len(each) > 1 else None
-        text = value_and_error(float(each.mean()), error)
-        return text if self.travel.exact else f"≥ {text}", float(each.mean())
+        mean, error = map(float, over_chains(self.travel.round_trips.sum(0)))
+        text = value_and_error(mean, error)
+        return text if self.travel.exact else f"≥ {text}", mean
 
     @property
     def loudest(self) -> float:

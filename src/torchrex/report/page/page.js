@@ -10,7 +10,8 @@ const linked = new Set(["energy", "rates", "noise", "correction"]); // over the 
 function layoutOf(figure, layout) {
   const narrow = figure.clientWidth < 520;
   const margin = { t: 8, r: narrow ? 8 : 16, l: 40, b: 36 };
-  return { ...layout, template: templates[dark.matches ? "dark" : "light"], margin, autosize: true };
+  const touch = matchMedia("(pointer: coarse)").matches; // there a drag scrolls the page
+  return { ...layout, template: templates[dark.matches ? "dark" : "light"], margin, autosize: true, ...(touch ? { dragmode: false } : {}) };
 }
 
 async function draw(figure) {

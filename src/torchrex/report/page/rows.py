@@ -25,7 +25,7 @@ from torchrex.report.compare import (
     unused,
     with_known_settings,
 )
-from torchrex.report.figures import DASHES, METHODS, PLAIN, Look
+from torchrex.report.figures import METHODS
 from torchrex.report.page.ladder import Pooled, pooled
 from torchrex.report.plots import error_of_mean
 from torchrex.report.reader import LoadedRun, NotRead
@@ -47,7 +47,7 @@ class Family:
     difference: str = ""  # to the other rows of the recipe
     title: str = ""  # in the table, with all settings that are not the recipe's
     others: list[NotRead] = field(default_factory=list)  # folders of further seeds, not read
-    look: Look = PLAIN  # on every figure of the page
+    colour: str = METHODS[0]  # of its method, on the whole page
 
     @cached_property
     def ladder(self) -> Pooled | None:
@@ -56,7 +56,7 @@ class Family:
 
     @property
     def method(self) -> str:
-        """What has one colour on the whole page."""
+        """Which has one colour on the whole page."""
         return str(self.config.get("method") or self.short)
 
     @property
@@ -140,20 +140,15 @@ def groups(runs: Sequence[LoadedRun], others: Sequence[NotRead] = ()) -> list[Gr
         found.setdefault(name, Group(name)).families.append(family)
     for group in found.values():
         _name_differences(group)
-    _choose_looks(list(found.values()))
+    _choose_colours([family for group in found.values() for family in group.families])
     return list(found.values())
 
 
-def _choose_looks(found: Sequence[Group]) -> None:
-    """One colour per method on the whole page; families of a group differ in colour or dash."""
-    colours: dict[str, int] = {}
-    for group in found:
-        used = Counter[str]()
-        for family in group.families:
-            k = colours.setdefault(family.method, len(colours)) % len(METHODS)
-            dash = DASHES[used[METHODS[k]] % len(DASHES)]
-            family.look = Look(METHODS[k], dash)
-            used[METHODS[k]] += 1
+def _choose_colours(families: Sequence[Family]) -> None:
+    """One for each method."""
+    methods = list(dict.fromkeys(family.method for family in families))
+    for family in families:
+        family.colour = METHODS[methods.index(family.method) % len(METHODS)]
 
 
 def settings_that_differ(group: Group) -> dict[str, list[Any]]:
