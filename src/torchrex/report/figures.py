@@ -7,12 +7,12 @@ HTML in its texts: names go through `plain`.
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -89,8 +89,11 @@ def template(ground: Mapping[str, str] = LIGHT) -> dict[str, Any]:
 
 
 def acceptance(pairs: Sequence[Pair], *, colour: str = METHODS[0]) -> Any:
-    """Swaps made of every pair next to what its energies promise, with the noise s on top."""
+    """Swaps made of every pair next to what its energies promise, with the noise s below."""
+    noises = [f"s = {number(pair.noise, 2)}" if pair.noise == pair.noise else "" for pair in pairs]
     x = [pair.name for pair in pairs]
+    if len(pairs) <= MOST_TEXTS:
+        x = [f"{name}<br>{noise}" for name, noise in zip(x, noises, strict=True)]
 
     def bars(name: str, chosen: Sequence[tuple[float, float]], **more: Any) -> Trace:
         value, error = 100 * torch.tensor(chosen, dtype=torch.float64).reshape(-1, 2).T
@@ -105,11 +108,9 @@ def acceptance(pairs: Sequence[Pair], *, colour: str = METHODS[0]) -> Any:
     promised = [pair.expected for pair in pairs]
     expected = bars("from the energies", promised, customdata=blank, opacity=0.45)
     tick = {"symbol": "line-ew", "size": 26, "line": {"width": 2, "color": GREY}}
-    noise = [f"s = {number(pair.noise, 2)}" if math.isfinite(pair.noise) else "" for pair in pairs]
-    mode = "markers+text" if len(pairs) <= MOST_TEXTS else "markers"
     y = array([100 * pair.allowed for pair in pairs])
-    more = {"mode": mode, "marker": tick, "textposition": "top center", "text": noise}
-    more["hovertemplate"] = "%{y:.3g} % (%{text})"
+    more: Trace = {"mode": "markers", "marker": tick, "customdata": noises}
+    more["hovertemplate"] = "%{y:.3g} % (%{customdata})"
     traces = [each for each in (made, expected) if not all(map(math.isnan, each["y"]))]
     top = max([1e-3, *(z for each in (made["y"], expected["y"], y) for z in each if z == z)])
     return figure(
@@ -146,18 +147,22 @@ def occupancy(history: History) -> Any:
     """The share of the steps that each replica spent on each rung; even is 1 / rungs."""
     share = 100 * rung_occupancy(history).share.value.T  # (rungs, replicas)
     n, names = history.n_rungs, [str(k) for k in range(history.n_rungs)]
+    few, blue = n <= MOST_TEXTS, "rgba(47,127,208,{})"
     cells: Trace = {"type": "heatmap", "z": array(share), "x": names, "y": names, "xgap": 2}
     cells |= {"zmin": 0, "zmax": max(200 / n, float(share.max())), "ygap": 2}
-    cells |= {"colorscale": [[0, "rgba(47,127,208,0.04)"], [1, METHODS[0]]]}
+    cells |= {"colorscale": [[0, blue.format(0.03)], [1, blue.format(0.6)]], "showscale": not few}
     cells |= {"hovertemplate": "replica %{x} on rung %{y}: %{z:.3g} %<extra></extra>"}
     cells |= {"colorbar": {"ticksuffix": " %", "thickness": 10, "outlinewidth": 0}}
-    if n <= MOST_TEXTS:
-        cells |= {"texttemplate": "%{z:.0f} %", "showscale": False}
+    texts = [  # of the colour that goes with the ground
+        {"x": x, "y": y, "text": f"{share[y, x]:.0f} %", "showarrow": False}
+        for x, y in itertools.product(range(n), repeat=2)
+    ]
     note = f"{int(history.accepted.sum()):,} swaps. Even is {100 / n:.3g} % everywhere. A replica "
     note += f"has the number of its first rung; mean over {history.n_chains:,} chains."
-    title = "Share of the steps on each rung"
-    more = {"xaxis": {"type": "category"}, "yaxis": {"type": "category"}, "hovermode": "closest"}
-    return figure(title, "replica", "rung (0 is coldest)", [cells], note, **more)
+    title, axis = "Share of the steps on each rung", {"type": "category", "showgrid": False}
+    more: Trace = {"xaxis": axis, "yaxis": axis, "annotations": texts if few else []}
+    labels = ("replica", "rung (0 is coldest)")
+    return figure(title, *labels, [cells], note, hovermode="closest", **more)
 
 
 # Over the steps
@@ -176,11 +181,13 @@ def energies(history: History, chains: Mapping[str, int] | None = None) -> Any:
     axis, outside = settled_axis([smooth, raw], log=log)
     traces = []
     for rung, colour in reversed(list(enumerate(rung_colours(history.n_rungs)))):
-        name, group = rung_name(rung, history.n_rungs), {"legendgroup": str(rung)}
+        name = rung_name(rung, history.n_rungs)
+        group: Trace = {"legendgroup": str(rung)}
         if window > 1:
-            style, hidden = {"color": colour, "width": 0.6}, {"showlegend": False, **group}
+            style: Trace = {"color": colour, "width": 0.6}
             y = array(raw[:, rung])
-            traces.append(line(name, x, y, style, opacity=0.35, hoverinfo="skip", **hidden))
+            hidden = line(name, x, y, style, opacity=0.35, hoverinfo="skip", **group)
+            traces.append(hidden | {"showlegend": False})
         for k, run in enumerate(named):
             style = {"color": colour, "width": 1.7, "dash": DASHES[k % len(DASHES)]}
             called = f"{name}, {plain(run)}" if k else name
@@ -228,7 +235,7 @@ def corrections(history: History, *, chain: int = 0) -> Any:
     x, difference = array(history.steps[rows]), history.energy_difference[rows, :, chain]
     correction = history.correction[rows, :, chain].double()
     for pair, colour in enumerate(rung_colours(history.n_pairs + 1)[:-1]):
-        more = {"legendgroup": str(pair), "visible": "legendonly" if pair else True}
+        more: Trace = {"legendgroup": str(pair), "visible": "legendonly" if pair else True}
         name, dots = f"rungs {pair}–{pair + 1}", {"color": colour, "size": 3, "opacity": 0.6}
         y = array(difference[:, pair])
         traces.append(line(f"{name}: energies", x, y, mode="markers", marker=dots, **more))
@@ -313,15 +320,18 @@ def reliability(
         share = (bins.accuracy * n + 2) / (n + 4)  # Agresti and Coull: right for few examples too
         error = 100 * (share * (1 - share) / (n + 4)).sqrt()
         x, of = array(100 * bins.confidence), Estimate(100 * bins.accuracy, error)
-        traces += _with_band(plain(name), x, of, style, mode="lines+markers")
+        both = _with_band(plain(name), x, of, style, mode="lines+markers")
+        traces += both if len(predictions) == 1 else both[-1:]
         middle = 100 * ((BINS * bins.confidence).ceil().clamp(min=1) - 0.5) / BINS
         bar = {"type": "bar", "name": plain(name), "x": array(middle), "y": array(n), "yaxis": "y2"}
         bar |= {"marker": {"color": style["color"]}, "opacity": 0.6, "showlegend": False}
         traces.append(bar | {"hovertemplate": "%{y:,.4g} examples"})
     pooled = ", ".join(f"{len(each)}" for each in predictions.values())
-    note = f"{len(labels):,} examples, seeds pooled: {pooled}. Bands: two standard errors. "
-    note += f"Below: examples in each of {BINS} bins."
-    axes = {
+    note = (
+        f"{len(labels):,} examples, seeds pooled: {pooled}. Below: examples in each of {BINS} bins."
+    )
+    note += " Band: two standard errors." * (len(predictions) == 1)
+    axes: Trace = {
         "xaxis": {"range": [0, 101], "anchor": "y2"},
         "yaxis": {"range": [0, 101], "domain": [0.3, 1]},
         "yaxis2": {"domain": [0, 0.2], "title": {"text": "examples"}, "nticks": 3},
@@ -458,7 +468,7 @@ def rows_to_keep(history: History, chain: int = 0) -> Tensor:
     energy = history.energy[:, :, chain].double().nan_to_num()
     edges = torch.linspace(0, n, max(1, most // (2 * rungs)) + 1).long().tolist()
     kept = {0, n - 1}
-    for begin, end in pairwise(edges):
+    for begin, end in itertools.pairwise(edges):
         if end > begin:
             part = energy[begin:end]
             kept.update((begin + part.argmin(0)).tolist() + (begin + part.argmax(0)).tolist())

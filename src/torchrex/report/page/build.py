@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import torchrex
 from torchrex.durable import one_line, printable, replace_file, writing
 from torchrex.errors import RunFolderError, import_extra
-from torchrex.experiments.folder import seed_in
 from torchrex.report import doctor
 from torchrex.report.figures import DARK, LIGHT, METHODS, template
 from torchrex.report.findings import number, several, tally
@@ -41,7 +40,7 @@ from torchrex.report.page.rows import (
     paper_of,
     settings_that_differ,
 )
-from torchrex.report.reader import LoadedRun, NotRead, read_tree, recipe_in, require_ours
+from torchrex.report.reader import LoadedRun, NotRead, read_tree, require_ours
 from torchrex.report.tables import value_and_error
 
 MARK = "<!-- torchrex report -->"
@@ -51,7 +50,6 @@ OPEN = 8  # so many lines are shown without a click
 FIRST_SHOWN = 1  # families that are open at the start
 MOST_SETTINGS = 12  # columns of the table of settings
 OF_LADDER = ("swap", "rung", "noise", "ladder", "round trip", "sigma2", "F above", "correction")
-HEAD = (*("run", "seed", "status", "doctor", "swaps", "accepted, %", "time, s", "date", "folder"),)
 PAGE = """<!doctype html>{mark}
 <html lang="en"><head><meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
@@ -247,7 +245,7 @@ class _Page:
             others = [family for family in group.families if family not in first]
             parts += [self._family(family, True) for family in opened]
             parts += [self._compared(group), *(self._family(family, False) for family in others)]
-        return "\n".join([*parts, self._runs_table()])
+        return "\n".join(parts)
 
     # First screen
 
@@ -418,49 +416,6 @@ class _Page:
             f"<small>{escape(extra)}, {several(len(family.runs), 'run')}</small></h2></summary>"
             f'<div id="family-{k}">{made}<h4>Runs</h4>{runs}</div></details></section>'
         )
-
-    def _runs_table(self) -> str:
-        """All runs and other folders."""
-        clocks = Counter(map(clock, self.runs))
-        rows = [self._row(run, clocks[clock(run)] > 1) for run in self.runs]
-        for path, status, _ in self.others:
-            seed, recipe = seed_in(path), printable(recipe_in(path))
-            name: list[Cell] = [("", None), ("", None)]
-            if seed is not None:
-                name = [(escape(recipe), recipe), (str(seed), seed)]
-            blank: Cell = ("", None)
-            rows.append([*name, (badge(status), status), *[blank] * 5, link_to(path, self.out)])
-        return (
-            '<section id="runs"><h2>All runs</h2><p class="tools">'
-            '<label>Filter <input type="search" id="filter"></label></p>'
-            '<p id="no-match" class="note" hidden>No run matches the filter.</p>'
-            f"{table(HEAD, rows, id_='all-runs')}"
-            '<p class="note">* shared with runs that trained with it</p></section>'
-        )
-
-    def _row(self, run: LoadedRun, shares: bool) -> list[Cell]:
-        counts, seconds, date = run.swap_counts, clock(run)[0], (run.result or {}).get("date", "")
-        rate = 100 * counts[0] / counts[1] if counts and counts[1] else None
-        said = self.advice[id(run)]
-        advice: Cell = ("not asked", None)
-        if (problems := said["problems"]) is not None:
-            both = ((problems, "problem"), (said["warnings"], "warning"))
-            found = [several(n, word) for n, word in both if n]
-            quick = " (quick look)" if said["quick"] else ""
-            advice = (", ".join(found) or "fine") + quick, f"{problems:03}{said['warnings']:03}"
-        odd = " !" if run.problems and not run.damaged and run.status == "finished" else ""
-        link = f'<a href="#run-{self.number[id(run)]}">{escape(run.recipe)}</a>'
-        return [
-            (link, run.recipe),
-            ("" if run.seed < 0 else str(run.seed), run.seed),
-            (badges(run) + odd, run.status),
-            advice,
-            (f"{counts[0]:,}", counts[0]) if counts else ("", None),
-            ("" if rate is None else f"{rate:.3g}", rate),
-            ("" if seconds is None else f"{seconds:,.1f}{'*' if shares else ''}", seconds),
-            (escape(date[:16].replace("T", " ")), date),
-            link_to(run.path, self.out),
-        ]
 
 
 def _ladder_cells(family: Family) -> list[Cell]:

@@ -47,13 +47,9 @@ def details_of(
         "steps done": result.get("steps_done"),
         "error": result.get("error"),
     }
-    parts = (
-        [f'<div class="problems">{items(said)}</div>']
-        if (said := [*run.problems, why]) != [""]
-        else []
-    )
-    parts.append(_findings(advice))
-    parts += [_metrics(run), _ladder(run), *map(_picture, pictures)]
+    problems = items([*run.problems, why])
+    parts = [f'<div class="problems">{problems}</div>' * bool(run.problems or why)]
+    parts += [_findings(advice), _metrics(run), _ladder(run), *map(_picture, pictures)]
     if command.line:
         parts.append(f'<h4>To repeat it</h4><pre class="command">{escape(command.line)}</pre>')
     if command.note:
@@ -63,7 +59,15 @@ def details_of(
         parts.append(f"<details><summary>config.json</summary><pre>{config}</pre></details>")
     known = "".join(f" · {name}: {escape(str(x))}" for name, x in about.items() if x is not None)
     parts.append(f'<p class="note">Folder: {link_to(run.path, out)[0]}{known}</p>')
-    head = f"{escape(run.name)} {badges(run)} <span class=note>{escape(advice['verdict'])}</span>"
+    counts = run.swap_counts
+    facts = [
+        advice["verdict"],
+        counts and f"{counts[0]:,} swaps",
+        about["wall time"],
+        about["date"],
+    ]
+    said = escape(" · ".join(each for each in facts if each))
+    head = f"{escape(run.name)} {badges(run)} <span class=note>{said}</span>"
     # A link to an id within a closed element opens it.
     return (
         f'<details class="run"><summary>{head}</summary><div id="run-{k}">{"".join(parts)}</div>'
@@ -121,7 +125,7 @@ def swaps_of(ladder: Pooled) -> str:
     for pair in ladder.pairs:
         rates = [value_and_error(100 * v, 100 * e) if v == v else "" for v, e in pair[1:3]]
         counts, sigma2 = [f"{pair.accepted:,}", f"{pair.proposed:,}"], pair.noise_variance
-        noise = [value_and_error(*sigma2), number(pair.noise, 3), f"{100 * pair.allowed:.3g}"]
+        noise = [shown(*sigma2), number(pair.noise, 3), f"{100 * pair.allowed:.3g}"]
         rows.append([pair.name, *counts, *rates, *noise])
     note = (
         "In brackets the standard error of the last digit(s); s and what it allows between equal"

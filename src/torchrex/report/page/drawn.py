@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -88,7 +88,8 @@ def _alike(families: Families, key: Callable[[Family], str]) -> list[Families]:
 
 def _named(figure: Any, some: Families) -> Any:
     """What the names of several families have in common comes before the title."""
-    common = os.path.commonprefix([family.label for family in some]).rstrip("-_ (")
+    ends = zip(min(e.label for e in some), max(e.label for e in some), strict=False)
+    common = "".join(a for a, _ in takewhile(lambda ab: ab[0] == ab[1], ends)).rstrip("-_ (")
     if len(some) > 1 and common:
         figure.update_layout(title_text=f"{figures.plain(common)}: {figure.layout.title.text}")
     return figure

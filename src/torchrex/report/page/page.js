@@ -1,5 +1,5 @@
 "use strict";
-// Draws the figures that come into sight, sorts tables by their heads, and filters the runs.
+// Draws the figures that come into sight, and sorts tables by their heads.
 document.documentElement.classList.add("js");
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const read = (element) => JSON.parse(element.textContent);
@@ -102,20 +102,4 @@ for (const table of document.querySelectorAll("table.sortable")) {
   });
 }
 
-document.getElementById("filter").addEventListener("input", (event) => {
-  const words = event.target.value.toLowerCase().split(/\s+/);
-  const rows = [...document.getElementById("all-runs").tBodies[0].rows];
-  for (const row of rows) row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
-  document.getElementById("no-match").hidden = rows.some((row) => !row.hidden);
-});
-
-// A link to something in a closed element opens it, in browsers that do not do so themselves.
-function reveal() {
-  const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
-  if (!target) return;
-  for (let each = target; each; each = each.parentElement) if (each.tagName === "DETAILS") each.open = true;
-  target.scrollIntoView();
-}
-addEventListener("hashchange", reveal);
-reveal();
 start();
