@@ -203,8 +203,9 @@ def energies(history: History, chains: Mapping[str, int] | None = None) -> Any:
         words.append(f"Ticks below: {len(swaps):,} swaps{cut}.")
         tick = {"symbol": "line-ns", "size": 9, "line": {"width": 1, "color": GREY}}
         bottom = 10 ** axis["range"][0] if log else axis["range"][0]
-        y, more = array(torch.full(some.shape, bottom)), {"mode": "markers", "marker": tick}
-        traces.append(line("swaps", array(some), y, hoverinfo="x", cliponaxis=False, **more))
+        more: Trace = {"mode": "markers", "marker": tick, "hoverinfo": "x", "cliponaxis": False}
+        y = array(torch.full(some.shape, bottom))
+        traces.append(line("swaps", array(some), y, **more))
     title, y_title = "Energies of the rungs", "energy (nats, summed)"
     return figure(title, "step", y_title, traces, *words, outside, yaxis=axis)
 

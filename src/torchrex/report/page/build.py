@@ -396,13 +396,13 @@ class _Page:
         return f"<section><h2>{name}: families next to each other</h2>{made}</section>"
 
     def _family(self, family: Family, shown: bool) -> str:
-        k, ladder, made = self.number[id(family)], family.ladder, ""
+        k, ladder, drawn = self.number[id(family)], family.ladder, of_answers([family])
+        swaps = ""
         if ladder is not None:
-            made += f'<div id="ladder-{k}">{swaps_of(ladder)}'
-            made += f"{figures_html(of_ladder(ladder, family.colour))}</div>"
-        made += figures_html(of_answers([family]))
-        if not made:
-            made = '<p class="note">Nothing was recorded that could be drawn.</p>'
+            drawn = of_ladder(ladder, family.colour) + drawn
+            swaps = f'<div id="ladder-{k}">{swaps_of(ladder)}</div>'
+        nothing = '<p class="note">Nothing was recorded that could be drawn.</p>'
+        made = swaps + (figures_html(drawn) or nothing)
         runs = "".join(
             details_of(
                 run, self.number[id(run)], self.out, self.advice[id(run)], *self.pictures[id(run)]

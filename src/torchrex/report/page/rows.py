@@ -247,7 +247,7 @@ def cell(family: Family, metric: str) -> tuple[str, float | None]:
 
 def shown(value: float, error: float | None) -> str:
     """To the digits that the error leaves; large numbers without one are written out."""
-    if not error and MANY <= abs(value) < 1e15:
+    if (not error or error != error) and MANY <= abs(value) < 1e15:
         return f"{value:,.0f}"
     return value_and_error(value, error)
 
