@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torchrex.report.page.charts import charts_of, overlays
 
 from chromium import chromium, find_chromium
 from torchrex.diagnostics import acceptance_from_energies
@@ -20,7 +21,6 @@ from torchrex.report.compare import compare_folders, differing_that_matter
 from torchrex.report.doctor import diagnose
 from torchrex.report.page import details as page_details
 from torchrex.report.page import page_of, write_page
-from torchrex.report.page.charts import charts_of, overlays
 from torchrex.report.page.details import details_of, pictures_of, size_of, within_the_page
 from torchrex.report.page.rows import cell, columns, families, paper_of
 from torchrex.report.reader import load_run

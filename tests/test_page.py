@@ -27,9 +27,9 @@ from torchrex.experiments.recipes import get_recipe
 from torchrex.posterior import Draws
 from torchrex.report import doctor, figures
 from torchrex.report.doctor import diagnose, findings_of
+from torchrex.report.figures import rows_to_keep
 from torchrex.report.page import build, page_of, write_page
 from torchrex.report.page.build import in_words, total_seconds
-from torchrex.report.figures import rows_to_keep
 from torchrex.report.page.details import swaps_of
 from torchrex.report.page.drawn import of_answers, of_ladder
 from torchrex.report.page.ladder import pooled
@@ -547,8 +547,8 @@ def test_names_from_files_are_text_and_not_markup(tmp_path):
     links = [attrs["href"] for tag, attrs in page.tags if tag == "a"]
     assert all(link.startswith(("./", "#")) for link in links)
     assert HOSTILE in page.text
-    names = [trace["name"] for _, each in figures_in(tmp_path / "page.html") for trace in each["data"]
-             if "name" in trace]  # fmt: skip
+    drawn = figures_in(tmp_path / "page.html")
+    names = [trace.get("name", "") for _, each in drawn for trace in each["data"]]
     assert sum("onerror" in name for name in names) >= 2
     assert not [name for name in names if "<" in name]
 
@@ -587,7 +587,7 @@ def test_the_command(tmp_path):
     folder, page = write_mixture(tmp_path), tmp_path / "new" / "page.html"
     done = CliRunner().invoke(app, [str(tmp_path), "--out", str(page), "--title", "A & B"])
     assert done.exit_code == 0, done.output
-    assert re.search(r"\(1 run; \d+ kB, opens without", done.output)
+    assert re.search(r"\(1 run; \d\.\d MB, opens without", done.output)
     assert "<title>A &amp; B</title>" in page.read_text()
     again = CliRunner().invoke(app, [str(tmp_path), "--out", str(page), "--doctor", "none"])
     assert again.exit_code == 0, "a page is replaced by a newer one"
