@@ -665,10 +665,10 @@ def test_every_figure_is_drawn_and_those_over_the_steps_zoom_together(browser, d
     family += ".textContent.includes('digits/resghmc'))"
     plot = f"{family}.querySelector('figure[data-kind={{}}] .plot')"
     energy, others = plot.format("energy"), ("noise", "correction")
-    browser.run(f"Plotly.relayout({energy}, {{'xaxis.range': [90, 110]}})")
+    browser.run(f"Plotly.relayout({energy}, {{'xaxis.range': [90, 110]}}).then(() => 1)")
     for kind in others:
         wait(browser, f"Math.abs({plot.format(kind)}.layout.xaxis.range[0] - 90) < 1")
-    browser.run(f"Plotly.relayout({energy}, {{'xaxis.autorange': true}})")
+    browser.run(f"Plotly.relayout({energy}, {{'xaxis.autorange': true}}).then(() => 1)")
     wait(browser, f"{plot.format('noise')}.layout.xaxis.range[1] > 200")
     assert browser.errors == []
 
@@ -711,9 +711,10 @@ def test_without_scripts_texts_and_tables_are_there(browser, demo):
 def test_tables_sort_by_number_and_back(browser, demo):
     browser.look()
     browser.open(demo)
-    head = "[...document.querySelectorAll('table.sortable')][0].tHead.rows[0]"
+    table = "[...document.querySelectorAll('table.sortable')]"
+    table += ".find(t => t.tHead.textContent.includes('acceptance rate'))"
+    head, rows = f"{table}.tHead.rows[0]", f"[...{table}.tBodies[0].rows]"
     column = browser.run(f"[...{head}.cells].findIndex(c => c.textContent.includes('acceptance'))")
-    rows = "[...document.querySelectorAll('table.sortable')[0].tBodies[0].rows]"
     for descending in (False, True):
         browser.run(f"{head}.cells[{column}].querySelector('button').click()")
         cells = browser.run(f"{rows}.map(r => r.cells[{column}].textContent)")

@@ -31,7 +31,8 @@ GREY = "#7d868c"
 LIGHT = {"ground": "#fdfdfc", "text": "#1c1f22", "soft": "#5d656c", "line": "#dfe2e4"}
 DARK = {"ground": "#15181b", "text": "#e4e7e9", "soft": "#a4adb4", "line": "#31373c"}
 FONT = 'system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif'
-MOST_VALUES = 4000  # rows times rungs
+MOST_VALUES = 2400  # rows times rungs
+MOST_SMOOTH = 600  # rows of a smooth series
 MOST_LINES = 4  # runs in a figure that has a line for each
 MOST_TEXTS = 12  # next to each other in a figure
 MOST_PATHS = 100  # swaps of a chain; of more the occupancy says more than the paths
@@ -213,16 +214,19 @@ def energies(history: History, chains: Mapping[str, int] | None = None) -> Any:
 def noise(history: History) -> Any:
     """sigma2 of one energy of every pair: mean over chains with a band of two standard errors."""
     _require_pairs(history)
-    rows = rows_to_keep(history)
+    n = len(history.steps)
+    rows = torch.linspace(0, n - 1, min(n, MOST_SMOOTH)).long()
     mean, error = over_chains(history.noise_variance[rows])
     x, traces = array(history.steps[rows]), list[Trace]()
     for pair, colour in enumerate(rung_colours(history.n_pairs + 1)[:-1]):
         name, style = f"rungs {pair}–{pair + 1}", {"color": colour, "width": 1.6}
         traces += _with_band(name, x, Estimate(mean[:, pair], error[:, pair]), style)
-    n, (axis, outside) = history.n_chains, settled_axis([mean])
-    note = f"Mean of {n:,} chains, band: two standard errors." * (n > 1)
+    chains, (axis, outside) = history.n_chains, settled_axis([mean])
+    note = f"Mean of {chains:,} chains, band: two standard errors." * (chains > 1)
     title = "Noise variance σ² of one energy"
-    return figure(title, "step", "σ² (nats²)", traces, note, outside, yaxis=axis)
+    return figure(
+        title, "step", "σ² (nats²)", traces, note, _kept(history, rows), outside, yaxis=axis
+    )
 
 
 def corrections(history: History, *, chain: int = 0) -> Any:
@@ -249,6 +253,7 @@ def corrections(history: History, *, chain: int = 0) -> Any:
     if history.n_pairs > 1:
         note += f" The legend shows and hides each of the {history.n_pairs} pairs."
     title = "Energy differences against the correction"
+    note += f" {_kept(history, rows)}"
     return figure(title, "step", "energy (nats)", traces, note, outside, yaxis=axis)
 
 
