@@ -55,27 +55,30 @@ async function loadPlotly() {
   delete head.appendChild;
 }
 
-async function start() {
-  if (!figures.length) return;
+// Plotly takes longer to load than the page: it waits for the first figure in sight.
+let loading;
+async function show(figure) {
+  loading ??= loadPlotly();
   try {
-    await loadPlotly();
+    await loading;
   } catch (error) {
-    for (const figure of figures) figure.querySelector(".plot").textContent = "This browser cannot draw the figure.";
+    figure.querySelector(".plot").textContent = "This browser cannot draw the figure.";
     return;
   }
-  const onSight = new IntersectionObserver((entries) => {
-    for (const { isIntersecting, target } of entries) {
-      if (!isIntersecting) continue;
-      onSight.unobserve(target);
-      draw(target);
-    }
-  }, { rootMargin: "300px" });
-  for (const figure of figures) onSight.observe(figure);
-  dark.addEventListener("change", () => figures.filter((figure) => figure.spec).forEach(draw));
-  addEventListener("beforeprint", () => { // what is closed is not on paper
-    for (const figure of figures) if (figure.offsetParent) draw(figure);
-  });
+  await draw(figure);
 }
+
+const onSight = new IntersectionObserver((entries) => {
+  for (const { target } of entries.filter((entry) => entry.isIntersecting)) {
+    onSight.unobserve(target);
+    show(target);
+  }
+}, { rootMargin: "300px" });
+for (const figure of figures) onSight.observe(figure);
+dark.addEventListener("change", () => figures.filter((figure) => figure.spec).forEach(draw));
+addEventListener("beforeprint", () => { // what is closed is not on paper
+  for (const figure of figures) if (figure.offsetParent) show(figure);
+});
 
 // Numbers by size, text by the alphabet, empty cells last either way.
 function valueOf(row, column) {
@@ -101,5 +104,3 @@ for (const table of document.querySelectorAll("table.sortable")) {
     head.querySelector("button").addEventListener("click", () => sortTable(table, column, head.getAttribute("aria-sort") === "ascending"));
   });
 }
-
-start();
