@@ -113,16 +113,6 @@ def test_sigma2_has_a_band_of_the_chains():
     assert torch.allclose(high - middle, middle - low, atol=1e-5)
 
 
-def test_corrections_of_every_pair_are_there():
-    data = history(rungs=3)
-    drawn = named(figures.corrections(data, chain=1))
-    difference = data.energy[:, 1, 1] - data.energy[:, 2, 1]
-    assert torch.allclose(y(drawn["rungs 1–2: energies"]), difference, atol=1e-4)
-    assert set(drawn["rungs 1–2: correction"].y) == {2.0}
-    shown = [drawn[f"rungs {pair}: energies"].visible for pair in ("0–1", "1–2")]
-    assert shown == [True, "legendonly"]
-
-
 def test_a_burn_in_spoils_no_axis_and_what_lies_outside_is_counted():
     settled = 1.5 + 0.5 * torch.arange(990).cos()
     values = torch.cat([torch.full((10,), 1e6), settled])
@@ -149,10 +139,10 @@ def test_density_distance_and_averages():
     assert high.tolist() == pytest.approx([4, 1])
     assert (low > 0).all(), "the axis is logarithmic"
     assert (figure.layout.xaxis.type, figure.layout.yaxis.type) == ("log", "log")
-    figure = figures.averages({"a": [0.1, 0.75, 0.76]}, colours, low=0.75)
-    assert figure.data[0].x.tolist() == [1, 2, 3]
-    assert y(figure.data[0]).tolist() == pytest.approx([10, 75, 76])
-    assert figure.layout.yaxis.range[0] == pytest.approx(74.95)
+    figure = figures.averages({"a": [0.1, *[0.75] * 19, 0.76], "b": [0.2]}, colours, single="b")
+    assert figure.data[0].x.tolist() == list(range(1, 22))
+    assert y(figure.data[0]).tolist() == pytest.approx([10, *[75] * 19, 76])
+    assert figure.layout.yaxis.range == pytest.approx((74.95, 76.05))
 
 
 def test_reliability_bins_have_known_answers():
@@ -214,9 +204,8 @@ def test_names_are_text():
 
 def test_what_cannot_be_drawn_is_said(monkeypatch):
     alone = history(rungs=1, swaps=())
-    for draw in (figures.noise, figures.corrections):
-        with pytest.raises(InvalidArgumentError, match="one rung makes no swaps"):
-            draw(alone)
+    with pytest.raises(InvalidArgumentError, match="one rung makes no swaps"):
+        figures.noise(alone)
     figures.energies(alone)
     with pytest.raises(InvalidArgumentError, match="labels"):
         figures.reliability({"a": [torch.rand(4, 2)]}, torch.zeros(3), {"a": METHODS[0]})

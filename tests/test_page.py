@@ -181,7 +181,7 @@ def test_everything_that_is_asked_for_is_on_the_page(demo):
     ids = {attrs["id"] for _, attrs in page.tags if "id" in attrs}
     assert {link[1:] for link in links if link.startswith("#")} <= ids, "links lead somewhere"
     kinds = [kind for kind, _ in figures_in(demo, "digits/resghmc")]
-    assert kinds == ["acceptance", "flow", "energy", "noise", "correction", "reliability"]
+    assert kinds == ["acceptance", "flow", "energy", "noise", "reliability"]
     kinds = {kind for kind, _ in figures_in(demo, "figure1/case3-resgld-F4")}
     assert {"acceptance", "flow", "energy", "density", "distance"} <= kinds
     assert {"density", "distance"} <= {kind for kind, _ in figures_in(demo)}
@@ -323,7 +323,7 @@ def test_seeds_are_pooled_as_chains(tmp_path):
     (pair,) = both.pairs
     assert (pair.accepted, pair.proposed) == (8 * 70, 8 * 1000)
     assert pair.observed[0] == pytest.approx(0.07)
-    assert "1 more recorded other steps and are left out" in both.words
+    assert "1 more recorded nothing of it or other steps: left out" in both.words
     assert torch.equal(both.history.energy[:, :, 4:], runs[1].history.energy)
     digits = [load_run(write_digits(tmp_path, seed=seed, swap_every=40 + seed)) for seed in (0, 1)]
     swaps = pooled(digits).history.swaps
@@ -351,12 +351,12 @@ def test_image_runs_are_drawn_from_their_curves(tmp_path, made):
     (group,) = groups([run])
     drawn = dict(of_ladder(group.families[0].ladder, "#000000"))
     known = ["flow"] if made == 2 else []
-    assert list(drawn) == ["acceptance", *known, "energy", "noise", "correction"]
+    assert list(drawn) == ["acceptance", *known, "energy", "noise"]
     assert drawn["acceptance"].data[0].y.tolist() == pytest.approx([made / 50])
     steps = [each * config.steps_per_epoch for each in (1.5, 1.7)]
     marks = [trace.x.tolist() for trace in drawn["energy"].data if trace.name == "swaps"]
     assert marks == ([[round(each) for each in steps]] if made == 2 else [])
-    assert drawn["correction"].data[0].y.tolist() == [-1, -1, -1]
+    assert drawn["noise"].data[0].y.tolist() == [1, 1, 1]
     ((kind, averages),) = of_answers(group.families)
     assert kind == "averages"
     assert 92 < averages.layout.yaxis.range[0] < 93  # the first draws are far below
@@ -664,7 +664,7 @@ def test_every_figure_is_drawn_and_those_over_the_steps_zoom_together(browser, d
     family = "[...document.querySelectorAll('.family')].find(f => f.querySelector('h2')"
     family += ".textContent.includes('digits/resghmc'))"
     plot = f"{family}.querySelector('figure[data-kind={{}}] .plot')"
-    energy, others = plot.format("energy"), ("noise", "correction")
+    energy, others = plot.format("energy"), ("noise",)
     browser.run(f"Plotly.relayout({energy}, {{'xaxis.range': [90, 110]}}).then(() => 1)")
     for kind in others:
         wait(browser, f"Math.abs({plot.format(kind)}.layout.xaxis.range[0] - 90) < 1")

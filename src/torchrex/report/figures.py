@@ -229,34 +229,6 @@ def noise(history: History) -> Any:
     )
 
 
-def corrections(history: History, *, chain: int = 0) -> Any:
-    """The energy difference of every pair next to the correction, above which a swap is certain."""
-    _require_pairs(history)
-    if history.correction is None:
-        raise InvalidArgumentError(
-            "this history does not know F; give correction_factor to History.from_draws"
-        )
-    rows, traces = rows_to_keep(history, chain), []
-    x, difference = array(history.steps[rows]), history.energy_difference[rows, :, chain]
-    correction = history.correction[rows, :, chain].double()
-    for pair, colour in enumerate(rung_colours(history.n_pairs + 1)[:-1]):
-        more: Trace = {"legendgroup": str(pair), "visible": "legendonly" if pair else True}
-        name, dots = f"rungs {pair}–{pair + 1}", {"color": colour, "size": 3, "opacity": 0.6}
-        y = array(difference[:, pair])
-        traces.append(line(f"{name}: energies", x, y, mode="markers", marker=dots, **more))
-        y, style = array(correction[:, pair]), {"color": GREY, "width": 2}
-        traces.append(line(f"{name}: correction", x, y, style, connectgaps=True, **more))
-    axis, outside = settled_axis([difference[:, :1], correction[:, :1]])
-    note = (
-        "Dots: energy of the colder rung minus the hotter. Above the correction a swap is certain."
-    )
-    if history.n_pairs > 1:
-        note += f" The legend shows and hides each of the {history.n_pairs} pairs."
-    title = "Energy differences against the correction"
-    note += f" {_kept(history, rows)}"
-    return figure(title, "step", "energy (nats)", traces, note, outside, yaxis=axis)
-
-
 # The answer, of one method or several: what is drawn, and its colour, by name
 
 
@@ -289,23 +261,24 @@ def distance(curves: Mapping[str, tuple[Tensor, Tensor]], colours: Mapping[str, 
 
 
 def averages(
-    curves: Mapping[str, Sequence[float]], colours: Mapping[str, str], *, low: float | None = None
+    curves: Mapping[str, Sequence[float]], colours: Mapping[str, str], *, single: str = ""
 ) -> Any:
-    """Test accuracy (fractions) after 1, 2, ... draws; the axis begins at `low`."""
-    traces, every = [], [100 * y for values in curves.values() for y in values if math.isfinite(y)]
+    """Test accuracy (fractions) after 1, 2, ... draws. First draws may lie below the axis, and those
+    of the name `single`.
+    """
+    traces, late, top = [], list[float](), 0.0
     for name, style in _styles(colours, curves).items():
         y = 100 * torch.tensor(curves[name], dtype=torch.float64)
-        mode = "lines" if len(y) > 1 else "markers"
-        traces.append(
-            line(plain(name), array(torch.arange(len(y)) + 1), array(y), style, mode=mode)
-        )
-    axis: dict[str, Any] = {}
-    if low is not None and every and min(every) < 100 * low:
-        margin = 0.05 * max(max(every) - 100 * low, 1.0)
-        axis = {"range": [100 * low - margin, max(every) + margin]}
+        mode, x = "lines" if len(y) > 1 else "markers", array(torch.arange(len(y)) + 1)
+        traces.append(line(plain(name), x, array(y), style, mode=mode))
+        late += y[len(y) // 20 :].tolist() if name != single else []
+        top = max(top, float(y.max()))
+    low = min(late, default=0.0)
+    margin = 0.05 * max(top - low, 1.0)
+    axis = {"range": [low - margin, top + margin]}
     note = "First draws and single draws may lie below the axis; a double click shows them."
     title, x_title = "Accuracy of the average against number of draws", "draws in the average"
-    return figure(title, x_title, "test accuracy, %", traces, note * bool(axis), yaxis=axis)
+    return figure(title, x_title, "test accuracy, %", traces, note, yaxis=axis)
 
 
 def reliability(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from scipy import special
@@ -84,13 +84,3 @@ def p_of_pairs(mean: float, error: float, n: int) -> float | None:
     if error > 1e-9 * abs(mean):  # less is rounding
         return float(2 * special.stdtr(n - 1, -abs(mean) / error))
     return 1.0 if mean == 0 else None
-
-
-def least_of_averages(curves: Mapping[str, Any]) -> float | None:
-    """From where the accuracies of averages are worth drawing: their least after the first
-    twentieth of the draws. Averages of few draws and single draws are far below.
-    """
-    names = [name for name in curves if name.endswith("_accuracy") and "last" not in name]
-    lists = [curves[name] for name in names if isinstance(curves[name], list)]
-    late = [value for each in lists for value in each[len(each) // 20 :]]
-    return min((value for value in late if isinstance(value, int | float)), default=None)

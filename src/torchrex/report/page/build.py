@@ -233,12 +233,8 @@ class _Page:
 
     def body(self) -> str:
         tables = "".join(map(self._group_table, self.groups))
-        shown = [
-            family
-            for family in self.families
-            if family.ladder and any(pair.accepted for pair in family.ladder.pairs)
-        ]
-        first = (shown or self.families)[:FIRST_SHOWN]
+        swapped = [each for each in self.families if each.ladder and each.ladder.swaps]
+        first = (swapped or self.families)[:FIRST_SHOWN]
         parts = [self._verdict(), f'<section id="families">{tables}</section>']
         for group in self.groups:
             opened = [family for family in group.families if family in first]
@@ -263,11 +259,10 @@ class _Page:
         }
         tiles = "".join(f"<li><b>{value}</b> {name}</li>" for name, value in facts.items())
         lines = self._found()
-        more = ""
+        found = f'<ul class="verdict">{"".join(lines[:OPEN])}</ul>'
         if len(lines) > OPEN:
-            more = f"<details><summary>{OPEN} of {len(lines)} shown</summary>"
-            more += f"<ul>{''.join(lines[OPEN:])}</ul></details>"
-        found = f'<ul class="verdict">{"".join(lines[:OPEN])}</ul>{more}'
+            found += f"<details><summary>{OPEN} of {len(lines)} shown</summary>"
+            found += f"<ul>{''.join(lines[OPEN:])}</ul></details>"
         return (
             f'<section id="verdict"><h2>Verdict</h2><p>{escape(self._doctor())}</p>{found}'
             f'<ul class="facts">{tiles}</ul>{self._not_complete()}'
@@ -289,9 +284,8 @@ class _Page:
             for family in self.families:
                 there = [run for run in family.runs if id(run) in has]
                 if there:
-                    seeds = "".join(
-                        f' <a href="#run-{self.number[id(run)]}">{run.seed}</a>' for run in there
-                    )
+                    ids = {self.number[id(run)]: max(run.seed, 0) for run in there}
+                    seeds = "".join(f' <a href="#run-{k}">{seed}</a>' for k, seed in ids.items())
                     ladder = any(word in title for word in OF_LADDER) and family.ladder is not None
                     of = f"{'ladder' if ladder else 'family'}-{self.number[id(family)]}"
                     name = escape(family.title)
@@ -313,11 +307,9 @@ class _Page:
         line = f"Doctor looked at {several(len(asked), 'run')}: " if asked else ""
         line += tally([(each["problems"], each["warnings"]) for each in asked]) + "." * bool(asked)
         if quick := sum(each["quick"] for each in asked):
-            line += (
-                f" It took only a quick look at {quick}; `report --doctor all` takes a full one."
-            )
+            line += f" It took only a quick look at {quick}; --doctor all takes a full one."
         if len(asked) < len(every):
-            line += f" It did not look at {len(every) - len(asked)}; use `report --doctor all`."
+            line += f" It did not look at {len(every) - len(asked)}; use --doctor all."
         return line.strip()
 
     def _not_complete(self) -> str:
@@ -360,9 +352,10 @@ class _Page:
                 if metric in stated:
                     cells.append(paper.get(metric, ("-", None)))
             rows.append([*cells, *_ladder_cells(family)])
-        kept = [k for k in range(len(head)) if k < 2 or any(row[k][0] for row in rows)]
-        if "acceptance_rate" in chosen:  # the same number
-            kept.remove(head.index("accepted, %"))
+        # The acceptance of the ladder is that of the metrics.
+        twice = {"accepted, %"} if "acceptance_rate" in chosen else {""}
+        kept = [k for k, name in enumerate(head) if k < 2 or any(row[k][0] for row in rows)]
+        kept = [k for k in kept if head[k] not in twice]
         settings = [each.settings for each in group.families if each.settings is not None]
         notes = sorted({each.paper_note for each in settings if each.paper_numbers} - {""})
         words = (
@@ -384,11 +377,11 @@ class _Page:
         different = settings_that_differ(group)
         if different:
             names = list(different)[:MOST_SETTINGS]
-            rows: list[list[Cell]] = []
-            for k, family in enumerate(group.families):
-                cells: list[Cell] = [(swatch(family) + escape(family.label), family.label)]
-                cells += [_setting(different[name][k]) for name in names]
-                rows.append(cells)
+            values = [different[name] for name in names]
+            rows = [
+                [(f"{swatch(x)}{escape(x.label)}", ""), *(_setting(y[k]) for y in values)]
+                for k, x in enumerate(group.families)
+            ]
             of = f"{len(names)} of {len(different)} shown" * (len(names) < len(different))
             made += f"<h4>Settings that differ</h4>{table(['family', *names], rows)}"
             made += f'<p class="note">{of}</p>' * bool(of)
@@ -403,12 +396,9 @@ class _Page:
             swaps = f'<div id="ladder-{k}">{swaps_of(ladder)}</div>'
         nothing = '<p class="note">Nothing was recorded that could be drawn.</p>'
         made = swaps + (figures_html(drawn) or nothing)
-        runs = "".join(
-            details_of(
-                run, self.number[id(run)], self.out, self.advice[id(run)], *self.pictures[id(run)]
-            )
-            for run in family.runs
-        )
+        more = ((run, id(run)) for run in family.runs)
+        of = ((x, self.number[i], self.out, self.advice[i], *self.pictures[i]) for x, i in more)
+        runs = "".join(details_of(*each) for each in of)
         heading = f"{swatch(family)}{escape(family.recipe)}"
         extra = family.title.removeprefix(family.short)
         return (

@@ -108,10 +108,8 @@ def _ladder(run: LoadedRun) -> str:
         begins = float(run.ladder.decay(warm_start))
         head = ["rung", "temperature", "learning rate of Adam", "of SGHMC"]
         rows = [[*row, f"{lr * begins:.4g}"] for row, lr in zip(rows, run.ladder.lrs, strict=True)]
-        note = (
-            f"Adam, which has no temperature, descends for {warm_start:,} steps before SGHMC. Rates"
-            f" are those at the first step of each, for the summed energy."
-        )
+        note = f"Adam, which has no temperature, descends for {warm_start:,} steps before SGHMC."
+        note += " Rates are those at the first step of each, for the summed energy."
     return plain_table("Ladder", head, rows, note)
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from torchrex.report import figures
 from torchrex.report.page.ladder import Pooled
 from torchrex.report.page.rows import Family
-from torchrex.report.plots import least_of_averages
 from torchrex.report.reader import LoadedRun
 
 CURVES = {
@@ -33,13 +32,11 @@ def of_ladder(ladder: Pooled, colour: str) -> list[Drawn]:
     made: list[Drawn] = []
     if ladder.pairs:
         made.append(("acceptance", figures.acceptance(ladder.pairs, colour=colour)))
-    if ladder.travel is not None and int(history.accepted.sum()):
+    if ladder.travel is not None and ladder.swaps:
         made.append(("flow", figures.flow(history, chain=chain, of=first)))
     made.append(("energy", figures.energies(history, ladder.runs)))
     if ladder.pairs:
         made.append(("noise", figures.noise(history)))
-    if ladder.pairs and history.correction is not None:
-        made.append(("correction", figures.corrections(history, chain=chain)))
     return made
 
 
@@ -54,9 +51,7 @@ def of_answers(families: Families) -> list[Drawn]:
             made = _all_averages(some[0])
         else:
             curves = {each.label: _mean(each, _headline(each)) for each in some}
-            lows = [low for each in some if (low := _low(each)) is not None]
-            known = {name: y for name, y in curves.items() if y}
-            made = figures.averages(known, colours, low=min(lows, default=None))
+            made = figures.averages({name: y for name, y in curves.items() if y}, colours)
         found.append(("averages", _named(made, some)))
     for some in _alike(families, _of_labels):
         labels = _labels(some[0])
@@ -115,10 +110,6 @@ def _curves(family: Family) -> dict[str, list[Any]]:
     return next((run.curves for run in family.drawn if run.curves), {})
 
 
-def _low(family: Family) -> float | None:
-    return least_of_averages(_curves(family))
-
-
 def _headline(family: Family) -> str:
     return "logits_accuracy" if "logits_accuracy" in _curves(family) else "probabilities_accuracy"
 
@@ -134,7 +125,7 @@ def _mean(family: Family, name: str) -> list[float]:
 def _all_averages(family: Family) -> Any:
     curves = {words: y for name, words in CURVES.items() if (y := _mean(family, name))}
     colours = dict(zip(curves, figures.METHODS, strict=False))
-    return figures.averages(curves, colours, low=_low(family))
+    return figures.averages(curves, colours, single=CURVES["last_accuracy"])
 
 
 def _labels(family: Family) -> Tensor | None:

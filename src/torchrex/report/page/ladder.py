@@ -6,13 +6,14 @@ chains, or between seeds where each knows only itself.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchrex.diagnostics import (
     History,
@@ -44,8 +45,12 @@ class Pooled:
     history: History
     runs: dict[str, int]  # the first chain of every run, by its name
     run: LoadedRun  # one of them, for the settings
-    left_out: int  # runs that recorded other steps
+    left_out: int  # runs that recorded nothing of it, or other steps
     averaged: bool  # energies are means over the steps between two points
+
+    @property
+    def swaps(self) -> int:
+        return int(self.history.accepted.sum())
 
     @cached_property
     def pairs(self) -> list[Pair]:
@@ -114,7 +119,7 @@ class Pooled:
         n, runs = self.history.n_chains, len(self.runs)
         parts.append(f"{n:,} chain{'s' * (n > 1)} of {runs} run{'s' * (runs > 1)}")
         if self.left_out:
-            parts.append(f"{self.left_out} more recorded other steps and are left out")
+            parts.append(f"{self.left_out} more recorded nothing of it or other steps: left out")
         return "; ".join(parts)
 
 
@@ -123,21 +128,17 @@ def pooled(runs: Sequence[LoadedRun]) -> Pooled | None:
     like the first are taken.
     """
     averaged = all(run.history is None for run in runs)
-    found: list[tuple[LoadedRun, History]] = []
-    for run in runs:
-        history = history_from_curves(run) if averaged else run.history
-        if history is not None and len(history.steps):
-            found.append((run, history))
-    if not found:
+    every = [(run, history_from_curves(run) if averaged else run.history) for run in runs]
+    found = [(run, history) for run, history in every if history and len(history.steps)]
+    alike = [(run, history) for run, history in found if _alike(found[0][1], history)]
+    if not alike:
         return None
-    run, first = found[0]
-    alike = [(one, history) for one, history in found if _alike(first, history)]
     names, start = {}, 0
-    for one, history in alike:
-        names[f"seed {one.seed}" if one.seed >= 0 else one.path.name] = start
+    for run, history in alike:
+        names[f"seed {run.seed}" if run.seed >= 0 else run.path.name] = start
         start += history.n_chains
     together = _together([history for _, history in alike])
-    return Pooled(together, names, run, len(found) - len(alike), averaged)
+    return Pooled(together, names, alike[0][0], len(runs) - len(alike), averaged)
 
 
 def _alike(one: History, other: History) -> bool:
@@ -149,18 +150,16 @@ def _alike(one: History, other: History) -> bool:
 def _together(histories: Sequence[History]) -> History:
     if len(histories) == 1:
         return histories[0]
-
-    def joined(name: str) -> Tensor | None:
-        each = [getattr(history, name) for history in histories]
-        return None if each[0] is None else torch.cat(each, dim=-1)
-
     names = ("energy", "replica_at", "noise_variance", "correction", "accepted", "proposed")
-    swaps, start = [], 0
-    for history in histories:
-        if history.swaps is not None:
-            swaps.append(history.swaps._replace(chain=history.swaps.chain + start))
-        start += history.n_chains
-    every = len(swaps) == len(histories)
-    listed = Swaps(*(torch.cat(each) for each in zip(*swaps, strict=True))) if every else None
-    columns: dict[str, Tensor | None] = {name: joined(name) for name in names}
-    return replace(histories[0], **columns, swaps=listed)  # type: ignore[arg-type]
+    columns: dict[str, Any] = {name: [getattr(x, name) for x in histories] for name in names}
+    some = {name: x for name, x in columns.items() if x[0] is not None}
+    joined: dict[str, Any] = {name: torch.cat(x, -1) for name, x in some.items()}
+    starts = itertools.accumulate((history.n_chains for history in histories), initial=0)
+    moved = [
+        history.swaps._replace(chain=history.swaps.chain + start)
+        for history, start in zip(histories, starts, strict=False)
+        if history.swaps is not None
+    ]
+    every = len(moved) == len(histories)
+    swaps = Swaps(*map(torch.cat, zip(*moved, strict=True))) if every else None
+    return replace(histories[0], **joined, swaps=swaps)

@@ -19,38 +19,29 @@ STATUSES = (
 Cell = tuple[str, Any]  # HTML, and what to sort by; a number is on the right of its cell
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[Cell]], *, id_: str = "") -> str:
-    """A table whose heads sort it. The first column stays in sight when it is moved sideways."""
+def table(head: Sequence[str], rows: Sequence[Sequence[Cell]], *, sorts: bool = True) -> str:
+    """A table; its heads sort it. The first column stays in sight when it is moved sideways."""
     right = [any(isinstance(row[k][1], int | float) for row in rows) for k in range(len(head))]
-    heads = "".join(
-        f'<th scope="col" aria-sort="none"{" class=n" * n}><button type="button">{escape(name)}'
-        "</button></th>"
-        for name, n in zip(head, right, strict=True)
-    )
+    button = '<th scope="col" aria-sort="none"{}><button type="button">{}</button></th>'
+    each = zip(head, right, strict=True)
+    form = button if sorts else "<th{}>{}</th>"
+    heads = "".join(form.format(" class=n" * n, escape(name)) for name, n in each)
     body = ""
     for row in rows:
         cells = ""
         for (html, value), n in zip(row, right, strict=True):
-            sort = "" if value is None else f' data-v="{escape(str(value))}"'
-            cells += f"<td{sort}{' class=n' if n else ''}>{html}</td>"
+            sort = f' data-v="{escape(str(value))}"' if sorts and value is not None else ""
+            cells += f"<td{sort}{' class=n' * n}>{html}</td>"
         body += f"<tr>{cells}</tr>"
     inner = f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody>"
-    return f'<div class="scroll"><table class="sortable" id="{id_}">{inner}</table></div>'
+    return f'<div class="scroll"><table{" class=sortable" * sorts}>{inner}</table></div>'
 
 
 def plain_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> str:
     """Texts in rows, all but the first column numbers; "" for no rows."""
-    if not rows:
-        return ""
-
-    def line(cells: Sequence[str], tag: str) -> str:
-        inner = (f"<{tag}{' class=n' * (k > 0)}>{escape(x)}</{tag}>" for k, x in enumerate(cells))
-        return f"<tr>{''.join(inner)}</tr>"
-
-    body = "".join(line(row, "td") for row in rows)
-    made = f"<thead>{line(head, 'th')}</thead><tbody>{body}</tbody>"
-    said = f'<p class="note">{escape(note)}</p>' if note else ""
-    return f'<h4>{escape(title)}</h4><div class="scroll"><table>{made}</table></div>{said}'
+    cells = [[(escape(x), k or None) for k, x in enumerate(row)] for row in rows]
+    said = f'<p class="note">{escape(note)}</p>' * bool(note)
+    return f"<h4>{escape(title)}</h4>{table(head, cells, sorts=False)}{said}" if rows else ""
 
 
 def badge(status: str) -> str:

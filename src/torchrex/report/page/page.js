@@ -5,7 +5,7 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 const read = (element) => JSON.parse(element.textContent);
 const templates = read(document.getElementById("templates"));
 const figures = [...document.querySelectorAll("figure[data-kind]")];
-const linked = new Set(["energy", "rates", "noise", "correction"]); // over the same steps
+const linked = new Set(["energy", "noise"]); // over the same steps
 
 function layoutOf(figure, layout) {
   const narrow = figure.clientWidth < 520;
