@@ -213,7 +213,8 @@ def energies(history: History, chains: Mapping[str, int] | None = None) -> Any:
 
 def noise(history: History) -> Any:
     """sigma2 of one energy of every pair: mean over chains with a band of two standard errors."""
-    _require_pairs(history)
+    if history.n_pairs == 0:
+        raise InvalidArgumentError(f"{history} has one rung, and one rung makes no swaps")
     n = len(history.steps)
     rows = torch.linspace(0, n - 1, min(n, MOST_SMOOTH)).long()
     mean, error = over_chains(history.noise_variance[rows])
@@ -263,8 +264,8 @@ def distance(curves: Mapping[str, tuple[Tensor, Tensor]], colours: Mapping[str, 
 def averages(
     curves: Mapping[str, Sequence[float]], colours: Mapping[str, str], *, single: str = ""
 ) -> Any:
-    """Test accuracy (fractions) after 1, 2, ... draws. First draws may lie below the axis, and those
-    of the name `single`.
+    """Test accuracy (fractions) after 1, 2, ... draws. First draws, and those of the name `single`,
+    may lie below the axis.
     """
     traces, late, top = [], list[float](), 0.0
     for name, style in _styles(colours, curves).items():
@@ -410,11 +411,6 @@ def rung_colours(n: int) -> list[str]:
         mixed = (round(a + part * (b - a)) for a, b in zip(low, high, strict=True))
         found.append("#{:02x}{:02x}{:02x}".format(*mixed))
     return found
-
-
-def _require_pairs(history: History) -> None:
-    if history.n_pairs == 0:
-        raise InvalidArgumentError(f"{history} has one rung, and one rung makes no swaps")
 
 
 def swaps_of(history: History, chain: int = 0) -> Tensor:

@@ -243,8 +243,6 @@ class _Page:
             parts += [self._compared(group), *(self._family(family, False) for family in others)]
         return "\n".join(parts)
 
-    # First screen
-
     def _verdict(self) -> str:
         """How many runs there are, what doctor found, and what is not complete."""
         runs, n = self.runs, len(self.runs)
@@ -367,8 +365,6 @@ class _Page:
         made = table([head[k] for k in kept], [[row[k] for k in kept] for row in rows])
         return f'<h2>{escape(group.name)}</h2>{made}<p class="note">{escape(words)}</p>'
 
-    # Groups and families
-
     def _compared(self, group: Group) -> str:
         """The figures of the families of a group over each other, and the settings that differ."""
         if len(group.families) < 2:
@@ -418,17 +414,14 @@ def _ladder_cells(family: Family) -> list[Cell]:
     ladder = family.ladder
     if ladder is None or not ladder.pairs:
         return [blank, blank, blank, blank, last]
-    rates = [pair.observed for pair in ladder.pairs if pair.proposed]
-    accepted = blank
-    if rates:
-        mean = sum(rate for rate, _ in rates) / len(rates)
-        error = math.sqrt(sum(error**2 for _, error in rates)) / len(rates)
-        accepted = value_and_error(100 * mean, 100 * error), 100 * mean
-    s = ladder.loudest
-    noise: Cell = (number(s, 3), s) if math.isfinite(s) else blank
-    barrier = float(ladder.barrier.partition("(")[0]) if ladder.barrier else None
-    trips, value = ladder.trips
-    return [accepted, noise, (ladder.barrier, barrier), (escape(trips), value), last]
+    (barrier, error), n, (trips, value) = ladder.barrier, len(ladder.pairs), ladder.trips
+    s = max(pair.noise for pair in ladder.pairs)
+    noise: Cell = (number(s, 3), s) if s == s else blank
+    if math.isnan(barrier):
+        return [blank, noise, blank, blank, last]
+    rate = 100 * (1 - barrier / n)
+    accepted: Cell = (value_and_error(rate, 100 * error / n), rate)
+    return [accepted, noise, (value_and_error(barrier, error), barrier), (trips, value), last]
 
 
 def _setting(value: Any) -> Cell:

@@ -80,14 +80,12 @@ class Pooled:
             for k, x in enumerate(torch.stack([column.double() for column in columns], 1).tolist())
         ]
 
-    @cached_property
-    def barrier(self) -> str:
-        """The sum of the rejection rates; "" where no swap was tested."""
-        if not self.pairs or any(pair.proposed == 0 for pair in self.pairs):
-            return ""
-        per_chain = (1 - self.history.accepted / self.history.proposed).sum(0)
-        value = sum(1 - pair.observed[0] for pair in self.pairs)
-        return value_and_error(value, float(over_chains(per_chain).error))
+    @property
+    def barrier(self) -> tuple[float, float]:
+        """The sum of the rejection rates and its error; NaN where a pair was not tested."""
+        rejected = (1 - self.history.accepted / self.history.proposed).sum(0)
+        error = float(over_chains(rejected).error)
+        return sum(1 - pair.observed[0] for pair in self.pairs), error
 
     @cached_property
     def travel(self) -> Travel | None:
@@ -106,14 +104,10 @@ class Pooled:
         return text if self.travel.exact else f"≥ {text}", mean
 
     @property
-    def loudest(self) -> float:
-        """The largest noise s of a pair; NaN if there is none."""
-        return max((pair.noise for pair in self.pairs), default=math.nan)
-
-    @property
     def words(self) -> str:
         """One line about the ladder."""
-        parts = [f"barrier {self.barrier}"] if self.barrier else []
+        known = self.pairs and not math.isnan(self.barrier[0])
+        parts = [f"barrier {value_and_error(*self.barrier)}"] if known else []
         if self.trips[0]:
             parts.append(f"{self.trips[0]} round trips a chain, all its replicas together")
         n, runs = self.history.n_chains, len(self.runs)
