@@ -153,7 +153,6 @@ def test_reliability_bins_have_known_answers():
     assert found.n.tolist() == [1, 1, 2]
     assert found.confidence.tolist() == pytest.approx([0.55, 0.7, 0.9])
     assert found.accuracy.tolist() == pytest.approx([1, 1, 0.5])
-    assert found.error.tolist() == pytest.approx([0, 0, 0.125**0.5])
     ends = []
     for seeds in ([probabilities], [probabilities, probabilities]):
         drawn = figures.reliability({"a": seeds}, labels, {"a": METHODS[0]}).data

@@ -41,7 +41,6 @@ class Calibration(NamedTuple):
 
     confidence: Tensor  # mean probability of the predicted class
     accuracy: Tensor  # how often it was right
-    error: Tensor  # binomial standard error of the accuracy
     n: Tensor  # predictions in the bin
 
 
@@ -59,7 +58,7 @@ def calibration(probabilities: Tensor, labels: Tensor, bins: int = 15) -> Calibr
     n = count[there].double()
     mean = torch.zeros(bins, dtype=torch.float64).index_add_(0, which, confidence)[there] / n
     accuracy = torch.zeros(bins, dtype=torch.float64).index_add_(0, which, right)[there] / n
-    return Calibration(mean, accuracy, (accuracy * (1 - accuracy) / n).sqrt(), count[there])
+    return Calibration(mean, accuracy, count[there])
 
 
 def error_of_mean(values: Sequence[float], errors: Sequence[float | None]) -> float | None:

@@ -233,7 +233,9 @@ class _Page:
 
     def body(self) -> str:
         tables = "".join(map(self._group_table, self.groups))
-        swapped = [each for each in self.families if each.ladder and each.ladder.swaps]
+        swapped = [
+            each for each in self.families if each.ladder and each.ladder.history.accepted.any()
+        ]
         first = (swapped or self.families)[:FIRST_SHOWN]
         parts = [self._verdict(), f'<section id="families">{tables}</section>']
         for group in self.groups:

@@ -60,12 +60,7 @@ def details_of(
     known = "".join(f" · {name}: {escape(str(x))}" for name, x in about.items() if x is not None)
     parts.append(f'<p class="note">Folder: {link_to(run.path, out)[0]}{known}</p>')
     counts = run.swap_counts
-    facts = [
-        advice["verdict"],
-        counts and f"{counts[0]:,} swaps",
-        about["wall time"],
-        about["date"],
-    ]
+    facts = (advice["verdict"], counts and f"{counts[0]:,} swaps", about["wall time"])
     said = escape(" · ".join(each for each in facts if each))
     head = f"{escape(run.name)} {badges(run)} <span class=note>{said}</span>"
     # A link to an id within a closed element opens it.

@@ -32,7 +32,7 @@ def of_ladder(ladder: Pooled, colour: str) -> list[Drawn]:
     made: list[Drawn] = []
     if ladder.pairs:
         made.append(("acceptance", figures.acceptance(ladder.pairs, colour=colour)))
-    if ladder.travel is not None and ladder.swaps:
+    if ladder.travel is not None and history.accepted.any():
         made.append(("flow", figures.flow(history, chain=chain, of=first)))
     made.append(("energy", figures.energies(history, ladder.runs)))
     if ladder.pairs:

@@ -48,10 +48,6 @@ class Pooled:
     left_out: int  # runs that recorded nothing of it, or other steps
     averaged: bool  # energies are means over the steps between two points
 
-    @property
-    def swaps(self) -> int:
-        return int(self.history.accepted.sum())
-
     @cached_property
     def pairs(self) -> list[Pair]:
         """Swaps of every pair with what the energies promise, and the noise that decides it."""

@@ -8,8 +8,7 @@ const figures = [...document.querySelectorAll("figure[data-kind]")];
 const linked = new Set(["energy", "noise"]); // over the same steps
 
 function layoutOf(figure, layout) {
-  const narrow = figure.clientWidth < 520;
-  const margin = { t: 8, r: narrow ? 8 : 16, l: 40, b: 36 };
+  const margin = { t: 8, r: figure.clientWidth < 520 ? 8 : 16, l: 40, b: 36 };
   const touch = matchMedia("(pointer: coarse)").matches; // there a drag scrolls the page
   return { ...layout, template: templates[dark.matches ? "dark" : "light"], margin, autosize: true, ...(touch ? { dragmode: false } : {}) };
 }
