@@ -103,7 +103,9 @@ class Pooled:
     def words(self) -> str:
         """One line about the ladder."""
         known = self.pairs and not math.isnan(self.barrier[0])
-        parts = [f"barrier {value_and_error(*self.barrier)}"] if known else []
+        n = 0 if self.run.settings is None else self.run.settings.warm_start
+        parts = [f"the first {n:,} steps descend by Adam, without swaps"] * bool(n)
+        parts += [f"barrier {value_and_error(*self.barrier)}"] if known else []
         if self.trips[0]:
             parts.append(f"{self.trips[0]} round trips a chain, all its replicas together")
         n, runs = self.history.n_chains, len(self.runs)
@@ -114,9 +116,7 @@ class Pooled:
 
 
 def pooled(runs: Sequence[LoadedRun]) -> Pooled | None:
-    """None where no run recorded its ladder. Of runs that recorded different steps, those that are
-    like the first are taken.
-    """
+    """None where no run recorded its ladder; only runs that recorded the steps of the first."""
     averaged = all(run.history is None for run in runs)
     every = [(run, history_from_curves(run) if averaged else run.history) for run in runs]
     found = [(run, history) for run, history in every if history and len(history.steps)]
