@@ -19,9 +19,10 @@ from torchrex.report.compare import compare_folders, differing_that_matter
 from torchrex.report.doctor import diagnose
 from torchrex.report.page import details as page_details
 from torchrex.report.page import page_of, write_page
-from torchrex.report.page.charts import charts_of, overlays
-from torchrex.report.page.details import details_of, pictures_of, size_of, within_the_page
-from torchrex.report.page.rows import cell, columns, families, paper_of
+from torchrex.report.page.details import pictures_of, size_of, within_the_page
+from torchrex.report.page.drawn import of_answers, of_ladder
+from torchrex.report.page.ladder import pooled
+from torchrex.report.page.rows import cell, columns, groups, paper_of
 from torchrex.report.reader import load_run
 from torchrex.report.swap_checks import check_ladder, gather, history_from_curves, while_swapping
 from torchrex.runs.folder import png
@@ -85,11 +86,6 @@ def write_gan(out: Path, recipe="gan/cifar10-4000", *, with_trace=True, **more):
 
 def finding_of(findings, title):
     (found,) = [finding for finding in findings if finding.title == title]
-    return found
-
-
-def chart_of(charts, kind):
-    (found,) = [chart for chart in charts if chart["kind"] == kind]
     return found
 
 
@@ -168,10 +164,11 @@ def test_curves_say_it_where_the_trace_is_not_there(tmp_path, four):
     for name in ("accepted", "proposed", "round_trips_per_chain"):
         assert by_curves[name] == by_trace[name]
     assert "missing" not in {found.title for found in diagnose(run).findings}
-    charts, shared = charts_of(run)
-    assert [chart["kind"] for chart in charts] == ["energy", "sigma2", "correction", "accuracy"]
-    assert shared["steps"][:3] == [0, 10, 20]
-    assert (charts[0]["xLabel"], charts[0]["marks"]["x"]) == ("step", [700, 800])
+    drawn = dict(of_ladder(pooled([run]), "#000000"))
+    assert list(drawn) == ["acceptance", "flow", "energy", "noise"]
+    lines = {trace.name: trace.x.tolist() for trace in drawn["energy"].data}
+    assert lines["rung 0 (coldest)"][:3] == [0, 10, 20]
+    assert lines["swaps"] == [700, 800]
     run.result["swaps"][0]["accepted"] = 40
     assert history_from_curves(run).swaps is None
     assert not gather(run).has_paths
@@ -240,12 +237,12 @@ def test_settings_that_a_method_does_not_use_do_not_matter(four, method, idle):
 
 def test_the_family_shows_what_the_authors_count_and_the_papers_numbers(four):
     tuned = replace(four[""], recipe="gan-tuned/cifar10-4000")
-    family, other = families([*four.values(), tuned])
+    family, other = groups([*four.values(), tuned])
     assert (family.name, other.name) == ("gan", "gan-tuned")
     wanted = [each.metric for each in four[""].settings.columns]
-    assert columns(family) == [name for name in wanted if name in four[""].numbers][:8]
-    assert cell(family.rows[0], "called_fake") == ("12.5", 12.5)
-    paper = {row.label: paper_of(row.settings) for row in family.rows}
+    assert columns(family)[0] == [name for name in wanted if name in four[""].numbers][:8]
+    assert cell(family.families[0], "called_fake") == ("12.5", 12.5)
+    paper = {row.label: paper_of(row.settings) for row in family.families}
     assert paper["cifar10-4000"]["accuracy"] == ("81.61 ± 0.24", 81.61)
     assert "15,000 steps, 5 seeds" in four[""].settings.paper_note
     assert paper["cifar10-4000-sghmc"]["accuracy"][1] == 79.06
@@ -253,19 +250,18 @@ def test_the_family_shows_what_the_authors_count_and_the_papers_numbers(four):
 
 
 def overlaid(runs):
-    (family,) = families(runs)
-    made = overlays(family, {id(run): charts_of(run)[0] for run in runs})
-    return chart_of(made, "accuracy")
+    (group,) = groups(runs)
+    (made,) = [figure for kind, figure in of_answers(group.families) if kind == "averages"]
+    return made
 
 
 def test_methods_are_drawn_over_each_other_and_other_labels_apart(four, tmp_path):
     other = load_run(write_gan(tmp_path / "other"))
     fewer = replace(other, recipe="gan/cifar10-2000", config={**other.config, "n_labelled": 2000})
     accuracy = overlaid([*four.values(), fewer])
-    assert accuracy["title"].startswith("cifar10-4000: accuracy of the average")
-    names = [line["name"] for line in accuracy["series"]]
-    assert names == [f"cifar10-4000{method}" for method in METHODS]
-    assert accuracy["series"][1]["y"] == [60.9, 61, 61, 61]
+    assert accuracy.layout.title.text.startswith("cifar10-4000: Accuracy of the average")
+    assert [line.name for line in accuracy.data] == [f"cifar10-4000{method}" for method in METHODS]
+    assert accuracy.data[1].y.tolist() == pytest.approx([60.9, 61, 61, 61])
 
 
 def test_a_copy_is_not_drawn_twice(four):
@@ -278,37 +274,26 @@ def test_a_copy_is_not_drawn_twice(four):
     started = replace(first, status="unfinished", result=empty, trace={}, history=None)
     for same in ([first, second], [first, second, replace(first)], [started, first, second]):
         accuracy = overlaid([*same, four["-sghmc"]])
-        assert accuracy["series"][0]["y"] == [69.9, 70, 70, 70]
-
-
-def test_acceptance_is_that_of_the_tests_after_the_warm_start(four):
-    """By hand: 100 tests in each window of 100 steps from step 600 on; one swap is 1 %."""
-    chart = chart_of(charts_of(four[""])[0], "acceptance")
-    expected, observed = chart["series"]
-    assert expected["x"] == [50 + 100 * k for k in range(10)]
-    assert observed["y"] == [None] * 6 + [0, 1, 1, 0]
-    assert expected["y"][:6] == [None] * 6
-    assert all(value is not None for value in expected["y"][6:])
-    assert "600" in chart["note"]
-    assert "600" in chart_of(charts_of(four[""])[0], "energy")["note"]
+        assert accuracy.data[0].y.tolist() == pytest.approx([69.9, 70, 70, 70])
 
 
 def test_the_tables_of_a_run_know_of_its_warm_start(four, tmp_path):
     """A learning rate for each sampler. What the energies promise is that of the swap tests: in the
     warm start the cold energy lies 90 nats below, where none of 60 in 100 rows would swap.
     """
-    tables = details_of(four[""], tmp_path / "page.html")["tables"]
-    ladder, swaps = (
-        next(table for table in tables if table["title"] == title) for title in ("Ladder", "Swaps")
-    )
+    page = page_of([four[""]], tmp_path / "page.html")
     lr, later = 4.5e-4 / 46_000, math.exp(-0.75)
-    assert ladder["rows"] == [
-        ["0", "0.01", f"{lr:.4g}", f"{lr * later:.4g}"],
-        ["1", "1", f"{lr * 7 / 4.5:.4g}", f"{lr * 7 / 4.5 * later:.4g}"],
-    ]
+    for row in (
+        ("0", "0.01", f"{lr:.4g}", f"{lr * later:.4g}"),
+        ("1", "1", f"{lr * 7 / 4.5:.4g}", f"{lr * 7 / 4.5 * later:.4g}"),
+    ):
+        first, *others = row
+        cells = "".join(f"<td class=n>{each}</td>" for each in others)
+        assert f"<tr><td>{first}</td>{cells}</tr>" in page
+    assert "the first 600 steps descend by Adam" in page
     promised = acceptance_from_energies(four[""].history.after(WARM_START)).value
     assert float(promised) > 2 * float(acceptance_from_energies(four[""].history).value) > 0
-    assert swaps["rows"][0][4].startswith(f"{100 * float(promised):.0f}")
+    assert pooled([four[""]]).pairs[0].expected[0] == pytest.approx(float(promised))
 
 
 def test_what_the_generators_make_is_in_the_page(four, monkeypatch, tmp_path):
@@ -348,21 +333,20 @@ def test_a_damaged_picture_is_reported_and_not_shown(tmp_path, damage, words):
     run = load_run(path)
     assert pictures_of(run)[0] == []
     assert words in pictures_of(run)[1]
-    details = details_of(run, tmp_path / "page.html")
-    assert details["pictures"] == []
-    assert any(problem.startswith("samples.png is not shown: ") for problem in details["problems"])
+    page = page_of([run], tmp_path / "page.html")
+    assert "<img" not in page
+    assert "<li>samples.png is not shown: " in page
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium")
 def test_the_picture_is_seen_in_a_browser(four, tmp_path):
     page = tmp_path / "page.html"
-    write_page([four[""].path.parents[2]], page)
+    write_page([four[""].path], page)
     with chromium(tmp_path / "profile") as browser:
         browser.look()
         browser.open(page)
-        browser.click("#none")
-        browser.click('[data-run="0"]')
+        browser.run("document.querySelectorAll('details').forEach(e => { e.open = true })")
         browser.run("document.querySelector('img.samples').decode()")
         shown = "each => [each.naturalWidth, each.width, each.alt]"
         images = "[...document.querySelectorAll('img')]"

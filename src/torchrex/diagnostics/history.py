@@ -267,7 +267,7 @@ def round_trips(history: History) -> Travel:
     if history.swaps is None:
         restarts, trips = count_trips(rung_of(history.replica_at))
     else:
-        paths = [count_trips(_replay(history, chain)) for chain in range(history.n_chains)]
+        paths = [count_trips(replay(history, chain)) for chain in range(history.n_chains)]
         restarts, trips = (torch.cat(counts, dim=1) for counts in zip(*paths, strict=True))
     total, n_steps = trips.sum(0).double(), history.n_steps - first
     # Even and odd pairs take turns, so two neighbouring pairs see every attempt between them.
@@ -276,8 +276,11 @@ def round_trips(history: History) -> Travel:
     return Travel(trips, restarts, *rates, history.has_every_step)
 
 
-def _replay(history: History, chain: int) -> Tensor:
-    """The path of every replica of one chain, (1 + swaps, replicas, 1), from the first row on."""
+def replay(history: History, chain: int) -> Tensor:
+    """The path of every replica of one chain, (1 + swaps, replicas, 1), from the first row on.
+
+    Needs the list of all swaps.
+    """
     assert history.swaps is not None
     mine = (history.swaps.chain == chain) & (history.swaps.step > history.steps[0])
     replica_at = history.replica_at[0, :, chain].tolist()

@@ -11,9 +11,9 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from torchrex.diagnostics import over_chains
 from torchrex.experiments import RunFolder
 from torchrex.experiments.mixtures import MixtureConfig
-from torchrex.report.plots import plot_distance
 from torchrex.report.tables import markdown_table, panels, pool_seeds, value_and_error
 
 Configs = Mapping[str, MixtureConfig]
@@ -140,5 +140,10 @@ def plot_densities(runs: Runs, axis: Any) -> None:
 def plot_distances(runs: Runs, axis: Any) -> None:
     for config, folders in runs:
         label, traces = label_of(config), [folder.trace() for folder in folders]
-        w2 = torch.cat([trace["w2"] for trace in traces], dim=1)
-        plot_distance(traces[0]["curve_steps"], w2, axis, label=label, style=STYLES[label])
+        steps = traces[0]["curve_steps"]
+        mean, error = over_chains(torch.cat([trace["w2"] for trace in traces], dim=1))
+        axis.plot(steps, mean, **STYLES[label], linewidth=1.6, label=label)
+        band = {"color": STYLES[label]["color"], "alpha": 0.2, "linewidth": 0}
+        axis.fill_between(steps, mean - 2 * error, mean + 2 * error, **band)
+    axis.set(xscale="log", yscale="log", xlabel="steps", ylabel="W2 to the truth (units of x)")
+    axis.legend(fontsize=8, frameon=False)

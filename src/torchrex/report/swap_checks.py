@@ -146,7 +146,7 @@ def gather(run: LoadedRun) -> Evidence | None:
     if history.n_pairs == 0 or int(history.proposed.sum()) == 0:
         return None
     energies = while_swapping(run, history)
-    energies = _with_noise(energies, settings.swap_noise) if averaged else energies
+    energies = with_noise(energies, settings.swap_noise) if averaged else energies
     has_paths = not averaged or history.swaps is not None
     return Evidence(history, energies, settings, factor, ladder.anneal is not None, has_paths)
 
@@ -220,18 +220,18 @@ def history_from_curves(run: LoadedRun) -> History | None:
     )
 
 
-def _with_noise(history: History, part: float, n: int = 64) -> History:
+def with_noise(history: History, part: float, n: int = 64) -> History:
     """Means over an epoch lack the noise of single steps: it is drawn `n` times for each, Gaussian
     of `part` of sigma2.
     """
     names = ("energy", "replica_at", "noise_variance", "correction")
-    wide = {name: getattr(history, name).expand(-1, -1, n) for name in names}
+    wide = {name: getattr(history, name).repeat(1, 1, n) for name in names}
     variance = wide["noise_variance"]
     variance = torch.cat([variance, variance[:, -1:]], dim=1)  # of the pair a rung belongs to
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(*wide["energy"].shape, generator=generator, dtype=torch.float64)
     wide["energy"] = wide["energy"] + z * (part * variance).sqrt()
-    counts = {name: getattr(history, name).expand(-1, n) for name in COUNTS}
+    counts = {name: getattr(history, name).repeat(1, n) for name in COUNTS}
     return replace(history, swaps=None, **wide, **counts)
 
 

@@ -1,46 +1,42 @@
-"""All that the page says of one run, as plain data: tables, pictures, the command."""
+"""All that the page says of one run: findings, numbers, pictures, and how to repeat it."""
 
 from __future__ import annotations
 
 import base64
-import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-import torch
-from torch import Tensor
-
-from torchrex.checkpoint import printable, read_file
-from torchrex.diagnostics import (
-    acceptance_from_energies,
-    allowed_acceptance,
-    observed_acceptance,
-    round_trips,
-)
-from torchrex.errors import InvalidArgumentError
-from torchrex.report.page.charts import charts_of
+from torchrex.checkpoint import read_file
+from torchrex.report.findings import number, several
+from torchrex.report.page.ladder import Pooled
+from torchrex.report.page.markup import badge, badges, items, link_to, plain_table
 from torchrex.report.page.rows import label, paper_of, scale, shown
 from torchrex.report.reader import LoadedRun, command_to_repeat
-from torchrex.report.swap_checks import last_quarter, settled_noise, while_swapping
+from torchrex.report.tables import value_and_error
 from torchrex.runs.config import dumps
 
 SAMPLES = "samples.png"
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 LARGEST = 2**20  # bytes of a picture: a grid of 100 images of 32 x 32 pixels has a third of it
 MOST_PIXELS = 2**22
-MOST_TOGETHER = 2**23  # bytes of all pictures of a page
+MOST_TOGETHER = 2**21  # bytes of all pictures of a page
 SMALL = 400  # pixels of width up to which a picture is enlarged, by integers
 
 Picture = dict[str, Any]  # "title", "note", "width" on the page, "src" if it fits on the page
 
 
-def details_of(run: LoadedRun, page: Path) -> dict[str, Any]:
-    """`page` is the file that is written: the link to the run folder is relative to it."""
-    charts, shared = charts_of(run)
-    pictures, not_shown = pictures_of(run)
+def details_of(
+    run: LoadedRun,
+    k: int,
+    out: Path,
+    advice: Mapping[str, Any],
+    pictures: Sequence[Picture],
+    why: str,
+) -> str:
+    """A run as an element that opens. Links are relative to `out`; `why` a picture is missing."""
     command, result = command_to_repeat(run), run.result or {}
     seconds, versions = result.get("wall_seconds"), result.get("versions")
     about = {
@@ -51,38 +47,55 @@ def details_of(run: LoadedRun, page: Path) -> dict[str, Any]:
         "steps done": result.get("steps_done"),
         "error": result.get("error"),
     }
-    return {
-        "name": run.name,
-        "status": run.status,
-        "damaged": list(run.damaged),
-        "problems": [*run.problems, *filter(None, [not_shown])],
-        "folder": link_to(run.path, page),
-        "command": command.line,
-        "note": command.note,
-        "config": dumps(run.config) if run.config else "",
-        "about": [[name, str(value)] for name, value in about.items() if value is not None],
-        "tables": [table for table in (_ladder(run), _pairs(run), _metrics(run)) if table["rows"]],
-        "pictures": pictures,
-        "charts": charts,
-        "shared": shared,
-    }
+    problems = items([*run.problems, why])
+    parts = [f'<div class="problems">{problems}</div>' * bool(run.problems or why)]
+    parts += [_findings(advice), _metrics(run), _ladder(run), *map(_picture, pictures)]
+    if command.line:
+        parts.append(f'<h4>To repeat it</h4><pre class="command">{escape(command.line)}</pre>')
+    if command.note:
+        parts.append(f'<p class="note">{escape(command.note)}</p>')
+    if run.config:
+        config = escape(dumps(run.config))
+        parts.append(f"<details><summary>config.json</summary><pre>{config}</pre></details>")
+    known = "".join(f" · {name}: {escape(str(x))}" for name, x in about.items() if x is not None)
+    parts.append(f'<p class="note">Folder: {link_to(run.path, out)[0]}{known}</p>')
+    counts = run.swap_counts
+    facts = (advice["verdict"], counts and f"{counts[0]:,} swaps", about["wall time"])
+    said = escape(" · ".join(each for each in facts if each))
+    head = f"{escape(run.name)} {badges(run)} <span class=note>{said}</span>"
+    # A link to an id within a closed element opens it.
+    return (
+        f'<details class="run"><summary>{head}</summary><div id="run-{k}">{"".join(parts)}</div>'
+        "</details>"
+    )
 
 
-def link_to(folder: Path, page: Path) -> dict[str, str]:
-    """A relative address, so that page and runs can be moved together, and the words to show."""
-    text = os.path.relpath(os.path.realpath(folder), os.path.dirname(os.path.realpath(page)))
-    address = quote(os.fsencode(text))
-    return {"href": f"./{address}/", "text": printable(text)}  # "./" keeps javascript:... a path
+def _findings(advice: Mapping[str, Any]) -> str:
+    """Problems and warnings are open, what is fine is folded."""
+    graver = [each for each in advice["findings"] if each[0] in ("problem", "warning")]
+    rest = [each for each in advice["findings"] if each not in graver]
+
+    def listed(findings: Sequence[Sequence[str]]) -> str:
+        each = (f"<li>{badge(s)} <b>{escape(t)}.</b> {escape(w)}</li>" for s, t, w in findings)
+        return f"<ul>{''.join(each)}</ul>"
+
+    made = (
+        '<p class="note quick">Only a quick look: a full one may find more.</p>' * advice["quick"]
+    )
+    verdict = advice["verdict"]
+    made += listed(graver) if graver else f"<p>{escape(verdict[:1].upper() + verdict[1:])}.</p>"
+    if rest:
+        fine = sum(each[0] == "fine" for each in rest)
+        notes = [f"{fine} fine"] * bool(fine)
+        notes += [several(len(rest) - fine, "note")] * (len(rest) > fine)
+        made += f"<details><summary>{', '.join(notes)}</summary>{listed(rest)}</details>"
+    return f'<div class="doctor">{made}</div>'
 
 
-def table(title: str, head: Sequence[str], rows: list[list[str]], note: str = "") -> dict[str, Any]:
-    return {"title": title, "head": list(head), "rows": rows, "note": note}
-
-
-def _ladder(run: LoadedRun) -> dict[str, Any]:
+def _ladder(run: LoadedRun) -> str:
     head, note = ["rung", "temperature", "learning rate"], "At the first step, before annealing."
     if run.ladder is None:
-        return table("Ladder", head, [])
+        return ""
     pairs = zip(run.ladder.temperatures, run.ladder.lrs, strict=True)
     rows = [[str(rung), f"{tau:g}", f"{lr:.4g}"] for rung, (tau, lr) in enumerate(pairs)]
     warm_start = 0 if run.settings is None else run.settings.warm_start
@@ -90,64 +103,31 @@ def _ladder(run: LoadedRun) -> dict[str, Any]:
         begins = float(run.ladder.decay(warm_start))
         head = ["rung", "temperature", "learning rate of Adam", "of SGHMC"]
         rows = [[*row, f"{lr * begins:.4g}"] for row, lr in zip(rows, run.ladder.lrs, strict=True)]
-        note = (
-            f"Adam, which has no temperature, descends for {warm_start:,} steps before SGHMC. Rates"
-            f" are those at the first step of each, for the summed energy."
-        )
-    return table("Ladder", head, rows, note)
+        note = f"Adam, which has no temperature, descends for {warm_start:,} steps before SGHMC."
+        note += " Rates are those at the first step of each, for the summed energy."
+    return plain_table("Ladder", head, rows, note)
 
 
-def _pairs(run: LoadedRun) -> dict[str, Any]:
+def swaps_of(ladder: Pooled) -> str:
     """Swaps of every pair with what the energies promise, and the noise that decides it."""
     head = (
         *("rungs", "swaps made", "tested", "accepted, %", "from the energies, %"),
         *("σ², nats²", "noise s", "2Φ(−s/2), %"),
     )
-    history = run.history
-    if history is None or not len(history.steps) or history.n_pairs == 0:
-        return table("Swaps", head, [])
-    observed, swapping = observed_acceptance(history), while_swapping(run, history)
-    try:
-        expected = acceptance_from_energies(swapping)
-    except InvalidArgumentError:
-        expected = None
-    level, noise = settled_noise(last_quarter(swapping))
-    # One chain of a running mean has no known error.
-    known = run.draws is None or history.n_chains > 1
     rows = []
-    for pair in range(history.n_pairs):
-        made, tested = int(history.accepted[pair].sum()), int(history.proposed[pair].sum())
-        error = level.error[pair] if known else torch.tensor(torch.nan)
-        rates = [_percent(each, pair) if each is not None else "" for each in (observed, expected)]
-        rates[0] = rates[0] if tested else ""
-        sigma2, s = _with_error(level.value[pair], error), f"{float(noise[pair]):.3g}"
-        allowed = f"{100 * float(allowed_acceptance(noise)[pair]):.3g}"
-        rungs = f"{pair}–{pair + 1}"
-        rows.append([rungs, f"{made:,}", f"{tested:,}", *rates, sigma2, s, allowed])
-    travel = round_trips(history)
-    total, chains = int(travel.round_trips.sum()), history.n_chains
-    trips = f"{total:,} round trips, all {history.n_rungs} replicas"
-    trips = trips if travel.exact else f"at least {trips}"
-    if chains > 1:
-        trips += f" of all {chains} chains together ({total / chains:,.3g} a chain)"
+    for pair in ladder.pairs:
+        rates = [value_and_error(100 * v, 100 * e) if v == v else "" for v, e in pair[1:3]]
+        counts, sigma2 = [f"{pair.accepted:,}", f"{pair.proposed:,}"], pair.noise_variance
+        noise = [shown(*sigma2), number(pair.noise, 3), f"{100 * pair.allowed:.3g}"]
+        rows.append([pair.name, *counts, *rates, *noise])
     note = (
-        "In brackets the standard error of the last digit(s); σ², s and what it allows are those of"
-        f" the last quarter of the run; {trips}."
+        "In brackets the standard error of the last digit(s); s and what it allows between equal"
+        f" energies are those of the last quarter of the run, as σ² is. Together: {ladder.words}."
     )
-    return table("Swaps", head, rows, note)
+    return plain_table("Swaps", head, rows, note)
 
 
-def _percent(estimate: Any, pair: int) -> str:
-    return _with_error(100 * estimate.value[pair], 100 * estimate.error[pair])
-
-
-def _with_error(value: Tensor, error: Tensor) -> str:
-    if not bool(torch.isfinite(value)):
-        return ""
-    return shown(float(value), float(error) if bool(torch.isfinite(error)) else None)
-
-
-def _metrics(run: LoadedRun) -> dict[str, Any]:
+def _metrics(run: LoadedRun) -> str:
     metrics, paper = run.numbers, paper_of(run.settings)
     rows = []
     for name, value in metrics.items():
@@ -155,10 +135,22 @@ def _metrics(run: LoadedRun) -> dict[str, Any]:
             error = metrics.get(f"{name}_se")
             text = shown(value * scale(name), None if error is None else error * scale(name))
             rows.append([label(name), text, paper[name][0] if name in paper else ""])
-    return table("Numbers", ("metric", "this run", "paper"), rows)
+    there = 3 if any(row[2] for row in rows) else 2
+    head = ("metric", "this run", "paper")[:there]
+    return plain_table("Numbers", head, [row[:there] for row in rows], "")
 
 
 # Pictures
+
+
+def _picture(picture: Picture) -> str:
+    note = escape(picture["note"])
+    made = f"<h4>{escape(picture['title'])}</h4>"
+    if "src" in picture:
+        made += (
+            f'<img class="samples" src="{picture["src"]}" width="{picture["width"]}" alt="{note}">'
+        )
+    return f'{made}<p class="note">{note}</p>'
 
 
 def pictures_of(run: LoadedRun) -> tuple[list[Picture], str]:

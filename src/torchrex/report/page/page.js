@@ -1,109 +1,105 @@
-// The charts of every family at once, and the chosen runs one beside the other.
-const read = (id) => JSON.parse(document.getElementById(id).textContent);
+"use strict";
+// Draws the figures that come into sight, and sorts tables by their heads.
+document.documentElement.classList.add("js");
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const read = (element) => JSON.parse(element.textContent);
+const templates = read(document.getElementById("templates"));
+const figures = [...document.querySelectorAll("figure[data-kind]")];
+const linked = new Set(["energy", "noise"]); // over the same steps
 
-for (const host of document.querySelectorAll("[data-charts]")) drawCharts(host, read(host.dataset.charts));
-
-const panels = document.getElementById("panels");
-const boxes = [...document.querySelectorAll("#all-runs input[type=checkbox]")];
-if (boxes.length > 12) document.getElementById("all-runs").parentElement.classList.add("tall");
-const open = new Map();
-
-function plainTable(spec) {
-  const row = (cells, tag) => el("tr", {}, ...cells.map((cell) => el(tag, {}, cell)));
-  return el("div", {}, el("h4", {}, spec.title),
-    el("div", { class: "scroll" }, el("table", {}, el("thead", {}, row(spec.head, "th")), el("tbody", {}, ...spec.rows.map((cells) => row(cells, "td"))))),
-    ...(spec.note ? [el("p", { class: "note" }, spec.note)] : []));
+function layoutOf(figure, layout) {
+  const margin = { t: 8, r: figure.clientWidth < 520 ? 8 : 16, l: 40, b: 36 };
+  const touch = matchMedia("(pointer: coarse)").matches; // there a drag scrolls the page
+  return { ...layout, template: templates[dark.matches ? "dark" : "light"], margin, autosize: true, ...(touch ? { dragmode: false } : {}) };
 }
 
-function copyButton(text, source) {
-  const button = el("button", { type: "button" }, "copy");
-  button.addEventListener("click", async () => {
-    try {
-      await navigator.clipboard.writeText(text);
-      button.textContent = "copied";
-    } catch { // a page from disk may not be allowed to: then select it
-      getSelection().selectAllChildren(source);
-      button.textContent = "selected";
-    }
-  });
-  return button;
+async function draw(figure) {
+  const plot = figure.querySelector(".plot");
+  const spec = figure.spec || read(figure.querySelector("script"));
+  const first = !figure.spec;
+  figure.spec = spec;
+  const name = `${figure.dataset.kind}-${figures.indexOf(figure)}`;
+  const config = {
+    responsive: true, displaylogo: false, displayModeBar: "hover",
+    modeBarButtons: [["toImage", "zoomIn2d", "zoomOut2d", "resetScale2d"]],
+    toImageButtonOptions: { format: "svg", filename: name },
+  };
+  await Plotly.react(plot, spec.data, layoutOf(figure, first ? spec.layout : plot.layout), config);
+  if (first && linked.has(figure.dataset.kind)) plot.on("plotly_relayout", (change) => zoomAlike(figure, change));
+  figure.dataset.drawn = dark.matches ? "dark" : "light";
 }
 
-function badge(status) {
-  const known = ["finished", "failed", "paused", "interrupted", "unfinished", "damaged"];
-  return el("span", { class: `badge ${known.includes(status) ? status : "other"}` }, status);
-}
-
-// What is grave stands open, what is fine is folded.
-function doctorSays(doctor) {
-  const line = ([severity, title, words]) => el("li", {}, el("span", { class: `badge ${severity}` }, severity), el("b", {}, ` ${title}. `), words);
-  const grave = doctor.findings.filter(([severity]) => severity === "problem" || severity === "warning");
-  const rest = doctor.findings.filter((finding) => !grave.includes(finding));
-  const made = el("div", { class: "doctor" }, el("h4", {}, "What doctor says"));
-  if (doctor.quick) made.append(el("p", { class: "note quick" }, "Only a quick look: a full one may find more (see the notes)."));
-  made.append(grave.length ? el("ul", {}, ...grave.map(line)) : el("p", { class: "note" }, `${doctor.verdict[0].toUpperCase()}${doctor.verdict.slice(1)}.`));
-  const fine = rest.filter(([severity]) => severity === "fine").length;
-  const counts = [[fine, "fine"], [rest.length - fine, rest.length - fine === 1 ? "note" : "notes"]].filter(([n]) => n);
-  if (rest.length) made.append(el("details", {}, el("summary", {}, counts.map(([n, word]) => `${n} ${word}`).join(", ")), el("ul", {}, ...rest.map(line))));
-  return made;
-}
-
-function panelOf(k, close) {
-  const run = read(`run-${k}`);
-  const marks = run.damaged.length && run.status !== "damaged" ? [badge(run.status), badge("damaged")] : [badge(run.status)];
-  const panel = el("article", { class: "panel", "data-panel": k },
-    el("header", {}, el("h3", {}, run.name), ...marks, el("button", { type: "button", "aria-label": `hide ${run.name}`, onclick: close }, "×")));
-  if (run.problems.length) panel.append(el("div", { class: "problems" }, el("ul", {}, ...run.problems.map((words) => el("li", {}, words)))));
-  panel.append(doctorSays(run.doctor));
-  const charts = el("div", { class: "charts" });
-  panel.append(charts);
-  if (!run.charts.length) charts.append(el("p", { class: "note" }, "Nothing was recorded that could be drawn."));
-  for (const picture of run.pictures) {
-    panel.append(el("h4", {}, picture.title));
-    if (picture.src) panel.append(el("img", { class: "samples", src: picture.src, width: picture.width, alt: picture.note }));
-    panel.append(el("p", { class: "note" }, picture.note));
+// The figures of one family over the same steps zoom together.
+let zooming = false;
+async function zoomAlike(figure, change) {
+  if (zooming) return;
+  const view = Object.fromEntries(Object.entries(change).filter(([key]) => key.startsWith("xaxis.")));
+  if (!Object.keys(view).length) return;
+  zooming = true;
+  for (const other of figure.parentElement.children) {
+    if (other !== figure && other.spec && linked.has(other.dataset.kind)) await Plotly.relayout(other.querySelector(".plot"), view);
   }
-  const command = el("pre", { class: "command" }, run.command);
-  panel.append(...run.tables.map(plainTable), el("h4", {}, "To repeat it"));
-  if (run.command) panel.append(command, copyButton(run.command, command));
-  if (run.note) panel.append(el("p", { class: "note" }, run.note));
-  if (run.config) panel.append(el("details", {}, el("summary", {}, "config.json"), el("pre", {}, run.config)));
-  panel.append(el("p", { class: "note" }, "Folder: ", el("a", { href: run.folder.href }, run.folder.text), ...run.about.map(([name, value]) => ` · ${name}: ${value}`)));
-  return [panel, () => drawCharts(charts, run)];
+  zooming = false;
 }
 
-function showRuns() {
-  for (const box of boxes) {
-    const k = Number(box.dataset.run);
-    if (box.checked && !open.has(k)) {
-      const [panel, draw] = panelOf(k, () => { box.checked = false; showRuns(); });
-      open.set(k, panel);
-      panels.append(panel);
-      draw();
-    } else if (!box.checked && open.has(k)) {
-      open.get(k).remove();
-      open.delete(k);
-    }
+async function loadPlotly() {
+  const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (c) => c.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const script = document.createElement("script");
+  script.textContent = await new Response(stream).text();
+  // Plotly brings a style element for maps, which the policy of the page refuses.
+  const head = document.head;
+  head.appendChild = (node) => (node.tagName === "STYLE" && node.textContent ? node : Node.prototype.appendChild.call(head, node));
+  head.append(script);
+  delete head.appendChild;
+}
+
+// Plotly takes longer to load than the page: it waits for the first figure in sight.
+let loading;
+async function show(figure) {
+  loading ??= loadPlotly();
+  try {
+    await loading;
+  } catch (error) {
+    figure.querySelector(".plot").textContent = "This browser cannot draw the figure.";
+    return;
   }
-  panels.classList.toggle("single", open.size === 1);
-  document.getElementById("shown").textContent = `${open.size} of ${boxes.length} shown below, side by side`;
-  document.getElementById("none").disabled = open.size === 0;
+  await draw(figure);
 }
 
-for (const box of boxes) box.addEventListener("change", showRuns);
-document.getElementById("none").addEventListener("click", () => { for (const box of boxes) box.checked = false; showRuns(); });
-document.getElementById("filter").addEventListener("input", (event) => {
-  const words = event.target.value.toLowerCase().split(/\s+/);
-  const rows = [...document.getElementById("all-runs").tBodies[0].rows];
-  for (const row of rows) row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
-  document.getElementById("no-match").hidden = rows.some((row) => !row.hidden);
+const onSight = new IntersectionObserver((entries) => {
+  for (const { target } of entries.filter((entry) => entry.isIntersecting)) {
+    onSight.unobserve(target);
+    show(target);
+  }
+}, { rootMargin: "300px" });
+for (const figure of figures) onSight.observe(figure);
+dark.addEventListener("change", () => figures.filter((figure) => figure.spec).forEach(draw));
+addEventListener("beforeprint", () => { // what is closed is not on paper
+  for (const figure of figures) if (figure.offsetParent) show(figure);
 });
-for (const link of document.querySelectorAll("[data-show]")) {
-  link.addEventListener("click", () => {
-    const box = boxes.find((each) => each.dataset.run === link.dataset.show);
-    box.checked = true;
-    showRuns();
-    setTimeout(() => open.get(Number(link.dataset.show)).scrollIntoView(), 0);
+
+// Numbers by size, text by the alphabet, empty cells last either way.
+function valueOf(row, column) {
+  const text = row.cells[column].dataset.v;
+  if (text === undefined || text === "") return null;
+  const number = Number(text);
+  return Number.isNaN(number) ? text : number;
+}
+
+function sortTable(table, column, descending) {
+  const rows = [...table.tBodies[0].rows].map((row) => [valueOf(row, column), row]);
+  rows.sort(([a], [b]) => {
+    if (a === null || b === null) return (a === null) - (b === null);
+    const order = typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true });
+    return descending ? -order : order;
+  });
+  table.tBodies[0].append(...rows.map(([, row]) => row));
+  [...table.tHead.rows[0].cells].forEach((head, k) => head.setAttribute("aria-sort", k !== column ? "none" : descending ? "descending" : "ascending"));
+}
+
+for (const table of document.querySelectorAll("table.sortable")) {
+  [...table.tHead.rows[0].cells].forEach((head, column) => {
+    head.querySelector("button").addEventListener("click", () => sortTable(table, column, head.getAttribute("aria-sort") === "ascending"));
   });
 }
-showRuns();

@@ -1,6 +1,6 @@
-"""Runs next to each other: which of them are one row of a table, and the numbers of a row.
+"""Families of runs, which differ in nothing but the seed: a row of a table, and its numbers.
 
-Runs of one recipe that differ in more than the seed are different rows, and what differs is in
+Runs of one recipe that differ in more than the seed are different families, and what differs is in
 their names. A run whose config.json is missing or damaged stays with the runs of its folder, but
 not in their numbers: nobody knows whether it was made as they were.
 """
@@ -11,11 +11,21 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torchrex.experiments import recipes
-from torchrex.report.compare import ABSENT, differing, with_known_settings
+from torchrex.report.compare import (
+    ABSENT,
+    NOT_USED,
+    differing,
+    differing_that_matter,
+    unused,
+    with_known_settings,
+)
+from torchrex.report.figures import METHODS
+from torchrex.report.page.ladder import Pooled, pooled
 from torchrex.report.plots import error_of_mean
 from torchrex.report.reader import LoadedRun, NotRead
 from torchrex.report.tables import value_and_error
@@ -24,11 +34,11 @@ from torchrex.runs.config import COLUMNS, Column, ExperimentConfig, to_json
 MANY = 10_000  # from here on a number without an error is written out
 PERCENT = ("accuracy", "ece", "acceptance_rate", "called_fake")  # of metrics without a column
 MOST_COLUMNS = 8
-MOST_SETTINGS = 4  # in the name of a row
+MOST_SETTINGS = 4  # in the name of a family
 
 
 @dataclass
-class Row:
+class Family:
     """Runs with the same settings, one a seed."""
 
     recipe: str
@@ -37,6 +47,17 @@ class Row:
     difference: str = ""  # to the other rows of the recipe
     title: str = ""  # in the table, with all settings that are not the recipe's
     others: list[NotRead] = field(default_factory=list)  # folders of further seeds, not read
+    colour: str = METHODS[0]  # of its method, on the whole page
+
+    @cached_property
+    def ladder(self) -> Pooled | None:
+        """How the ladder of all its runs behaved; None where none recorded it."""
+        return pooled(with_known_settings(self.drawn))
+
+    @property
+    def method(self) -> str:
+        """Which has one colour on the whole page."""
+        return str(self.config.get("method") or self.short)
 
     @property
     def short(self) -> str:
@@ -93,59 +114,90 @@ def _one_of_each_seed(runs: Iterable[LoadedRun]) -> list[LoadedRun]:
 
 
 @dataclass
-class Family:
-    """Recipes with the same first word."""
+class Group:
+    """Families whose recipes have the same first word."""
 
     name: str
-    rows: list[Row] = field(default_factory=list)
+    families: list[Family] = field(default_factory=list)
 
 
-def families(runs: Sequence[LoadedRun], others: Sequence[NotRead] = ()) -> list[Family]:
-    """Rows of runs with the same settings, in families, each with the other folders next to it."""
-    rows: list[Row] = []
+def groups(runs: Sequence[LoadedRun], others: Sequence[NotRead] = ()) -> list[Group]:
+    """Rows of runs with the same settings, in groups, each with the other folders next to it."""
+    every: list[Family] = []
     for run in sorted(runs, key=lambda run: not run.settings_known):  # those that join others last
-        row = _row_of(run, rows)
-        if row is None:
-            row = Row(run.recipe, run.config if run.settings_known else {})
-            rows.append(row)
-        row.runs.append(run)
+        family = _family_of(run, every)
+        if family is None:
+            family = Family(run.recipe, run.config if run.settings_known else {})
+            every.append(family)
+        family.runs.append(run)
     place = {id(run): k for k, run in enumerate(runs)}
-    found: dict[str, Family] = {}
-    for row in rows:
-        row.runs.sort(key=lambda run: place[id(run)])
-        row.others = [each for each in others if each.path.parent == row.runs[0].path.parent]
-    for row in sorted(rows, key=lambda row: place[id(row.runs[0])]):
-        name = row.recipe.split("/", 1)[0]
-        found.setdefault(name, Family(name)).rows.append(row)
-    for family in found.values():
-        _name_differences(family)
+    found: dict[str, Group] = {}
+    for family in every:
+        family.runs.sort(key=lambda run: place[id(run)])
+        family.others = [each for each in others if each.path.parent == family.runs[0].path.parent]
+    for family in sorted(every, key=lambda family: place[id(family.runs[0])]):
+        name = family.recipe.split("/", 1)[0]
+        found.setdefault(name, Group(name)).families.append(family)
+    for group in found.values():
+        _name_differences(group)
+    _choose_colours([family for group in found.values() for family in group.families])
     return list(found.values())
 
 
-def _row_of(run: LoadedRun, rows: Sequence[Row]) -> Row | None:
-    """The row with the settings of a run; if they are not known, one with runs in the same folder,
+def _choose_colours(families: Sequence[Family]) -> None:
+    """One for each method."""
+    methods = list(dict.fromkeys(family.method for family in families))
+    for family in families:
+        family.colour = METHODS[methods.index(family.method) % len(METHODS)]
+
+
+def settings_that_differ(group: Group) -> dict[str, list[Any]]:
+    """Settings that are not the same in all families of a group: a value for each family."""
+    known = [family for family in group.families if family.config]
+    names = dict.fromkeys(
+        name
+        for family in known[1:]
+        for name in differing_that_matter(known[0].config, family.config)
+    )
+    return {name: [_setting(family.config, name) for family in group.families] for name in names}
+
+
+def _setting(config: Mapping[str, Any], name: str) -> Any:
+    """The value of a setting, parts of its name joined by dots; ABSENT where there is none."""
+    value: Any = config
+    for part in name.split("."):
+        value = value.get(part, ABSENT) if isinstance(value, Mapping) else ABSENT
+    return NOT_USED if name in unused(config) else value
+
+
+def _family_of(run: LoadedRun, families: Sequence[Family]) -> Family | None:
+    """The family with the settings of a run; if they are not known, one with runs of its folder,
     or of the same recipe.
     """
-    same = [row for row in rows if row.recipe == run.recipe]
+    same = [family for family in families if family.recipe == run.recipe]
     if run.settings_known:
-        return next((row for row in same if not differing(row.config, run.config)), None)
-    near = [row for row in rows if any(x.path.parent == run.path.parent for x in row.runs)]
+        return next((family for family in same if not differing(family.config, run.config)), None)
+    near = [
+        family for family in families if any(x.path.parent == run.path.parent for x in family.runs)
+    ]
     return next(iter([*near, *same]), None)
 
 
-def _name_differences(family: Family) -> None:
+def _name_differences(group: Group) -> None:
     known = recipes()
-    for row in family.rows:
-        others = [each for each in family.rows if each.recipe == row.recipe and each is not row]
-        found = (differing(row.config, other.config).items() for other in others)
+    for family in group.families:
+        others = [
+            each for each in group.families if each.recipe == family.recipe and each is not family
+        ]
+        found = (differing(family.config, other.config).items() for other in others)
         # What distinguishes the rows comes first.
         named = dict(sorted((key, own) for each in found for key, (own, _) in each))
-        row.difference = _in_words(named) or ("no config" if others else "")
-        if row.recipe in known and row.config:
-            usual = differing(row.config, to_json(known[row.recipe]))
+        family.difference = _in_words(named) or ("no config" if others else "")
+        if family.recipe in known and family.config:
+            usual = differing(family.config, to_json(known[family.recipe]))
             # A setting that the run's version did not have yet is none of the run's.
             named |= {key: own for key, (own, _) in sorted(usual.items()) if own != ABSENT}
-        row.title = f"{row.short} ({_in_words(named)})" if named else row.label
+        family.title = f"{family.short} ({_in_words(named)})" if named else family.label
 
 
 def _in_words(settings: Mapping[str, Any]) -> str:
@@ -171,19 +223,19 @@ def scale(metric: str) -> float:
     return 100.0 if column(metric).percent else 1.0
 
 
-def columns(family: Family) -> list[str]:
-    """The metrics of a table: those that the configs ask for, else the first few."""
-    there = {name for row in family.rows for run in row.runs for name in run.numbers}
-    configs = [row.settings for row in family.rows if row.settings is not None]
+def columns(group: Group) -> tuple[list[str], int]:
+    """The metrics of a table: those that the configs ask for, else the first few of so many."""
+    there = {name for family in group.families for run in family.runs for name in run.numbers}
+    configs = [family.settings for family in group.families if family.settings is not None]
     wanted = dict.fromkeys(each.metric for config in configs for each in config.columns)
     chosen = [name for name in wanted if name in there]
     others = sorted(name for name in there if not name.endswith("_se"))
-    return (chosen or others)[:MOST_COLUMNS]
+    return (chosen or others)[:MOST_COLUMNS], len(chosen or others)
 
 
-def cell(row: Row, metric: str) -> tuple[str, float | None]:
+def cell(family: Family, metric: str) -> tuple[str, float | None]:
     """`94.20(8)` and the value to sort by: the mean over finished seeds with its error."""
-    known = [run.numbers for run in row.finished if metric in run.numbers]
+    known = [run.numbers for run in family.finished if metric in run.numbers]
     if not known:
         return "-", None
     values = [each[metric] * scale(metric) for each in known]
@@ -195,7 +247,7 @@ def cell(row: Row, metric: str) -> tuple[str, float | None]:
 
 def shown(value: float, error: float | None) -> str:
     """To the digits that the error leaves; large numbers without one are written out."""
-    if not error and MANY <= abs(value) < 1e15:
+    if (not error or error != error) and MANY <= abs(value) < 1e15:
         return f"{value:,.0f}"
     return value_and_error(value, error)
 
