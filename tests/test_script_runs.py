@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 
@@ -81,6 +82,27 @@ def test_train_writes_what_a_recipe_writes(tmp_path):
     assert torch.equal(there.labels, average.labels)
     assert there.settings.dim == run.ensemble.position.shape[-1]
     assert (there.settings.n_data, there.settings.batch_size) == (N_DATA, 8)
+
+
+def test_metrics_of_regression(tmp_path):
+    x, _ = classes()
+    y = x.sum(1)
+    energy = tr.PosteriorEnergy(lambda out, y: 0.5 * (out[:, 0] - y).square(), n_data=N_DATA)
+    run = tr.ModuleExchange(tr.ModuleEnsemble(linear, energy), LADDER, seed=0)
+    average = tr.PosteriorAverage(
+        [(x, y)], every=5, burn_in=20, rungs=(0, 1),
+        output=lambda model, batch: model(batch[0])[:, 0],
+        likelihood=lambda out: torch.distributions.Normal(out, 1.0),
+    )  # fmt: skip
+    data = tr.DeviceLoader((x, y), 8, seed=0)
+    tr.train(run, data, STEPS, average=average, out=tmp_path / "line")
+    there = load_run(tmp_path / "line")
+    assert there.problems == ()
+    for name, value in average.metrics().items():
+        assert there.metrics[name] == value
+    assert {"rmse", "nll", "crps", "pooled_rmse"} <= set(there.metrics)
+    (diagnosis,) = diagnose_folder(tmp_path / "line")
+    assert diagnosis.status == "finished"
 
 
 def test_a_folder_changes_no_number(tmp_path):
@@ -228,7 +250,9 @@ def test_reports_of_runs_and_draws(tmp_path):
     draws = sampled()
     report = draws.report()
     assert "The rungs swapped" in str(report)
-    assert "<table>" in report._repr_html_()
+    report.save(tmp_path / "page.html")
+    assert "chains together" in (tmp_path / "page.html").read_text()
+    assert html.escape(report.page()) in report._repr_html_()
     frozen = sampled(correction_factor=math.inf)
     assert "naive swaps" in str(frozen.report())
     assert "naive swaps" not in str(report)

@@ -551,26 +551,30 @@ class _Loop:
 
 
 def summary_of(average: PosteriorAverage) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a run folder says of an average: its metrics on its first rung, those of the newest
-    network alone (`single_`) and of all rungs (`pooled_`), and the predictions.
+    """What a run folder says of an average: its metrics on its first rung and on all rungs
+    (`pooled_`); of a classifier also those of the newest network (`single_`) and the predictions.
     """
     metrics: dict[str, Any] = {"n_draws": average.n_draws}
+    tensors: dict[str, Tensor] = {}
     if not average.n_draws:
-        return metrics, {}
+        return metrics, tensors
     first = average.rungs[0]
     kinds: list[tuple[str, int | None, Literal["probabilities", "last"]]]
-    kinds = [("", first, "probabilities"), ("single_", first, "last")]
+    kinds = [("", first, "probabilities")]
     if len(average.rungs) > 1:
         kinds.append(("pooled_", None, "probabilities"))
-    tensors = {"probabilities": average.probabilities(first)}
+    if average.is_classifier:
+        kinds.append(("single_", first, "last"))
+        tensors["probabilities"] = average.probabilities(first)
     try:
         for prefix, rung, of in kinds:
             numbers = average.metrics(rung, of=of)
             metrics |= {f"{prefix}{name}": value for name, value in numbers.items()}
-        tensors["labels"] = average.labels
+        if average.is_classifier:
+            tensors["labels"] = average.labels
     except MissingDependencyError as error:
         logger.warning("result.json lacks the metrics: %s", error)
-    except InvalidArgumentError:  # the data have no labels
+    except InvalidArgumentError:  # the data have no labels, or there are several outputs
         pass
     return metrics, tensors
 

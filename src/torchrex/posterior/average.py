@@ -126,6 +126,11 @@ class PosteriorAverage:
         return self._n_draws
 
     @property
+    def is_classifier(self) -> bool:
+        """Does it average the probabilities of classes?"""
+        return self._classes
+
+    @property
     def is_labelled(self) -> bool:
         """Do the data of the draws have targets?"""
         return self._examples is not None and self._examples.labelled

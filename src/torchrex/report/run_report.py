@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +11,8 @@ import torch
 
 from torchrex import notebook
 from torchrex.diagnostics import History
+from torchrex.durable import replace_file
+from torchrex.errors import MissingDependencyError
 from torchrex.exchange import Ladder
 from torchrex.posterior import Draws
 from torchrex.report.doctor import as_text, diagnose
@@ -79,8 +82,23 @@ class RunReport:
 
     __repr__ = __str__
 
+    def page(self) -> str:
+        """The page of the run, as `torchrex report` writes it."""
+        from torchrex.report.page import page_of
+
+        return page_of([self.run], title=self.run.name)
+
+    def save(self, path: Path | str) -> None:
+        """Write the page to a file."""
+        replace_file(Path(path), self.page().encode())
+
     def _repr_html_(self) -> str:
-        found = self.diagnosis
-        rows = [(each.severity, each.title, each.words) for each in found.findings]
-        table = notebook.table(("", "finding", "what it means"), rows)
-        return notebook.panel("Report", f"{found.name} ({found.status}): {found.verdict}", table)
+        """The page in a frame of its own; without Plotly a table of the findings."""
+        try:
+            inner = html.escape(self.page())
+        except MissingDependencyError as error:
+            found = self.diagnosis
+            rows = [(each.severity, each.title, each.words) for each in found.findings]
+            table = notebook.table(("", "finding", "what it means"), rows)
+            return notebook.panel("Report", f"{found.name}: {found.verdict}; {error}", table)
+        return f'<iframe srcdoc="{inner}" style="width:100%;height:45em;border:0"></iframe>'

@@ -129,7 +129,8 @@ def _all_averages(family: Family) -> Any:
 
 
 def _labels(family: Family) -> Tensor | None:
-    return None if family.settings is None else family.settings.test_labels()
+    """Those of the first run; of the others only runs with as many predictions are drawn."""
+    return next((labels for run in family.drawn if (labels := run.labels) is not None), None)
 
 
 def _predictions(family: Family) -> list[Tensor]:
