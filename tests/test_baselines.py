@@ -74,6 +74,18 @@ def test_a_deep_ensemble_of_one_is_a_plain_descent(model):
     assert (one.examples, one.gradients) == (run.n_examples, STEPS) == (STEPS * 8, STEPS)
 
 
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_any_output_is_averaged_and_written(tmp_path, method):
+    """A function of the module, in place of logits."""
+    logits = method(average=average(output="values")).average.predictive()
+    doubled = method(
+        average=average(output=lambda module, batch: 2.0 * module(batch[0])), out=tmp_path / "net"
+    )
+    assert torch.allclose(doubled.average.predictive().mean, 2.0 * logits.mean)
+    assert load_run(tmp_path / "net").status == "finished"
+    assert load_run(tmp_path / "net").problems == ()
+
+
 @pytest.mark.parametrize("model", [mlp, with_everything])
 def test_the_prediction_is_the_mean_over_the_members_and_they_are_independent(tmp_path, model):
     store = tr.DrawStore(tmp_path, capacity=9)

@@ -24,16 +24,17 @@ from torchrex.errors import CheckpointError, InvalidArgumentError, known_argumen
 from torchrex.exchange import KnownVariance, Ladder, NoSwaps
 from torchrex.network.group import swap_batches
 from torchrex.network.replicas import ModuleEnsemble, copied, evaluating
-from torchrex.network.run import ModuleExchange
+from torchrex.network.run import ModuleExchange, widened
 from torchrex.network.step import size_of
 from torchrex.network.training import train
 from torchrex.posterior import PosteriorAverage
+from torchrex.posterior.average import OutputFunction
 from torchrex.rng import default_seed, derive_seed
 from torchrex.runs.config import Outcome
 from torchrex.schedules import Schedule, cyclical
 from torchrex.targets import Batch
 
-Network = tuple[Callable[[Batch], Any], nn.Module]  # how it predicts, and itself
+Network = tuple[Callable[..., Any], nn.Module]  # how it predicts, as a run does, and itself
 Networks = Callable[[ModuleExchange, "_FinalDraws"], Iterable[Network]]
 OF_RUN = ("seed", "compiled", "divergence", "deterministic")
 OF_TRAIN = [name for name in list(inspect.signature(train).parameters)[3:] if name != "average"]
@@ -188,13 +189,13 @@ def _trained(
 class _Network:
     """One network, as an average sees a run."""
 
-    output: Callable[[Batch], Any]
+    prediction: Callable[..., Any]
     module: nn.Module
     n_steps: int
     n_rungs: int = 1
 
-    def predict(self, batch: Batch, rung: int = 0) -> Any:
-        return self.output(batch)
+    def predict(self, batch: Batch, rung: int = 0, *, output: OutputFunction | None = None) -> Any:
+        return self.prediction(batch, output=output)
 
     def live_module_at(self, rung: int) -> nn.Module:
         return self.module
@@ -271,11 +272,9 @@ def _swag_networks(data: Any, run: ModuleExchange, draws: _FinalDraws) -> Iterat
     replicas, module = run.ensemble, copied(run.live_module_at(0))
     named, row = dict(module.named_parameters()), torch.empty_like(replicas.position[0])
 
-    def predict(batch: Batch) -> Any:
+    def predict(batch: Batch, *, output: OutputFunction | None = None) -> Any:
         with evaluating(module), replicas.casting():
-            output = replicas.energy.output(module, run.to_device(batch))
-        is_half = isinstance(output, Tensor) and output.dtype == torch.bfloat16
-        return output.float() if is_half else output
+            return widened((output or replicas.energy.output)(module, run.to_device(batch)))
 
     for k in range(draws.setting["n_draws"]):
         seed = derive_seed(run.streams.seed, f"swag.{k}")

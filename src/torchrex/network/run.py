@@ -272,11 +272,7 @@ class ModuleExchange(ReplicaExchange):
             if before is not None:
                 self._looking_writes = replicas.buffer_writes() != before
 
-        def widened(leaf: Any) -> Any:
-            is_half = isinstance(leaf, Tensor) and leaf.dtype == torch.bfloat16
-            return leaf.float() if is_half else leaf
-
-        return pytree.tree_map(widened, output)
+        return widened(output)
 
     def energies(self, batch: Batch, *, shared: bool = False) -> Energy:
         """Energies (replicas, 1) on a batch, in the mode of a step; only dropout moves on. With
@@ -720,3 +716,13 @@ def respawn(
             f"replica {source}; if it repeats, lower that rung's lr"
         )
     return events
+
+
+def widened(output: Any) -> Any:
+    """A module's output in single precision, where autocast made it half."""
+
+    def wide(leaf: Any) -> Any:
+        is_half = isinstance(leaf, Tensor) and leaf.dtype == torch.bfloat16
+        return leaf.float() if is_half else leaf
+
+    return pytree.tree_map(wide, output)
