@@ -282,7 +282,7 @@ def downsampled(values: Tensor, enough: int) -> Tensor:
 
 def _largest(shares: Tensor) -> tuple[float, int]:
     known = shares.nan_to_num(nan=0.0)
-    return float(known.max()), int(known.argmax())
+    return min(1.0, float(known.max())), int(known.argmax())
 
 
 def check_average(run: LoadedRun) -> Iterable[Finding]:

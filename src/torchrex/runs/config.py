@@ -246,6 +246,11 @@ class ExperimentConfig:
     # What reports ask
 
     @property
+    def group(self) -> str:
+        """What it is shown with."""
+        return self.recipe.split("/", 1)[0]
+
+    @property
     def headline(self) -> str:
         """The metric that is shown first."""
         return self.columns[0].metric

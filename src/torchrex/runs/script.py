@@ -93,6 +93,10 @@ class ScriptConfig(ExperimentConfig):
         return Ladder(self.temperatures, self.lrs, anneal=anneal, decay=decay, noise=noise)
 
     @property
+    def group(self) -> str:
+        return "densities of scripts" if self.is_density else "networks of scripts"
+
+    @property
     def is_density(self) -> bool:
         return self.made_by == "sample"
 

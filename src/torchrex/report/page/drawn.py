@@ -97,7 +97,9 @@ def _of_averages(family: Family) -> str:
 
 
 def _of_labels(family: Family) -> str:
-    return family.recipe.split("/")[0] if _predictions(family) else ""
+    if family.settings is None or not _predictions(family):
+        return ""
+    return family.settings.group
 
 
 def _of_truth(family: Family) -> str:

@@ -115,7 +115,7 @@ def _one_of_each_seed(runs: Iterable[LoadedRun]) -> list[LoadedRun]:
 
 @dataclass
 class Group:
-    """Families whose recipes have the same first word."""
+    """Families that are shown in one table: those whose recipes have the same first word."""
 
     name: str
     families: list[Family] = field(default_factory=list)
@@ -137,6 +137,7 @@ def groups(runs: Sequence[LoadedRun], others: Sequence[NotRead] = ()) -> list[Gr
         family.others = [each for each in others if each.path.parent == family.runs[0].path.parent]
     for family in sorted(every, key=lambda family: place[id(family.runs[0])]):
         name = family.recipe.split("/", 1)[0]
+        name = name if family.settings is None else family.settings.group
         found.setdefault(name, Group(name)).families.append(family)
     for group in found.values():
         _name_differences(group)
