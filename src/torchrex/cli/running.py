@@ -21,7 +21,7 @@ from torchrex.errors import ConfigError, NonFiniteEnergyError, RunFolderError, R
 from torchrex.exchange import exchange_line
 from torchrex.experiments import DensityConfig, ExperimentConfig, Run, RunFolder, RunOptions
 from torchrex.experiments.runner import Group, group_runs, require_room, run_group, run_in
-from torchrex.processes import terminating
+from torchrex.processes import cores, terminating
 from torchrex.recording import LiveDisplay, open_logs
 from torchrex.report.plots import error_of_mean
 
@@ -103,7 +103,9 @@ class Session:
             explained_if_early(folders, self.how),
         ):
             progress = display.progress if len(group.runs) == 1 else None
-            options = replace(options, budget=budget, progress=progress, observers=(display,))
+            options = replace(
+                options, budget=budget, progress=progress, observers=(display,), processes=cores()
+            )
             try:
                 return run_group(group.runs, options)
             except NonFiniteEnergyError:
