@@ -49,9 +49,7 @@ INDEPENDENT = ("one", "pooled", "best", *MORE)  # the baselines without swaps
 KEPT = 200  # draws of a run that are measured, from its second half
 JUDGED = 4  # draws by whose energy on all data the best of independent chains is chosen
 GUESSED_RUNGS = 20  # of the tuned ladder, for the number of steps that `tune` is told
-WORTH_A_PROCESS = (
-    500_000  # steps of one chain from which a second process begins sooner than it ends
-)
+WORTH_A_PROCESS = 500_000  # steps of one chain; fewer end before a second process begins
 
 
 @dataclass(frozen=True)
