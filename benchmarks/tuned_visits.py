@@ -53,11 +53,13 @@ def measured(name: str) -> dict[str, Any]:
     examples = entry.n_steps * target.batch_size
     tuned, lengths = tuned_with_lengths(problem, entry.n_steps)
     found: dict[str, Any] = {
-        "tuned": {**tuned.settings(), "rungs": tuned.ladder.n_rungs},
+        "tuned": f"{tuned.ladder.n_rungs} rungs, {tuned.rules}",
         "relaxation": lengths.relaxation,
     }
 
-    def tell(method: str, ladder: tr.Ladder, thin: int, predicted: float, **rules: Any) -> None:
+    def tell(
+        method: str, ladder: tr.Ladder, thin: int, predicted: float | None, **rules: Any
+    ) -> None:
         size, interval = rules.get("swap_batch") or 0, rules.get("swap_interval", 1)
         a_step = ladder.n_rungs * (target.batch_size + size / interval)
         n_steps = int(SHARE[name] * examples / a_step)
@@ -70,7 +72,7 @@ def measured(name: str) -> dict[str, Any]:
         found[method] = {
             "examples": SHARE[name] * examples,
             "runs": RUNS[name],
-            "predicted visits": SHARE[name] * predicted,
+            "predicted visits": None if predicted is None else SHARE[name] * predicted,
             "visits": mean_and_error(renewed_visits(draws.replica_at, thin / lengths.relaxation)),
             "arrivals from the hot end": mean_and_error(renewed_visits(draws.replica_at, math.inf)),
             "acceptance": [float(f(draws.acceptance_rate)) for f in (torch.min, torch.mean)],
@@ -94,8 +96,8 @@ def measured(name: str) -> dict[str, Any]:
     if name == "teacher":
         by_hand = tr.Ladder.geometric(1.0, problem.hot, 44, lrs=problem.lr)
         rules = {"swap_batch": 600, "swap_interval": 20}
-        tell("by hand, 600 examples every 20 steps", by_hand, 20, math.nan, **rules)
-        tell("by hand, naive", by_hand, 20, math.nan, correction_factor=math.inf)
+        tell("by hand, 600 examples every 20 steps", by_hand, 20, None, **rules)
+        tell("by hand, naive", by_hand, 20, None, correction_factor=math.inf)
     return found
 
 
