@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -177,6 +178,33 @@ def test_a_short_run_paused_and_resumed_and_what_is_made_of_it(toy, tmp_path, mo
     assert "tuned exchange" in printed
     assert (tmp_path / "gallery-period.png").stat().st_size > 10_000
     assert json.loads((tmp_path / "gallery.json").read_text())["rows"][0]["words"] == row["words"]
+
+
+def test_two_processes_have_the_numbers_of_one(tmp_path, monkeypatch):
+    """The first process waits with its first method until the other has drawn with one. Were the
+    other to draw with a seed of its own, its checkpoints would be refused.
+    """
+    tuned = torchrex.Tuned(LADDER, RULES, examples=TUNING)
+    monkeypatch.setattr(gallery, "tune", lambda *given, **more: tuned)
+    monkeypatch.setattr(gallery, "WORTH_A_PROCESS", 1)
+    config = replace(TOY, n_steps=800)
+    alone = run_recipe(config, 0, tmp_path / "one").result
+    sampled, elsewhere = Comparison.sampled, []
+
+    def wait(comparison, method, plan, options=None):
+        folder = comparison.run.checkpoints
+        end = time.monotonic() + 120
+        while not list(folder.glob("*/step=*/DONE")) and time.monotonic() < end:
+            time.sleep(0.1)
+        if options is not None:  # it is read from the checkpoints of the other
+            elsewhere.append(method)
+        return sampled(comparison, method, plan, options)
+
+    monkeypatch.setattr(Comparison, "sampled", wait)
+    both = run_recipe(config, 0, tmp_path / "two", processes=2).result
+    assert elsewhere
+    assert both["curves"] == alone["curves"]
+    assert both["metrics"] == alone["metrics"]
 
 
 def test_a_verdict_needs_both():

@@ -63,6 +63,13 @@ def is_main_process() -> bool:
         return True
 
 
+def cores() -> int:
+    """That this process may use; 1 of several ranks, which share them."""
+    if rank_and_size()[1] > 1:
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def restart_count() -> str:
     """How often torchrun has restarted the ranks."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -24,7 +24,7 @@ from torchrex.errors import ConfigError, NonFiniteEnergyError, RunFolderError, R
 from torchrex.exchange import exchange_line
 from torchrex.experiments import DensityConfig, ExperimentConfig, Run, RunFolder, RunOptions, dumps
 from torchrex.experiments.runner import Group, group_runs, require_room, run_group, run_in
-from torchrex.processes import is_main_process, terminating
+from torchrex.processes import cores, is_main_process, terminating
 from torchrex.recording import LiveDisplay, open_logs
 from torchrex.report.plots import error_of_mean
 
@@ -140,7 +140,9 @@ class Session:
             explained_if_early(folders, self.again),
         ):
             progress = display.progress if len(group.runs) == 1 else None
-            options = replace(options, budget=budget, progress=progress, observers=(display,))
+            options = replace(
+                options, budget=budget, progress=progress, observers=(display,), processes=cores()
+            )
             try:
                 return run_group(group.runs, options)
             except NonFiniteEnergyError:

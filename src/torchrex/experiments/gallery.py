@@ -6,10 +6,16 @@ recipe is one problem with all methods, of which every one has `n_runs` independ
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
+import multiprocessing
+import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,7 +23,7 @@ import torch
 from torch import Tensor
 
 from torchrex.density import few_threads
-from torchrex.errors import ConfigError
+from torchrex.errors import ConfigError, TorchrexError
 from torchrex.exchange import Ladder
 from torchrex.posterior import Draws
 from torchrex.rng import derive_seed
@@ -42,6 +48,7 @@ INDEPENDENT = ("one", "pooled", "best", *MORE)  # the baselines without swaps
 KEPT = 200  # draws of a run that are measured, from its second half
 JUDGED = 4  # draws by whose energy on all data the best of independent chains is chosen
 GUESSED_RUNGS = 20  # of the tuned ladder, for the number of steps that `tune` is told
+WORTH_A_PROCESS = 500_000  # steps of one chain; fewer end before a second process begins
 
 
 @dataclass(frozen=True)
@@ -170,6 +177,16 @@ class FullData(TallPosterior):
         return {}
 
 
+class Plan(NamedTuple):
+    """What one method draws with."""
+
+    ladder: Ladder
+    examples: float  # of one run
+    rules: Mapping[str, Any] = {}
+    target: TallPosterior | None = None  # None: that of the problem
+    chains: int = 1  # in one run of the method
+
+
 class _Stopped(Exception):  # noqa: N818 - not an error
     """The budget is used up, or a signal came."""
 
@@ -196,35 +213,54 @@ class Comparison:
 
     def compare(self) -> None:
         """Tune, then draw by each method and measure."""
-        problem, target, lr = self.problem, self.problem.target, self.problem.lr
-        tuned = self.tuned()
-        tuning, rungs = tuned.examples / self.config.n_runs, max(2, tuned.ladder.n_rungs)
+        problem, tuned = self.problem, self.tuned()
+        tuning = tuned.examples / self.config.n_runs
         self.metrics |= {
             "rungs": tuned.ladder.n_rungs,
             "tuning_examples": tuning,
             "swap_batch": tuned.rules.get("swap_batch", 0),
             "swap_interval": tuned.rules.get("swap_interval", 1),
         }
+        plans, more = self.plans(tuned), {}
+        with self.second_process(tuned) as (next_method, wait):
+            drawn = {method: self.sampled(method, plans[method]) for method in next_method}
+            for name, function in problem.more.items():
+                seed = derive_seed(self.run.seed, f"gallery.{name}")
+                more[name] = function(problem, self.examples, self.config.n_runs, seed=seed)
+            wait()
+        for method, plan in plans.items():  # what the other process drew is in its checkpoints
+            resume = replace(self.options, resume=True)
+            draws = drawn[method] if method in drawn else self.sampled(method, plan, resume)
+            if method == "pooled":
+                self.independent(draws, plan)
+            else:
+                examples = self.evaluated(draws, plan.target or problem.target)
+                self.measure(method, draws.values, examples, draws)
+        self.metrics["tuned_examples"] += tuning
+        for name, values in more.items():
+            self.measure(name, values, self.examples)
+
+    def plans(self, tuned: Tuned) -> dict[str, Plan]:
+        problem, examples = self.problem, self.examples
+        target, lr = problem.target, problem.lr
+        tuning, rungs = tuned.examples / self.config.n_runs, max(2, tuned.ladder.n_rungs)
         alone = Ladder((1.0,), lr)
-        self.draw("one", alone, self.examples)
-        self.independent(alone, rungs)
         by_hand = Ladder.geometric(1.0, problem.hot, rungs, lrs=lr)
-        self.draw("naive", by_hand, self.examples, correction_factor=math.inf)
-        self.draw("corrected", by_hand, self.examples)
         # Minibatches of n widen a law by lr h N / (2 n) besides the lr h / 2 of the discretisation:
         # without them a larger lr has the same bias.
         larger = lr * (1.0 + len(target.data[0]) / target.batch_size) if target.has_noise else lr
         exact = Ladder.for_likelihood(
             tuned.ladder.temperatures, larger, prior_variance=target.prior_variance
         )
-        rules = {"tempering": "likelihood"}
-        self.draw("full", exact, self.examples, target=FullData.of(target), **rules)
-        self.draw("tuned", tuned.ladder, self.examples - tuning, **tuned.rules)
-        self.metrics["tuned_examples"] += tuning
-        for name, function in problem.more.items():
-            seed = derive_seed(self.run.seed, f"gallery.{name}")
-            values = function(problem, self.examples, self.config.n_runs, seed=seed)
-            self.measure(name, values, self.examples)
+        a_chain = examples / rungs - JUDGED * len(target.data[0])
+        return {
+            "one": Plan(alone, examples),
+            "pooled": Plan(alone, a_chain, chains=rungs),
+            "naive": Plan(by_hand, examples, {"correction_factor": math.inf}),
+            "corrected": Plan(by_hand, examples),
+            "full": Plan(exact, examples, {"tempering": "likelihood"}, FullData.of(target)),
+            "tuned": Plan(tuned.ladder, examples - tuning, tuned.rules),
+        }
 
     def tuned(self) -> Tuned:
         """What `tune` chooses. All runs together pay for it, so each pays its part."""
@@ -241,13 +277,9 @@ class Comparison:
             )
         return tuned
 
-    def independent(self, alone: Ladder, n: int) -> None:
-        """So many chains without swaps, pooled, and the one of least energy on all data."""
-        target, runs = self.problem.target, self.config.n_runs
-        judging = n * JUDGED * len(target.data[0])
-        draws = self.sampled(
-            "pooled", target, alone, (self.examples - judging) / n, runs * n, chains=n
-        )
+    def independent(self, draws: Draws, plan: Plan) -> None:
+        """The chains without swaps, pooled, and the one of least energy on all data."""
+        target, runs, n = self.problem.target, self.config.n_runs, plan.chains
         chains = draws.values.reshape(runs, n, draws.n_draws, -1)  # (runs, chains, draws, dim)
         some = torch.linspace(0, draws.n_draws - 1, JUDGED).long()
         judged = chains[:, :, some].flatten(0, 2)
@@ -255,37 +287,16 @@ class Comparison:
             [target.full_energy(part) for part in judged.chunk(math.ceil(len(judged) / 64))]
         )
         best = energy.view(runs, n, JUDGED).mean(2).argmin(1)
-        examples = n * self.evaluated(draws, target) + judging
+        examples = n * (self.evaluated(draws, target) + JUDGED * len(target.data[0]))
         self.measure("pooled", chains.flatten(1, 2), examples, draws)
         self.measure("best", chains[torch.arange(runs), best], examples, draws)
 
-    def draw(
-        self,
-        method: str,
-        ladder: Ladder,
-        examples: float,
-        *,
-        target: TallPosterior | None = None,
-        **rules: Any,
-    ) -> None:
-        target = target or self.problem.target
-        draws = self.sampled(method, target, ladder, examples, self.config.n_runs, **rules)
-        self.measure(method, draws.values, self.evaluated(draws, target), draws)
-
-    def sampled(
-        self,
-        method: str,
-        target: TallPosterior,
-        ladder: Ladder,
-        examples: float,
-        n_runs: int,
-        *,
-        chains: int = 1,
-        **rules: Any,
-    ) -> Draws:
+    def sampled(self, method: str, plan: Plan, options: RunOptions | None = None) -> Draws:
         """As many steps as the examples allow. Draws of the second half are kept, KEPT of a run of
         so many chains.
         """
+        ladder, examples, rules, target, chains = plan
+        target, options = target or self.problem.target, options or self.options
         size, interval = rules.get("swap_batch") or 0, rules.get("swap_interval", 1)
         per_step = ladder.n_rungs * (target.batch_size + size / interval)
         n_steps = int((examples - ladder.n_rungs * size) / per_step)
@@ -295,21 +306,47 @@ class Comparison:
             )
         kept = min(max(JUDGED, KEPT // chains), n_steps // 2)
         thin = n_steps // (2 * kept)
-        options, folder = self.options, self.run.checkpoints
-        budget = options.budget
-        if budget is not None:
-            budget = max(1e-9, budget - (time.monotonic() - self.began))
+        folder = self.run.checkpoints
         draws = sample(
-            target, ladder=ladder, n_steps=n_steps, n_runs=n_runs, thin=thin,
-            burn_in=n_steps - kept * thin, seed=derive_seed(self.run.seed, f"gallery.{method}"),
+            target, ladder=ladder, n_steps=n_steps, thin=thin,
+            n_runs=self.config.n_runs * chains, burn_in=n_steps - kept * thin,
+            seed=derive_seed(self.run.seed, f"gallery.{method}"),
             device=self.config.device(options.device), progress=self.progress(),
             checkpoints=None if folder is None else folder / method, resume=options.resume,
-            budget=budget, on_interrupt="return", **rules,
+            budget=self.budget_left(), on_interrupt="return", **rules,
         )  # fmt: skip
         if draws.status != "finished":
             raise _Stopped(draws.status)
         self.done += 1
         return draws
+
+    @contextlib.contextmanager
+    def second_process(self, tuned: Tuned) -> Iterator[tuple[Iterator[str], Callable[[], None]]]:
+        """The methods that this process shall draw with, and what waits for the other process,
+        which draws with the rest into their checkpoints. If it fails, this process meets the error.
+        """
+        spawn, methods = multiprocessing.get_context("spawn"), list(self.plans(tuned))
+        short = self.config.n_steps < WORTH_A_PROCESS
+        if self.run.checkpoints is None or short or self.options.processes < 2:
+            yield iter(methods), lambda: None
+            return
+        taken, run = spawn.Value("i", 0), replace(self.run, observers=())
+        options = replace(self.options, progress=None, observers=(), budget=self.budget_left())
+        other = spawn.Process(
+            target=_draw_too, args=(self.config, run, options, tuned, taken), daemon=True
+        )
+        other.start()
+        try:
+            yield _remaining(methods, taken), other.join
+        except KeyboardInterrupt:
+            raise _Stopped("interrupted") from None
+        finally:
+            other.terminate()  # it saves what it has
+            other.join()
+
+    def budget_left(self) -> float | None:
+        budget = self.options.budget
+        return None if budget is None else max(1e-9, budget - (time.monotonic() - self.began))
 
     def progress(self) -> Callable[[int, int], None] | None:
         show, total, before = self.options.progress, self.config.n_steps, self.steps_done
@@ -348,3 +385,33 @@ class Comparison:
         exact, error = self.problem.answer()
         answer = {"answer_true": exact, "answer_se": error}
         return RunResult(metrics={**self.metrics, **answer}, curves=self.curves)
+
+
+def _remaining(methods: Sequence[str], taken: Any) -> Iterator[str]:
+    """Those that no process has taken yet; `taken` is shared and counts them."""
+    while True:
+        with taken.get_lock():
+            k, taken.value = taken.value, taken.value + 1
+        if k >= len(methods):
+            return
+        yield methods[k]
+
+
+def _draw_too(
+    config: GalleryConfig, run: Run, options: RunOptions, tuned: Tuned, taken: Any
+) -> None:
+    """The second process. It leaves when the first asks for it (SIGTERM) or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.disable()  # the first process says the same when it reads the draws
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    comparison = Comparison(config, config.problem(), run, options)
+    plans = comparison.plans(tuned)
+    with contextlib.suppress(TorchrexError, _Stopped):
+        for method in _remaining(list(plans), taken):
+            comparison.sampled(method, plans[method])
+
+
+def _leave_with_parent() -> None:
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+    os._exit(1)

@@ -323,6 +323,7 @@ class RunOptions:
     resume: bool = False  # continue unfinished runs, leave finished ones as they are
     overwrite: bool = False  # replace what is there
     budget: float | None = None  # seconds until the runs stop with a checkpoint
+    processes: int = 1  # for the methods of a problem of the gallery
     progress: Callback | None = None
     observers: tuple[Observer, ...] = ()  # of networks
     log: tuple[str, ...] = ()  # of networks: as in `recording.scalars.LOGS`
