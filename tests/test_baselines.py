@@ -84,6 +84,18 @@ def test_any_output_is_averaged_and_written(tmp_path, method):
     assert torch.allclose(doubled.average.predictive().mean, 2.0 * logits.mean)
     assert load_run(tmp_path / "net").status == "finished"
     assert load_run(tmp_path / "net").problems == ()
+    (saved,) = tr.load(tmp_path / "net", mlp).averages
+    assert torch.equal(saved.predictive().mean, doubled.average.predictive().mean)
+
+
+def test_replicas_that_do_not_exchange_answer_together_from_their_folder_too(tmp_path):
+    run = tr.ModuleExchange(ensemble(), LADDER, pairing=tr.NoSwaps(), seed=0)
+    own = average(every=10, rungs=(0, 1, 2))
+    outcome = tr.train(run, loader(), STEPS, average=own, out=tmp_path / "apart" / "seed=0")
+    result = tr.MethodResult.of(run, outcome, own, rung=None)
+    table = tr.compare({"memory": result, "folder": tmp_path / "apart" / "seed=0"})
+    for name, value in own.metrics(None).items():
+        assert table.values["folder"][name][0] == table.values["memory"][name][0] == value
 
 
 @pytest.mark.parametrize("model", [mlp, with_everything])

@@ -112,6 +112,65 @@ def test_a_folder_changes_no_number(tmp_path):
     assert torch.equal(sampled(tmp_path / "mixture").values, sampled().values)
 
 
+def test_runs_with_other_settings_have_other_configs(tmp_path):
+    def config(name, prior=1.0, **options):
+        of_ensemble = {key: options.pop(key) for key in ("lr_factors",) if key in options}
+        energy = cross_entropy(prior=tr.GaussianPrior(prior))
+        ensemble = tr.ModuleEnsemble(linear, energy, **of_ensemble)
+        run = tr.ModuleExchange(ensemble, LADDER, seed=0, **options.pop("rules", {}))
+        tr.train(run, loader(), 5, out=tmp_path / name / "net", **options)
+        return json.loads((tmp_path / name / "net" / "config.json").read_text())
+
+    plain = config("plain")
+    assert config("again") == plain
+    others = {
+        "prior": config("prior", 2.0),
+        "clip": config("clip", rules={"clip": 5.0}),
+        "factors": config("factors", lr_factors={"bias": 0.5}),
+        "own": config("own", setting={"data": "2024-05"}),
+    }
+    named = {"prior": "energy", "clip": "clip", "factors": "lr_factors", "own": "settings_sha256"}
+    for name, other in others.items():
+        different = {key for key in plain if plain[key] != other[key]}
+        assert different == {named[name], "settings_sha256"}
+
+
+def test_doctor_knows_of_clipping_and_of_intervals(tmp_path):
+    ensemble = tr.ModuleEnsemble(linear, cross_entropy())
+    run = tr.ModuleExchange(ensemble, LADDER, seed=0, clip=1e-3)
+    tr.train(run, loader(), STEPS, out=tmp_path / "clipped")
+    assert load_run(tmp_path / "clipped").metrics["clipped_share"] == run.clipped_share()[0] > 0.9
+    assert "clipped gradients" in str(run.report())
+    trained(tmp_path / "free")
+    assert "clipped" not in str(tr.report.of_folder(tmp_path / "free"))
+
+    def finding(coverage):
+        path = tmp_path / "free" / "result.json"
+        values = json.loads(path.read_text())
+        values["metrics"] |= {"coverage_90": coverage, "n_test": 500}
+        path.write_text(json.dumps(values))
+        return str(tr.report.of_folder(tmp_path / "free"))
+
+    assert "intervals are too wide" in finding(0.994)
+    assert "intervals are too narrow" in finding(0.7)
+    assert "too wide" not in finding(0.91)
+    assert "too narrow" not in finding(0.89)
+
+
+def test_metrics_that_cannot_be_computed_are_named(tmp_path, caplog):
+    x, _ = classes()
+    energy = tr.PosteriorEnergy(lambda out, y: 0.5 * (out[:, 0] - y).square(), n_data=N_DATA)
+    run = tr.ModuleExchange(tr.ModuleEnsemble(linear, energy), LADDER, seed=0)
+    data, labelled = tr.DeviceLoader((x, x.sum(1)), 8, seed=0), [(x, x.sum(1))]
+    average = tr.PosteriorAverage(  # outputs (n, 3) for targets (n,)
+        labelled, every=5, output="values",
+        likelihood=lambda out: torch.distributions.Normal(out, 1.0),
+    )  # fmt: skip
+    tr.train(run, data, 20, average=average, out=tmp_path / "line")
+    assert "result.json lacks the metrics" in caplog.text
+    assert load_run(tmp_path / "line").status == "finished"
+
+
 def test_stopped_and_resumed_writes_the_same_folder(tmp_path):
     whole, parts = tmp_path / "mynet" / "seed=0", tmp_path / "stopped" / "mynet" / "seed=0"
     trained(whole, checkpoint_every=7)

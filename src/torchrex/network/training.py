@@ -103,7 +103,11 @@ class TrainingRun:
             self.run,
             self.out.folder.path,
             n_steps,
-            model=type(ensemble.modules[0]).__name__,
+            setting=dict(self.setting),
+            model=self.run.setting["model"],
+            energy=repr(ensemble.energy),
+            lr_factors=", ".join(f"{k}: {v:g}" for k, v in ensemble.source.lr_factors.items()),
+            clip=self.run.setting.get("clip"),
             precision="float32" if ensemble.source.autocast is None else "bfloat16",
             batch_size=getattr(data, "batch_size", None),
             burn_in=0 if first is None else first.burn_in,
@@ -111,12 +115,14 @@ class TrainingRun:
             trace_every=self.trace.every,
         )
 
-    def result(self, exchange: Mapping[str, Any]) -> RunResult:
+    def result(self, exchange: Mapping[str, Any], clipped: float) -> RunResult:
         """What its run folder says of it: the metrics of its first average, and its swaps."""
         metrics: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
         for average in self.averages[:1] if self.failure is None else ():
             metrics, tensors = summary_of(average)
+        if self.run.setting.get("clip") is not None:
+            metrics["clipped_share"] = clipped
         return RunResult(
             self.trace, metrics, tensors=tensors, exchange=exchange, failure=self.failure
         )
@@ -443,12 +449,14 @@ class _Loop:
     def write_folders(self, outcome: Outcome) -> None:
         """A result.json for every run that has a folder."""
         group = self.process_group
-        reports = [one.run.exchange().numbers for one in self.runs if one.out is not None]
+        written = [one for one in self.runs if one.out is not None]
+        # Several processes count together.
+        reports = [(one.run.exchange().numbers, one.run.clipped_share()[0]) for one in written]
         with group.all_or_none("writing of the results", RunFolderError):
             for one in self.runs if group.is_main else ():
                 if one.out is not None:
                     one.out.write(
-                        one.result(reports.pop(0)),
+                        one.result(*reports.pop(0)),
                         "failed" if one.failure is not None else outcome.status,
                         outcome.total_seconds,
                         n_processes=group.size,
@@ -570,12 +578,14 @@ def summary_of(average: PosteriorAverage) -> tuple[dict[str, Any], dict[str, Ten
         for prefix, rung, of in kinds:
             numbers = average.metrics(rung, of=of)
             metrics |= {f"{prefix}{name}": value for name, value in numbers.items()}
+        metrics["n_test"] = len(average.labels)
         if average.is_classifier:
             tensors["labels"] = average.labels
     except MissingDependencyError as error:
         logger.warning("result.json lacks the metrics: %s", error)
-    except InvalidArgumentError:  # the data have no labels, or there are several outputs
-        pass
+    except InvalidArgumentError as error:
+        if average.is_labelled:
+            logger.warning("result.json lacks the metrics of the average: %s", error)
     return metrics, tensors
 
 

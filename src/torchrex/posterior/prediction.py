@@ -213,8 +213,8 @@ def predict_all(
             is_number = not next(iter(named.values())).ndim
             if is_number and marks:
                 raise InvalidArgumentError(
-                    f"{name} gave one number for each of several batches; give data of one batch, "
-                    "or outputs with one row per example"
+                    f"{name} gave one number for each of several batches; data is a list of "
+                    "batches: give [x] for a tensor x, or outputs with one row per example"
                 )
             # A captured model may write its next output into the same memory, hence the copy.
             copies = {key: value.detach().clone() for key, value in named.items()}

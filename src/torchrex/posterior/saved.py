@@ -109,7 +109,9 @@ def load(folder: str | Path, model: Model, *, likelihood: Likelihood | None = No
     if found is not None:
         with expect_form(found.path):
             saved = found.state["averages"]
-            averages = [PosteriorAverage.from_state(each, likelihood) for each in saved]
+            # Deep ensembles and SWAG keep that of the user in their own.
+            states = [each.get("average", each) for each in saved]
+            averages = [PosteriorAverage.from_state(each, likelihood) for each in states]
             last = LastWeights(found.state, found.path) if store is None else None
     if store is not None:
         name, state = next(store.states(0))

@@ -32,9 +32,12 @@ from torchrex.report.tables import in_markdown, markdown_table
 from torchrex.runs.config import to_json
 
 LEVEL = 0.05
-HIGHER, LOWER = {"accuracy", "ess"}, {"nll", "brier", "ece", "w1", "w2", "error", "rhat"}
+HIGHER = {"accuracy", "ess"}
+LOWER = {"nll", "brier", "ece", "w1", "w2", "error", "rhat", "rmse", "crps"}
 # Settings, not outcomes; and the time, which is that of all replicas that ran together.
-NOT_COMPARED = ("n_steps", "n_runs", "n_draws", "seconds_per_epoch", "seconds_per_step")
+NOT_COMPARED = {
+    *("n_steps", "n_runs", "n_draws", "n_test", "seconds_per_epoch", "seconds_per_step")
+}
 NOT_USED, ABSENT = "not used", "absent"
 NAMES = ("recipe", "paper", "checkpoint_every")  # nothing of a run depends on them
 # The density that is sampled, or the data that are learned and measured on. `subset` is not one
@@ -51,6 +54,7 @@ OF_SWAPS = {
 COLUMNS = ("metric", "better", "first", "other", "difference", "seeds", "verdict")
 GAP = "  "
 MARK = "<!-- torchrex compare -->\n"  # by which a Markdown file of ours is known
+MOST_SHOWN = 12  # values of a setting
 LEAST_FOR_VERDICT = 12  # columns
 
 Better = Literal["higher", "lower", ""]
@@ -410,7 +414,10 @@ def _about(comparison: Comparison) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    if not isinstance(value, list):
+        return str(value)
+    more = f",... ({len(value)} values)" if len(value) > MOST_SHOWN else ""
+    return ",".join(map(str, value[:MOST_SHOWN])) + more
 
 
 def as_markdown(comparisons: Sequence[Comparison]) -> str:

@@ -60,6 +60,8 @@ WORK = 4e7  # examples read for exact gradients of tall data
 CHANCE = 0.0027  # two-sided: three standard errors of many runs, more of few
 STILL_RISING = 0.002  # accuracy gained over the last third of the draws
 AVERAGE_SIGMAS = 2.0
+TOLERATED_COVERAGE = 0.02  # off the nominal 0.9
+MOST_CLIPPED = 0.01  # of the steps on rung 0
 LARGE = 2**26  # bytes of all checkpoints together that take about a second to read and check
 MOST_NAMED = 3
 
@@ -341,6 +343,34 @@ def check_average(run: LoadedRun) -> Iterable[Finding]:
     yield Finding(severity, "average", f"{words}.{changed}", numbers)
 
 
+def check_clipping(run: LoadedRun) -> Iterable[Finding]:
+    """Clipped gradients are those of another law."""
+    share = run.numbers.get("clipped_share", 0.0)
+    samples = run.ladder is not None and run.ladder.anneal is None and run.ladder.temperatures[0]
+    if samples and share > MOST_CLIPPED:
+        words = (
+            f"{percent(share)} of the later steps on rung 0 were clipped: it samples another law."
+            f" Raise clip, or lower the learning rates."
+        )
+        yield Finding("warning", "clipped gradients", words, {"clipped_share": share})
+
+
+def check_intervals(run: LoadedRun) -> Iterable[Finding]:
+    """Do 90 % intervals hold 90 % of the held-out values?"""
+    held, n = run.numbers.get("coverage_90"), run.numbers.get("n_test")
+    if held is None or not n:
+        return
+    error = math.sqrt(0.9 * 0.1 / n)
+    numbers = {"coverage_90": held, "n_test": n, "standard_error": error}
+    words = f"90 % intervals hold {percent(held)} of {n:,.0f} held-out values"
+    if abs(held - 0.9) <= max(SIGMAS * error, TOLERATED_COVERAGE):
+        yield Finding("fine", "intervals", f"{words}.", numbers)
+    else:
+        what = "wide" if held > 0.9 else "narrow"
+        words += f": they are too {what}. Look at the noise of the likelihood and at the lr."
+        yield Finding("warning", f"intervals are too {what}", words, numbers)
+
+
 def check_experiment(run: LoadedRun) -> Iterable[Finding]:
     """What only this experiment can say: `title: words`."""
     if run.settings is None or run.result is None:
@@ -468,6 +498,8 @@ CHECKS: dict[Check, str] = {
     check_temperature: "whether rung 0 is at its temperature",
     check_tail: "whether its noise is Gaussian",
     check_average: "how its average does",
+    check_intervals: "whether its intervals are right",
+    check_clipping: "whether its gradients are clipped",
     check_warm_start: "when its temperatures begin to hold",
     check_experiment: "what is special to its experiment",
 }

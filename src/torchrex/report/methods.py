@@ -133,8 +133,7 @@ def _numbers(name: str, given: Any, notes: list[str]) -> Numbers:
             for seed, run in side.runs.items():
                 seconds = float((run.result or {}).get("wall_seconds", math.nan))
                 cost = {"examples": _examples_of(run), "seconds": seconds}
-                own = {x: v for x, v in run_metrics(run).items() if not x.startswith(BESIDES)}
-                found[seed] = {**own, **cost}
+                found[seed] = {**_answer_of(run), **cost}
         elif isinstance(each, MethodResult):
             cost = {"examples": each.examples, "seconds": each.seconds}
             found[each.seed] = {**each.metrics(), **cost}
@@ -149,6 +148,17 @@ def _numbers(name: str, given: Any, notes: list[str]) -> Numbers:
     if not numbers:
         raise InvalidArgumentError(f"{name!r} has no result; give one or more")
     return numbers
+
+
+def _answer_of(run: LoadedRun) -> dict[str, float]:
+    """The metrics of rung 0, or of all rungs where they do not exchange and their average has them
+    all.
+    """
+    metrics, pooled = run_metrics(run), "pooled_"
+    swaps = run.settings is None or run.settings.swaps
+    if not swaps and any(name.startswith(pooled) for name in metrics):
+        return {x.removeprefix(pooled): v for x, v in metrics.items() if x.startswith(pooled)}
+    return {x: v for x, v in metrics.items() if not x.startswith(BESIDES)}
 
 
 def _examples_of(run: LoadedRun) -> float:

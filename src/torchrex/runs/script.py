@@ -24,6 +24,7 @@ from torchrex.exchange import Ladder, ProportionalToGap
 from torchrex.runs.config import Column, ExperimentConfig, Precision, RunOptions, columns
 from torchrex.runs.folder import RECIPE, Run, RunFolder, RunResult, RunWriter, seed_in
 from torchrex.samplers import AdamStart
+from torchrex.settings import fingerprint, settings_of
 
 KNOTS = 101  # steps at which the schedules of a ladder are written down
 ROWS = 20_000  # of a trace that `train(out=...)` makes by itself, at most
@@ -80,6 +81,10 @@ class ScriptConfig(ExperimentConfig):
     thin: int = 1
     trace_every: int = 1
     model: str = ""
+    energy: str = ""  # loss and prior of a network
+    lr_factors: str = ""
+    clip: float | None = None
+    settings_sha256: str = ""  # of all settings of the run, also those that are not named here
     precision: Precision = "float32"
 
     def ladder(self) -> Ladder:
@@ -108,6 +113,7 @@ class ScriptConfig(ExperimentConfig):
     def of(cls, run: Any, out: Path, n_steps: int, **more: Any) -> ScriptConfig:
         """The settings of a run that `train` or `sample` writes to `out`."""
         rules, sampler = run.rules, run.ensemble.sampler
+        everything = {name: x for name, x in run.setting.items() if name != "device"}
         ladder, factor = rules.ladder, rules.factor
         knots = sorted({(n_steps - 1) * k // (KNOTS - 1) for k in range(KNOTS)})
 
@@ -140,6 +146,7 @@ class ScriptConfig(ExperimentConfig):
             warm_start=sampler.steps if isinstance(sampler, AdamStart) else 0,
             dim=run.ensemble.position.shape[-1],
             n_data=run.ensemble.n_data,
+            settings_sha256=fingerprint(settings_of([everything, more.pop("setting", None)]))[:12],
             **more,
         )
 
