@@ -236,7 +236,8 @@ def test_settings_that_a_method_does_not_use_do_not_matter(four, method, idle):
 
 
 def test_the_family_shows_what_the_authors_count_and_the_papers_numbers(four):
-    tuned = replace(four[""], recipe="gan-tuned/cifar10-4000")
+    settings = replace(four[""].settings, recipe="gan-tuned/cifar10-4000")
+    tuned = replace(four[""], recipe=settings.recipe, settings=settings)
     family, other = groups([*four.values(), tuned])
     assert (family.name, other.name) == ("gan", "gan-tuned")
     wanted = [each.metric for each in four[""].settings.columns]

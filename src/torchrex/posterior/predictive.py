@@ -110,6 +110,8 @@ class Predictive:
         if self.likelihood is not None:
             parts = self._parts
             try:
+                for part in parts:
+                    part._validate_sample(y)  # also where validation is off
                 each = [part.log_prob(y).reshape(len(y), -1).sum(1) for part in parts]
             except ValueError as error:
                 reason = one_line(error)

@@ -185,14 +185,15 @@ class Tracker(Scalars):
             raise RunFolderError(f"{name} has no run to write to ({why}); set it up") from None
         self._sent = {line["part"]: int(line["step"]) for line in known if line["run"] == self._id}
         with self._writing():
-            restart_file(path, b"").close()
+            self._record = restart_file(path, b"")
         for part, step in self._sent.items():
             self._note(part, step)
 
     def _note(self, part: str, step: int) -> None:
         line = json.dumps({"run": self._id, "part": part, "step": step})
-        with self._writing(), open(self.path / RECORD, "a") as file:
-            file.write(f"{line}\n")
+        with self._writing():
+            self._record.write(f"{line}\n".encode())
+            self._record.flush()
 
     def on_save(self, watched: Watched) -> None:
         self._write_rest(watched)
@@ -211,6 +212,9 @@ class Tracker(Scalars):
             numbers |= draw_numbers(watched, average) if average.n_draws else {}
         final = {f"final/{name}": float(value) for name, value in numbers.items()}
         self._put({k: v for k, v in final.items() if math.isfinite(v)}, watched.run.n_steps)
+
+    def _close(self, status: str) -> None:
+        self._record.close()
 
     @abstractmethod
     def _begin(self, watched: Watched, before: str | None) -> str:
@@ -252,6 +256,7 @@ class WandB(Tracker):
         self._out.log(dict(numbers), step=step)
 
     def _close(self, status: str) -> None:
+        super()._close(status)
         if self._is_own:
             self._out.finish(exit_code=int(status == "failed"))
 
@@ -306,6 +311,7 @@ class MLflow(Tracker):
             logger.warning("MLflow did not take %d numbers, they are kept for later: %s", n, why)
 
     def _close(self, status: str) -> None:
+        super()._close(status)
         ends = {"finished": "FINISHED", "failed": "FAILED", "paused": "SCHEDULED"}
         if self._is_own:
             with contextlib.suppress(*self._errors):
