@@ -332,6 +332,52 @@ def of_two_signs(out, temperatures, **options):
     return {finding.title: finding for finding in diagnosis.findings}
 
 
+def test_numbers_of_draws_are_in_the_result(tmp_path):
+    draws = sampled(tmp_path / "mixture")
+    metrics = load_run(tmp_path / "mixture").metrics
+    assert metrics["mean_0"] == float(draws.mean()[0])
+    assert metrics["mean_0_se"] == float(draws.standard_error()[0])
+    assert metrics["sd_0"] == float(draws.std()[0])
+    assert metrics["ess"] == pytest.approx((metrics["sd_0"] / metrics["mean_0_se"]) ** 2)
+
+
+@pytest.mark.parametrize(("lr", "wide"), [(1e-3, True), (1e-5, False)])
+def test_doctor_says_how_much_minibatches_widen_rung_0(tmp_path, lr, wide):
+    """A normal mean: the variance is 1 / N, and minibatches add lr N / (2 n), here 0.01 or 0.0001.
+
+    SGLD on a quadratic of stiffness a has (2 lr + lr^2 N a / n) / (2 lr a - lr^2 a^2).
+    """
+    y = torch.randn(1_000, generator=torch.Generator().manual_seed(0))
+    target = tr.TallPosterior(
+        lambda w, y: -0.5 * (y - w[..., 0]).square(), torch.distributions.Normal(0.0, 10.0), (y,),
+        dim=1, batch_size=50,
+    )  # fmt: skip
+    draws = tr.sample(target, temperatures=(1.0,), lr=lr, n_steps=6_000, n_runs=8, compiled=False,
+                      out=tmp_path / "mean")  # fmt: skip
+    (diagnosis,) = diagnose_folder(tmp_path / "mean")
+    found = [each for each in diagnosis.findings if each.title == "gradient noise widens rung 0"]
+    assert len(found) == wide
+    if wide:
+        a, n_data, n = 1_000.01, 1_000, 50
+        exact = (2 * lr + lr**2 * n_data * a / n) / (2 * lr * a - lr**2 * a**2)
+        assert found[0].numbers["least_variance"] == pytest.approx(exact, rel=0.15)
+        assert found[0].numbers["added_variance"] == pytest.approx(lr * n_data / (2 * n))
+        assert draws.n_chains == 8
+
+
+def test_all_data_are_tested_on_all_pairs(tmp_path):
+    """Noise that pairs share is why small models test one pair at a time; all data have none."""
+    y = torch.randn(200, generator=torch.Generator().manual_seed(0))
+    target = tr.TallPosterior(
+        lambda w, y: -0.5 * (y - w[..., 0]).square(), torch.distributions.Normal(0.0, 10.0), (y,),
+        dim=1, batch_size=20,
+    )  # fmt: skip
+    for size, tests in (("full", 50), (100, 33)):
+        draws = tr.sample(target, temperatures=(1.0, 2.0, 4.0, 8.0), lr=1e-4, n_steps=1_000,
+                          swap_batch=size, swap_interval=10, compiled=False)  # fmt: skip
+        assert abs(int(draws.proposed[0, 0]) - tests) <= (0 if size == "full" else 20)
+
+
 def test_doctor_knows_what_tune_would_choose(tmp_path):
     found = of_two_signs(tmp_path / "wide", (1.0, 10.0, 100.0))["a cheaper exchange"]
     chosen = found.numbers

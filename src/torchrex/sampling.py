@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack, cast
@@ -31,7 +33,13 @@ from torchrex.errors import (
     known_arguments,
     require_whole,
 )
-from torchrex.exchange import Ladder, RuleOptions, resolve_device, warn_of_dead_pairs
+from torchrex.exchange import (
+    ExchangeReport,
+    Ladder,
+    RuleOptions,
+    resolve_device,
+    warn_of_dead_pairs,
+)
 from torchrex.exchange.noise import warn_of_shape
 from torchrex.posterior import Draws
 from torchrex.processes import terminating
@@ -45,6 +53,7 @@ from torchrex.tuning import Tuned, tune
 
 logger = logging.getLogger("torchrex")
 
+MOST_MEANS = 5  # coordinates whose means are in result.json
 STATUSES = ("finished", "paused", "interrupted", "failed")  # the worst of all shards is that of all
 
 
@@ -134,7 +143,7 @@ def sample(
         raise InvalidArgumentError(
             f"n_steps={n_steps} keeps no draw with burn_in={burn_in} and thin={thin}; raise n_steps"
         )
-    target = as_target(target, dim)
+    target, tuning = as_target(target, dim), (0.0, 0.0)
     if ladder is not None and not isinstance(ladder, Ladder):
         if ladder == "auto":
             if temperatures is not None or not isinstance(lr, int | float):
@@ -142,6 +151,7 @@ def sample(
                     'ladder="auto" chooses the temperatures and needs one lr, that of rung 0: '
                     f"got temperatures={temperatures} and lr={lr}"
                 )
+            began = time.monotonic()
             ladder = _tuned(
                 options,
                 target,
@@ -156,7 +166,7 @@ def sample(
                 show=bool(progress),
                 **rules,
             )
-            lr = None
+            lr, tuning = None, (ladder.examples, time.monotonic() - began)
         if not isinstance(ladder, Tuned):
             raise InvalidArgumentError(
                 f'ladder must be a Ladder, what tune returned, or "auto", got {ladder!r}'
@@ -196,7 +206,7 @@ def sample(
     settings |= {"shards": n_shards} if n_shards > 1 else {}
     runs = [] if written is None else [written]
     with owned_folders(runs, process_group), owned([options.folder], process_group):
-        return _draw(divided, make_run, options, settings, written)
+        return _draw(divided, make_run, options, settings, written, tuning)
 
 
 @known_arguments()
@@ -237,6 +247,7 @@ def _draw(
     options: DrawOptions,
     settings: dict[str, Any],
     written: ScriptRun | None = None,
+    tuning: tuple[float, float] = (0.0, 0.0),  # examples, seconds
 ) -> Draws:
     """Draw the shards of this process, wait for the others, put all draws together, and write the
     run folder.
@@ -289,8 +300,9 @@ def _draw(
     ]
     with group.all_or_none("writing of the run folder", RunFolderError):
         if written is not None and draws is not None and group.is_main:
-            seconds = max(drawing.seconds for drawing in drawings)
-            _write(written, draws, failures[:1], seconds, group.size)
+            examples, took = tuning
+            seconds = took + max(drawing.seconds for drawing in drawings)
+            _write(written, draws, failures[:1], seconds, group.size, examples)
     if failures:
         raise failures[0]
     if status == "finished" and draws is not None and group.is_main:
@@ -326,21 +338,39 @@ def _write(
     failures: Sequence[NonFiniteEnergyError],
     seconds: float,
     n_processes: int,
+    tuning_examples: float,
 ) -> None:
     draws.save(written.folder.path / "draws.safetensors")
-    rate = draws.acceptance_rate
-    metrics = (
-        {"acceptance_rate": float(rate.mean())} if len(rate) and bool(rate.isfinite().all()) else {}
-    )
+    report = draws.exchange()
     result = RunResult(
-        metrics={"n_steps": draws.n_steps, "n_runs": draws.n_chains, **metrics},
+        metrics={**_summary_of(draws, report), "tuning_examples": tuning_examples},
         failure=failures[0] if failures else None,
         swaps=count_swaps(draws.accepted.sum(1), draws.proposed.sum(1)),
-        exchange=draws.exchange().numbers,
+        exchange=report.numbers,
         steps_done=None if draws.status == "finished" else draws.n_steps,
     )
     status = "failed" if failures else draws.status
     written.write(result, status, seconds, n_processes=n_processes)
+
+
+def _summary_of(draws: Draws, report: ExchangeReport) -> dict[str, Any]:
+    """Numbers of the first coordinates, and of the ladder, for result.json."""
+    metrics: dict[str, Any] = {"n_steps": draws.n_steps, "n_runs": draws.n_chains}
+    rate = draws.acceptance_rate
+    if len(rate) and bool(rate.isfinite().all()):
+        metrics["acceptance_rate"] = float(rate.mean())
+    if draws.n_draws > 1:
+        mean, sd, error = draws.mean(), draws.std(), draws.standard_error()
+        for k in range(min(MOST_MEANS, len(mean))):
+            names = (f"mean_{k}", f"mean_{k}_se", f"sd_{k}")
+            metrics |= dict(zip(names, map(float, (mean[k], error[k], sd[k])), strict=True))
+        if bool((error > 0).all()):
+            metrics["ess"] = float((sd / error).square().min())
+    if (evidence := report.log_evidence) is not None:
+        by_stones = math.isfinite(evidence.stepping_stones)
+        value, error_of_it = evidence[2:4] if by_stones else evidence[:2]
+        metrics |= {"log_evidence": value, "log_evidence_se": error_of_it}
+    return metrics
 
 
 def _tuned(options: DrawOptions, target: Target, **arguments: Any) -> Tuned:

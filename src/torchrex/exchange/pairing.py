@@ -95,9 +95,11 @@ class AllInTurn(Pairing):
         return one_by_one[None, :, :, None].expand(len(attempts), -1, -1, -1)
 
 
-def default_pairing(target: object, n_pairs: int) -> Pairing:
+def default_pairing(target: object, n_pairs: int, swap_batch: int | None = None) -> Pairing:
     """EvenOdd, unless several pairs would be tested on one shared minibatch of a model with one or
-    two parameters.
+    two parameters. All data have no noise to share.
     """
+    if swap_batch is not None and swap_batch == getattr(target, "n_data", None):
+        return EvenOdd()
     few = getattr(target, "shares_minibatch", False) and getattr(target, "dim", math.inf) < 3
     return RandomPair() if few and n_pairs > 2 else EvenOdd()

@@ -83,7 +83,7 @@ def make_rules(ladder: Ladder, target: Any, options: RuleOptions) -> Rules:
         own = given["swap_batch"] is None
         given["noise"] = default_estimator(target) if own else SwapBatchVariance()
     if given["pairing"] is None:
-        given["pairing"] = default_pairing(target, ladder.n_pairs)
+        given["pairing"] = default_pairing(target, ladder.n_pairs, given["swap_batch"])
     if ladder.n_pairs and not ladder.temperatures[0] and not isinstance(given["pairing"], NoSwaps):
         raise LadderError(f"{ladder!r} has nothing to swap; give pairing=NoSwaps()")
     rules = Rules(ladder, factor=as_rule(given.pop("correction_factor", 1.0)), **given)

@@ -142,11 +142,17 @@ class LogEvidence(NamedTuple):
     note: str = ""  # why there are no stepping stones
 
     def __str__(self) -> str:
-        by = [f"{self.integration:.6g} ± {self.integration_error:.2g} by integration"]
+        by = [f"{_with_error(self.integration, self.integration_error)} by integration"]
         if math.isfinite(self.stepping_stones):
-            stones = f"{self.stepping_stones:.6g} ± {self.stepping_stones_error:.2g}"
+            stones = _with_error(self.stepping_stones, self.stepping_stones_error)
             by.insert(0, f"{stones} by stepping stones")
         return f"log evidence: {', '.join(by)}{f' ({self.note})' if self.note else ''}"
+
+
+def _with_error(value: float, error: float) -> str:
+    """With as many digits as the error has."""
+    places = max(0, 1 - math.floor(math.log10(error))) if 0 < error < math.inf else 3
+    return f"{value:.{places}f} ± {error:.2g}"
 
 
 @dataclass(frozen=True, repr=False)

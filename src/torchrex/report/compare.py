@@ -415,9 +415,9 @@ def _about(comparison: Comparison) -> list[str]:
 
 def _shown(value: Any) -> str:
     if not isinstance(value, list):
-        return str(value)
+        return f"{value:.6g}" if isinstance(value, float) else str(value)
     more = f",... ({len(value)} values)" if len(value) > MOST_SHOWN else ""
-    return ",".join(map(str, value[:MOST_SHOWN])) + more
+    return ",".join(map(_shown, value[:MOST_SHOWN])) + more
 
 
 def as_markdown(comparisons: Sequence[Comparison]) -> str:

@@ -59,6 +59,7 @@ LEAST = 200  # of each chain
 WORK = 4e7  # examples read for exact gradients of tall data
 CHANCE = 0.0027  # two-sided: three standard errors of many runs, more of few
 STILL_RISING = 0.002  # accuracy gained over the last third of the draws
+MOST_DIMENSIONS = 200  # whose covariance is looked at
 AVERAGE_SIGMAS = 2.0
 TOLERATED_COVERAGE = 0.02  # off the nominal 0.9
 MOST_CLIPPED = 0.01  # of the steps on rung 0
@@ -141,7 +142,7 @@ def _modes(run: LoadedRun, draws: Draws) -> Iterable[Finding]:
     """Where chains, or the replicas of a chain, each keep to a mode of their own."""
     x = draws.values.double()
     if draws.n_chains > 1:
-        share, k = _largest(x.mean(1).var(0) / x.flatten(0, 1).var(0))
+        share, k = _largest(x.mean(1).var(0, correction=0) / x.flatten(0, 1).var(0, correction=0))
         if share > APART:
             words = (
                 f"{percent(share)} of the variance of coordinate {k} lies between chains: each"
@@ -180,6 +181,8 @@ def _to_cross(run: LoadedRun) -> str:
     temperatures = () if run.ladder is None else run.ladder.temperatures
     if len(temperatures) == 1:
         cold = temperatures[0]
+        if "made_by" in run.config:
+            return "Run longer, or add hotter rungs: torchrex.tune chooses them."
         return f"Run longer, or add a hotter rung (temperatures={cold:g},{10 * cold:g})."
     if run.history is not None and run.history.n_pairs and run.correction_factor is not None:
         tests = run.history.proposed.sum(1)
@@ -248,6 +251,39 @@ def check_temperature(run: LoadedRun) -> Iterable[Finding]:
         yield Finding(severity, title, f"{words} ({tolerated} is tolerated); {why}.", numbers)
 
 
+def check_gradient_noise(run: LoadedRun) -> Iterable[Finding]:
+    """How much wider do minibatches make rung 0?
+
+        variance = T / h + lr N / (2 n)
+
+    along a direction of curvature h, of SGLD on a model that fits its data. The least variance of
+    any direction shows it best; where modes lie apart in that direction it is more.
+    """
+    settings, draws = run.settings, _settled(run)
+    if settings is None or draws is None or run.ladder is None or draws.n_draws < FEWEST_DRAWS:
+        return
+    n_data, batch, dim = settings.n_data, settings.batch_size, draws.values.shape[-1]
+    if not (n_data and batch and settings.has_sgld) or batch >= n_data or dim > MOST_DIMENSIONS:
+        return
+    x = downsampled(draws.values.double(), ENOUGH)
+    inside = (x - x.mean(1, keepdim=True)).flatten(0, 1)
+    least = float(torch.linalg.eigvalsh(inside.T @ inside / len(inside))[0])
+    lr = run.ladder.lrs[0]
+    added = lr * n_data / (2 * batch)
+    if not least > 0:
+        return
+    share = min(1.0, added / least)
+    numbers = {"added_variance": added, "least_variance": least, "share": share, "lr": lr}
+    if share > TOLERATED:
+        words = (
+            f"Minibatches of {batch:,} of {n_data:,} add about lr N / (2 n) = {number(added)} to"
+            f" the variance of every direction: {percent(share)} of the least one here,"
+            f" {number(least)}. Lower lr (half of it halves this), or take larger minibatches."
+        )
+        severity: Severity = "problem" if share > MUCH else "warning"
+        yield Finding(severity, "gradient noise widens rung 0", words, numbers)
+
+
 def check_tail(run: LoadedRun) -> Iterable[Finding]:
     """Is the noise of the energies Gaussian, as the correction assumes?"""
     noise = None if run.settings is None else run.settings.energy_noise()
@@ -284,7 +320,7 @@ def downsampled(values: Tensor, enough: int) -> Tensor:
 
 def _largest(shares: Tensor) -> tuple[float, int]:
     known = shares.nan_to_num(nan=0.0)
-    return min(1.0, float(known.max())), int(known.argmax())
+    return float(known.max()), int(known.argmax())
 
 
 def check_average(run: LoadedRun) -> Iterable[Finding]:
@@ -498,6 +534,7 @@ CHECKS: dict[Check, str] = {
     check_temperature: "whether rung 0 is at its temperature",
     check_tail: "whether its noise is Gaussian",
     check_average: "how its average does",
+    check_gradient_noise: "how much minibatches widen rung 0",
     check_intervals: "whether its intervals are right",
     check_clipping: "whether its gradients are clipped",
     check_warm_start: "when its temperatures begin to hold",

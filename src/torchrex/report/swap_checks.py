@@ -56,6 +56,7 @@ HALVINGS = 20  # of log F: right to one part in 10,000
 ENOUGH_ROWS = 40_000  # recorded energies, all chains together, for rates of a per cent and more
 FEWEST_ROWS = 64  # of the last quarter, for a correlation time
 MOST_DOUBLINGS = 12  # of the minibatch, to a swap batch
+STOPS = 0.8  # of the tests of a pair that are rejected
 WORTH_TUNING = 3.0  # times fewer examples a visit
 FAR_OUTSIDE = 3.0  # correction in spreads of the energy difference
 UNSETTLED = 0.2  # relative change of sigma2 between the third and the last quarter
@@ -314,7 +315,8 @@ def swap_findings(evidence: Evidence) -> list[Finding]:
     history, factor = evidence.history, evidence.factor
     observed = observed_acceptance(history).value.nan_to_num(nan=0.0)
     rate, pair = float(observed.min()), int(observed.argmin())
-    at_one = float(acceptance_from_energies(evidence.energies, correction_factor=1.0).value[pair])
+    at_ones = acceptance_from_energies(evidence.energies, correction_factor=1.0).value
+    at_one, least = float(at_ones[pair]), int(at_ones.nan_to_num(nan=0.0).argmin())
     variance, noise = settled_noise(evidence.late)
     s, allowed = float(noise[pair]), float(allowed_acceptance(noise[pair]))
     accepted, proposed = (int(x[pair].sum()) for x in (history.accepted, history.proposed))
@@ -356,7 +358,8 @@ def swap_findings(evidence: Evidence) -> list[Finding]:
         severity: Severity = "warning" if factor > 1 else "note"
         found.append(Finding(severity, "swaps at nearly every step", words, numbers))
     if math.isinf(factor) or not early:  # a rate of so few tests proves no bias
-        found += _price_of_factor(evidence, made if not found else "", numbers)
+        worst = {"least_acceptance_at_F_1": float(at_ones[least]), "noise_s": float(noise[least])}
+        found += _price_of_factor(evidence, made if not found else "", {**numbers, **worst})
     if found:
         return found
     if s > LOUD:
@@ -419,17 +422,21 @@ def _few(
     has = "" if end else f"; this run has F = {number(factor)}"
     words = f"{made}.{end} {noise}{has}. {advice}"
     severity: Severity = "warning" if trips < FEW_SWAPS or loud else "note"
-    severity = "problem" if trips < 1 else severity
+    # Thinned draws show fewer round trips than there were, but none takes less than a swap.
+    known = counted.accepted < evidence.history.n_chains
+    known = known or (evidence.has_paths and evidence.travel.exact)
+    severity = "problem" if trips < 1 and known else severity
     return Finding(severity, counted.missing, words, {**numbers, **more})
 
 
 def _price_of_factor(evidence: Evidence, made: str, numbers: dict[str, Any]) -> Iterable[Finding]:
     """F above 1 buys swaps with bias; how many would there be without?"""
-    factor, s, at_one = evidence.factor, numbers["noise_s"], numbers["acceptance_at_F_1"]
+    factor, s, at_one = evidence.factor, numbers["noise_s"], numbers["least_acceptance_at_F_1"]
     # These states were reached with the bias of this F: a run at F = 1 would come to others.
     accepts = f"about {percent(at_one)}" if at_one > 0 else "none"
     words = f"{made}. " if made else ""
-    words += f"On the states of this run F = 1 would accept {accepts}; it is unbiased"
+    pair = "" if evidence.history.n_pairs == 1 else " in its worst pair"
+    words += f"On the states of this run F = 1 would accept {accepts}{pair}; it is unbiased"
     if made and s > LOUD:  # else noise is no obstacle, or has been named
         needs = _needed_ladder(evidence)[0]
         words += f", but needs {needs}: noise s = {number(s)} is above {LOUD:g}"
@@ -515,7 +522,8 @@ def tuning_findings(evidence: Evidence) -> Iterable[Finding]:
     """
     settings, late = evidence.settings, evidence.late
     n_data, batch, size = settings.n_data, settings.batch_size, settings.swap_batch
-    if evidence.annealed or not n_data or not batch or len(late.steps) < FEWEST_ROWS:
+    has_rows = len(late.steps) >= FEWEST_ROWS
+    if evidence.annealed or evidence.factor != 1.0 or not (n_data and batch and has_rows):
         return
     finite = size is not None or not settings.is_density
     per_energy = n_data**2 * (1.0 / (size or batch) - (1.0 / n_data if finite else 0.0))
@@ -552,6 +560,19 @@ def tuning_findings(evidence: Evidence) -> Iterable[Finding]:
     yield Finding("note", "a cheaper exchange", words, numbers)
 
 
+def _uneven(rates: Tensor) -> str:
+    """A sentence on a pair that stops most replicas, while the others let them pass."""
+    rejected = 1.0 - rates.nan_to_num(nan=0.0)
+    worst, k = float(rejected.max()), int(rejected.argmax())
+    others = float((rejected.sum() - worst) / max(1, len(rejected) - 1))
+    if len(rejected) < 2 or worst < STOPS or others > 0.5 * worst:
+        return ""
+    return (
+        f" Rungs {k} and {k + 1} reject {percent(worst)}, the other pairs {percent(others)}: put"
+        f" rungs between them."
+    )
+
+
 def correlation_time(history: History) -> float:
     """Steps in which the energy of the hottest rung changes, from its batch means; noise that is
     new at every step makes it too short.
@@ -572,7 +593,7 @@ def travel_findings(evidence: Evidence) -> Iterable[Finding]:
     barrier = float((1.0 - observed_acceptance(history).value).sum())
     numbers = {"round_trips_per_chain": trips, "restarts_per_chain": restarts, "exact": exact}
     numbers["barrier"] = barrier
-    least = "" if exact or restarts == 0 else "at least "
+    least = "" if exact else "at least "
     mean = "on average " if history.n_chains > 1 else ""
     words = f"A chain made {mean}{least}{several(trips, 'round trip')} over the ladder,"
     words += f" its {history.n_rungs} replicas together"
@@ -581,7 +602,8 @@ def travel_findings(evidence: Evidence) -> Iterable[Finding]:
         yield Finding("fine", "round trips", words, numbers)
         return
     often = float(observed_acceptance(history).value.nan_to_num(nan=0.0).min()) >= WANTED[0]
-    words += f" So often, {least}{times(restarts)}, rung 0 could see another mode."
+    words += f" So often, {least}{times(restarts)}, rung 0 got something from the hottest rung."
+    words += _uneven(observed_acceptance(history).value)
     words += f" Run longer{'' if often else ', or make swaps likelier'}."
     severity: Severity = "problem" if trips < 1 and exact else "warning"
     yield Finding(severity, "too few round trips", words, numbers)
@@ -634,7 +656,10 @@ def _needed_ladder(evidence: Evidence) -> tuple[str, int | None]:
 
 def _ladder_words(rungs: int | None, n_rungs: int, cold: float, hot: float) -> str:
     if rungs is not None and rungs > MOST_RUNGS:
-        return "larger batches or closer temperatures: no ladder of sensible length would do"
+        return (
+            "larger batches (a swap_batch for the tests alone) or closer temperatures: no ladder of"
+            " sensible length would do"
+        )
     if rungs is not None and rungs > n_rungs:
         return f"a ladder of about {rungs} rungs from {number(cold)} to {number(hot)}"
     return "less noise: larger batches, or minibatches that the rungs share"

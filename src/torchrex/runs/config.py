@@ -84,6 +84,8 @@ COLUMNS = {
         Column("crps", "CRPS", decimals=4),
         Column("acceptance_rate", "acceptance rate", percent=True),
         Column("noise_variance", "noise variance"),
+        Column("ess", "effective draws", decimals=0),
+        Column("log_evidence", "log evidence", decimals=2),
     )
 }
 
@@ -195,6 +197,11 @@ class ExperimentConfig:
     def batch_size(self) -> int | None:
         """The examples of a step, where they are known."""
         return None
+
+    @property
+    def has_sgld(self) -> bool:
+        """Is its sampler SGLD on minibatches?"""
+        return False
 
     @property
     def swap_batch(self) -> int | None:

@@ -28,6 +28,7 @@ from torchrex.settings import fingerprint, settings_of
 
 KNOTS = 101  # steps at which the schedules of a ladder are written down
 ROWS = 20_000  # of a trace that `train(out=...)` makes by itself, at most
+OF_DRAWS = ("acceptance_rate", "ess", "log_evidence")
 COLUMNS = (
     *("accuracy", "single_accuracy", "pooled_accuracy", "nll", "ece"),
     *("rmse", "coverage_90", "crps", "acceptance_rate"),
@@ -98,6 +99,10 @@ class ScriptConfig(ExperimentConfig):
         return Ladder(self.temperatures, self.lrs, anneal=anneal, decay=decay, noise=noise)
 
     @property
+    def has_sgld(self) -> bool:
+        return self.sampler.startswith("SGLD")
+
+    @property
     def group(self) -> str:
         return "densities of scripts" if self.is_density else "networks of scripts"
 
@@ -107,7 +112,7 @@ class ScriptConfig(ExperimentConfig):
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        return columns(*(COLUMNS if self.made_by == "train" else COLUMNS[-1:]))
+        return columns(*(COLUMNS if self.made_by == "train" else OF_DRAWS))
 
     @classmethod
     def of(cls, run: Any, out: Path, n_steps: int, **more: Any) -> ScriptConfig:

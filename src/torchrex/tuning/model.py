@@ -83,7 +83,7 @@ class Lengths:
         length = float(together.sum()) / (rungs - 1)
         share = float((self.heat.square() / together.clamp(min=1e-12)).sum() / together.sum())
         heat, noise = length * math.sqrt(share), length * math.sqrt(max(0.0, 1.0 - share))
-        if self.one_pair_at_a_time:
+        if self.one_pair_at_a_time and size != self.n_data:
             tests = max(1.0, self.relaxation / (interval * (rungs - 1)))
             steps = interval * (rungs - 1) ** 2 * swap_waits(heat, noise, tests)
         else:
