@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 MOST_IN_HTML = 10  # coordinates
 MOST_CHAINS = 64  # whose round trips are counted
-COORDINATES = ("coordinate", "mean", "sd", "se of mean (ESS)")
+COORDINATES = ("coordinate", "mean", "sd", "se of mean", "ESS")
 LINE_STYLES = ("-", "--", "-.", ":")
 
 
@@ -215,11 +215,11 @@ class Draws:
         some = replace(self, values=self.values[..., :most])
         columns = (some.mean().tolist(), some.std().tolist(), some.standard_error().tolist())
         rows: list[tuple[str, ...]] = [
-            (str(k), f"{mean:.4g}", f"{std:.4g}", f"{error:.2g}")
+            (str(k), f"{mean:.4g}", f"{std:.4g}", f"{error:.2g}", _effective(std, error))
             for k, (mean, std, error) in enumerate(zip(*columns, strict=True))
         ]
         more = self.values.shape[2] - len(rows)
-        return [*rows, (dots, f"{more:,} more", "", "")] if more else rows
+        return [*rows, (dots, f"{more:,} more", "", "", "")] if more else rows
 
     def plot(
         self,
@@ -282,6 +282,11 @@ class Draws:
         swaps = f", swaps accepted {rates}" if rates else ""
         size = f"{self.n_chains} chains x {self.n_draws} draws x {self.values.shape[2]} dim"
         return f"Draws({size}{swaps}, {self.status})"
+
+
+def _effective(std: float, error: float) -> str:
+    """How many independent draws have that error of the mean."""
+    return f"{(std / error) ** 2:,.0f}" if error > 0 else ""
 
 
 def _numbers(value: Any, n: int) -> Tensor:
