@@ -110,7 +110,7 @@ def test_tables_in_notebooks():
     assert cells_of(average)[15:17] == ["all pooled", f"{average.metrics(None)['accuracy']:.4g}"]
     assert cells_of(tr.PosteriorAverage([x for x, _ in batches(2)])) == []  # no labels
     draws = some_draws()
-    assert cells_of(draws)[5] == f"{float(draws.mean()[0]):.4g}"
+    assert cells_of(draws)[6] == f"{float(draws.mean()[0]):.4g}"
     assert cells_of(run.exchange())[9:12] == ["0 – 1", str(accepted), str(proposed)]
 
 
