@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from torchrex.errors import (
     InvalidArgumentError,
@@ -173,14 +174,17 @@ class PosteriorEnergy:
 
     def _loss_of_output(self, target: Any, output: Any) -> Any:
         arguments = (output,) if target is None else (output, target)
-        if not isinstance(output, Tensor):
-            return self._loss_of_parts(*arguments)
-        losses = self._loss(*arguments)
-        if isinstance(losses, Tensor) and losses.numel() > output.numel():
+        is_one = isinstance(output, Tensor)
+        losses = self._loss(*arguments) if is_one else self._loss_of_parts(*arguments)
+        parts = _tensors_in(output)
+        # Parts may be smaller than the target: one scale for all its numbers, for example.
+        sizes = [t.numel() for t in (parts if is_one else _tensors_in(arguments))]
+        if isinstance(losses, Tensor) and sizes and losses.numel() > max(sizes):
+            outputs = ", ".join(str(tuple(part.shape)) for part in parts)
             targets = f" and targets of {described_shape(target)}" if target is not None else ""
             raise TargetError(
-                f"{self._name} has shape {tuple(losses.shape)} for outputs of shape "
-                f"{tuple(output.shape)}{targets}: torch broadcast them; give both the same shape"
+                f"{self._name} has shape {tuple(losses.shape)} for outputs of shape {outputs}"
+                f"{targets}: torch broadcast them; give all the same shape"
             )
         return losses
 
@@ -189,11 +193,12 @@ class PosteriorEnergy:
         try:
             return self._loss(output, *target)
         except (TypeError, AttributeError) as error:
+            first = repr(next(iter(output), "...")) if isinstance(output, Mapping) else "0"
             raise TargetError(
                 f"the model returned a {type(output).__name__} and not a tensor, and {self._name} "
-                f"failed on it ({type(error).__name__}); choose the part for the loss: "
-                f"PosteriorEnergy.of(lambda module, batch: loss(module(batch[0])[0], batch[1], "
-                f'reduction="none"), n_data=...)'
+                f"failed on it ({type(error).__name__}); give a function that takes all parts and "
+                f"returns one loss per example: PosteriorEnergy(lambda output, target: "
+                f"loss_of(output[{first}], ...), n_data=...)"
             ) from error
 
     def per_example(self, module: nn.Module, batch: Batch) -> Tensor:
@@ -313,6 +318,10 @@ class PosteriorEnergy:
         prior = self.prior if is_plain else "a function"
         where = "" if self.prior_in_swaps else ", not in swaps"
         return f"PosteriorEnergy({self._name}, n_data={self.n_data:,}, prior={prior}{where})"
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _is_from_torch(error: Exception) -> bool:
