@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.utils import _pytree as pytree
 
 from torchrex.errors import (
@@ -25,6 +27,8 @@ from torchrex.errors import (
     require_whole,
 )
 from torchrex.targets.density import described_shape
+
+logger = logging.getLogger("torchrex")
 
 Batch = Any  # a tuple (inputs..., target), a dict with the target under `target_key`, or one tensor
 Loss = Callable[..., Tensor]
@@ -201,9 +205,45 @@ class PosteriorEnergy:
                 f"loss_of(output[{first}], ...), n_data=...)"
             ) from error
 
-    def per_example(self, module: nn.Module, batch: Batch) -> Tensor:
+    def losses_if_diverged(
+        self, module: nn.Module, batch: Batch, error: ValueError, *, moved: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """What `losses` had given, not finite, if it raised the error because a replica diverged;
+        else the error.
+
+        A distribution of torch refuses NaN, and a scale that became 0. Without this check its
+        losses are not finite, and so is the energy. A loss that refuses outputs which are not
+        finite by itself is NaN. A replica that has not `moved` may only have such outputs.
+        """
+        outputs: list[Any] = []
+        terms, descended, checks = None, None, Distribution._validate_args
+        Distribution.set_default_validate_args(False)
+        try:
+            with module.register_forward_hook(lambda *call: outputs.append(call[-1])):
+                terms, descended = self.losses(module, batch)
+        except ValueError:
+            pass
+        finally:
+            Distribution.set_default_validate_args(checks)
+        broken = not all(bool(part.isfinite().all()) for part in _tensors_in(outputs))
+        if isinstance(error, TorchrexError) or not (broken or (moved and terms is not None)):
+            raise error
+        if terms is None:
+            n = next(len(each) for each in _tensors_in([batch, outputs]) if each.ndim)
+            trained = [p.sum() for p in module.parameters() if p.requires_grad]
+            terms = (float("nan") * torch.stack(trained).sum()).expand(n)
+        elif bool(terms.isfinite().all()):
+            raise error
+        words = " ".join(str(error).split())[:150]
+        logger.warning(f"{self._name} failed on a replica that is no longer finite: {words}")
+        return terms, descended
+
+    def per_example(self, module: nn.Module, batch: Batch, *, moved: bool = True) -> Tensor:
         """Loss of each example of the batch, (n,)."""
-        return self.losses(module, batch)[0]
+        try:
+            return self.losses(module, batch)[0]
+        except ValueError as error:
+            return self.losses_if_diverged(module, batch, error, moved=moved)[0]
 
     def output(self, module: nn.Module, batch: Batch) -> Any:
         """What the module returns for the inputs of a batch."""
@@ -223,7 +263,7 @@ class PosteriorEnergy:
             return batch[self.target_key]
         return batch[-1] if isinstance(batch, tuple | list) else None
 
-    def tried(self, module: nn.Module, batch: Batch) -> Tensor:
+    def tried(self, module: nn.Module, batch: Batch, *, moved: bool = False) -> Tensor:
         """`per_example` of the first batch; an error of torch is explained by what was given.
 
         Class numbers are checked on the host: on a GPU a wrong one ends the process later.
@@ -234,7 +274,7 @@ class PosteriorEnergy:
                 target = self._target(batch)
                 output = self.output(module, batch)
                 self._require_classes(output, target)
-            return self.per_example(module, batch)
+            return self.per_example(module, batch, moved=moved)
         except TorchrexError:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
