@@ -111,6 +111,17 @@ def test_a_learning_rate_that_is_too_large_ends_in_an_error():
     assert bool(run.ensemble.position[0].isfinite().all())
 
 
+@pytest.fixture
+def validation():
+    """As in a process that compiles nothing: torch.compile ends the checks of distributions."""
+    kind = torch.distributions.Distribution
+    before = kind._validate_args
+    kind.set_default_validate_args(True)
+    yield
+    assert kind._validate_args
+    kind.set_default_validate_args(before)
+
+
 def validated(output, target):
     """-log Normal(mean, sigma): torch refuses NaN and a sigma of 0 by a ValueError."""
     return -torch.distributions.Normal(output[:, 0], output[:, 1].exp()).log_prob(target.float())
@@ -135,6 +146,7 @@ REFUSING = {
 }
 
 
+@pytest.mark.usefixtures("validation")
 @pytest.mark.parametrize("swap_batch", [None, 16])
 @pytest.mark.parametrize("case", REFUSING)
 def test_a_loss_that_refuses_what_a_broken_replica_returns_is_an_energy_of_nan(
@@ -163,7 +175,6 @@ def test_a_loss_that_refuses_what_a_broken_replica_returns_is_an_energy_of_nan(
     tr.train(run, data, 6)
     assert [event["replica"] for event in run.respawns] == [0]
     assert bool(run.ensemble.position.isfinite().all())
-    assert torch.distributions.Distribution._validate_args  # as it was
     # The first batch of a process is tried on its own: that must not stop a resumed run.
     again, data = broken("respawn", begun=False)
     again.load_state_dict(state)
@@ -189,6 +200,7 @@ def test_a_value_error_of_finite_outputs_is_raised_as_it_is(broken_at):
     assert not run.respawns
 
 
+@pytest.mark.usefixtures("validation")
 def test_an_argument_that_is_wrong_from_the_start_is_named_by_torch():
     """Finite outputs of weights that have not moved are no divergence: exp() is missing."""
 

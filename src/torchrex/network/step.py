@@ -204,12 +204,9 @@ class NetworkStep:
                 replicas.common.layout.gather(mine[n_own:], replicas.common.gradient[k])
 
     def _losses(self, module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        try:
+        if self.side_streams is not None:  # a capture must not look at values on the host
             return self.functions.losses(module, batch)
-        except ValueError as error:
-            if self.side_streams is not None:  # a capture must not look at values on the host
-                raise
-            return self.replicas.energy.losses_if_diverged(module, batch, error)
+        return self.replicas.energy.losses_or_nan(module, batch, self.functions.losses)
 
     def _losses_alone(self, module: nn.Module, batch: Batch) -> Tensor:
         """Per-example losses in the mode of a step, without gradients and changed buffers."""

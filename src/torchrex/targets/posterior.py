@@ -7,6 +7,7 @@ the sum by N/n times its own.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import logging
@@ -205,45 +206,44 @@ class PosteriorEnergy:
                 f"loss_of(output[{first}], ...), n_data=...)"
             ) from error
 
-    def losses_if_diverged(
-        self, module: nn.Module, batch: Batch, error: ValueError, *, moved: bool = True
+    def losses_or_nan(
+        self, module: nn.Module, batch: Batch, losses: Any = None, *, moved: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        """What `losses` had given, not finite, if it raised the error because a replica diverged;
-        else the error.
+        """`losses`; not finite if a ValueError refuses what a diverged replica returns.
 
-        A distribution of torch refuses NaN, and a scale that became 0. Without this check its
-        losses are not finite, and so is the energy. A loss that refuses outputs which are not
-        finite by itself is NaN. A replica that has not `moved` may only have such outputs.
+        A distribution of torch refuses NaN or a scale of 0; unchecked, its losses are not finite.
+        Before a replica has `moved`, a ValueError of finite outputs is always raised.
         """
-        outputs: list[Any] = []
-        terms, descended, checks = None, None, Distribution._validate_args
-        Distribution.set_default_validate_args(False)
+        checks = Distribution._validate_args
         try:
-            with module.register_forward_hook(lambda *call: outputs.append(call[-1])):
+            return (losses or self.losses)(module, batch)
+        except ValueError as error:
+            if isinstance(error, TorchrexError):
+                raise
+            terms, descended, outputs = None, None, list[Any]()
+            Distribution.set_default_validate_args(False)
+            with (
+                contextlib.suppress(ValueError),
+                module.register_forward_hook(lambda *call: outputs.append(call[-1])),
+            ):
                 terms, descended = self.losses(module, batch)
-        except ValueError:
-            pass
+            broken = not all(bool(part.isfinite().all()) for part in _tensors_in(outputs))
+            refused = terms is None or not bool(terms.isfinite().all())
+            if not refused or not (broken or (moved and terms is not None)):
+                raise
+            words = " ".join(str(error).split())[:150]
+            logger.warning(f"{self._name} failed on what a diverged replica returns: {words}")
         finally:
             Distribution.set_default_validate_args(checks)
-        broken = not all(bool(part.isfinite().all()) for part in _tensors_in(outputs))
-        if isinstance(error, TorchrexError) or not (broken or (moved and terms is not None)):
-            raise error
         if terms is None:
-            n = next(len(each) for each in _tensors_in([batch, outputs]) if each.ndim)
-            trained = [p.sum() for p in module.parameters() if p.requires_grad]
-            terms = (float("nan") * torch.stack(trained).sum()).expand(n)
-        elif bool(terms.isfinite().all()):
-            raise error
-        words = " ".join(str(error).split())[:150]
-        logger.warning(f"{self._name} failed on a replica that is no longer finite: {words}")
+            n = next((len(each) for each in _tensors_in([batch, outputs]) if each.ndim), 1)
+            total = torch.stack([p.sum() for p in module.parameters() if p.requires_grad]).sum()
+            terms = (float("nan") * total).expand(n)
         return terms, descended
 
     def per_example(self, module: nn.Module, batch: Batch, *, moved: bool = True) -> Tensor:
         """Loss of each example of the batch, (n,)."""
-        try:
-            return self.losses(module, batch)[0]
-        except ValueError as error:
-            return self.losses_if_diverged(module, batch, error, moved=moved)[0]
+        return self.losses_or_nan(module, batch, moved=moved)[0]
 
     def output(self, module: nn.Module, batch: Batch) -> Any:
         """What the module returns for the inputs of a batch."""
@@ -455,7 +455,8 @@ def from_sgd(
     At temperature 0 the converted settings take the same steps; lr 0.1 over 50,000 examples is 2e-6
     on the sum, and a weight decay of 5e-4 is the precision 25. An optimizer with parameter groups
     needs the `model`, for the names of its parameters: `lr` is then that of the first group, and
-    `lr_factors` and `prior` name the parameters that have another lr or weight decay.
+    `lr_factors` and `prior` name the parameters that have another lr or weight decay. If a
+    scheduler of torch has changed the lr, the one that it began with counts, and the log says so.
 
     >>> from_sgd(n_data=50_000, lr=0.1, momentum=0.9, weight_decay=5e-4)
     SummedScale(lr=2e-06, friction=0.1, prior=GaussianPrior(25), lr_factors={})
@@ -463,7 +464,7 @@ def from_sgd(
     require_whole("n_data", n_data, 1)
     of_each: dict[str, dict[str, float]] = {}
     if optimizer is not None:
-        first, of_each = _sgd_settings(optimizer, model)
+        first, of_each = _sgd_settings(optimizer, model, settings)
         if of_each and settings:
             raise InvalidArgumentError("of parameter groups no settings may be given again")
         settings = first | settings
@@ -483,11 +484,13 @@ def from_sgd(
 
 
 def _sgd_settings(
-    optimizer: torch.optim.Optimizer, model: nn.Module | None
+    optimizer: torch.optim.Optimizer, model: nn.Module | None, given: Mapping[str, float]
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Those of the first parameter group, and if there are more, of every parameter's group."""
     if not isinstance(optimizer, torch.optim.SGD):
-        raise InvalidArgumentError(f"only SGD can be converted, got {type(optimizer).__name__}")
+        is_one, name = isinstance(optimizer, torch.optim.Optimizer), type(optimizer).__name__
+        inside = "" if is_one else '; give the optimizer in it, as ["optimizer"] or [0]'
+        raise InvalidArgumentError(f"only SGD can be converted, got {name}{inside}")
     groups, of_each = optimizer.param_groups, dict[str | None, dict[str, float]]()
     own: list[dict[str, float]] = []
     named = {} if model is None else dict(model.named_parameters())
@@ -495,7 +498,8 @@ def _sgd_settings(
     for group in groups:
         if group["nesterov"] or group["dampening"] or group["maximize"]:
             raise InvalidArgumentError("SGHMC has no nesterov, dampening or maximize")
-        own.append({key: float(group[key]) for key in ("lr", "momentum", "weight_decay")})
+        now = {key: float(group[key]) for key in ("lr", "momentum", "weight_decay")}
+        own.append(_before_scheduler(now, group, given))
         of_each |= {names.get(id(parameter)): own[-1] for parameter in group["params"]}
     if len(groups) == 1:
         return own[0], {}
@@ -510,6 +514,22 @@ def _sgd_settings(
             f"parameter groups must have one momentum, and the first a lr above 0; got {own}"
         )
     return own[0], {str(name): each for name, each in of_each.items()}
+
+
+def _before_scheduler(
+    own: dict[str, float], group: Mapping[str, Any], given: Mapping[str, float]
+) -> dict[str, float]:
+    """With the lr that a scheduler of torch began with, not the one that it left."""
+    before = own | {"lr": float(group.get("initial_lr", own["lr"]))}
+    moves_lr = "lr" not in given and (before["lr"] != own["lr"] or "max_lr" in group)
+    if moves_lr or ("max_momentum" in group and "momentum" not in given):
+        names = ("initial_lr", "lr", "max_lr", "base_momentum", "max_momentum")
+        listed = ", ".join(f"{name}={float(group[name]):g}" for name in names if name in group)
+        logger.warning(
+            f"a scheduler has changed the optimizer ({listed}): from_sgd takes lr={before['lr']:g} "
+            f"and momentum={before['momentum']:g}; for others give lr=... and momentum=..."
+        )
+    return before
 
 
 def _exact_groups(values: Mapping[str, float], usual: float) -> dict[str, float]:
