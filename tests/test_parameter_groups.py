@@ -317,6 +317,7 @@ def one_left_out(model):
             lambda m: tr.from_sgd({"optimizer": in_groups(m)}, n_data=40),
             r'got dict; .*\["optimizer"\]',
         ),
+        (lambda m: tr.from_sgd([in_groups(m)], n_data=40), r"got list; .*\[0\]"),
         (lambda m: tr.from_sgd(in_groups(m), n_data=40, model=mlp()), "give the model"),
         (lambda m: tr.from_sgd(one_left_out(m), n_data=40, model=m), "exactly these"),
         (lambda m: tr.from_sgd(without_lr(m), n_data=40, model=m), "a lr above 0"),

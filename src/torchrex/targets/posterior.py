@@ -231,8 +231,7 @@ class PosteriorEnergy:
             refused = terms is None or not bool(terms.isfinite().all())
             if not refused or not (broken or (moved and terms is not None)):
                 raise
-            words = " ".join(str(error).split())[:150]
-            logger.warning(f"{self._name} failed on what a diverged replica returns: {words}")
+            logger.warning(f"{self._name} failed on what a diverged replica returns: {error}"[:250])
         finally:
             Distribution.set_default_validate_args(checks)
         if terms is None:
@@ -516,9 +515,7 @@ def _sgd_settings(
     return own[0], {str(name): each for name, each in of_each.items()}
 
 
-def _before_scheduler(
-    own: dict[str, float], group: Mapping[str, Any], given: Mapping[str, float]
-) -> dict[str, float]:
+def _before_scheduler(own: dict[str, float], group: Any, given: Any) -> dict[str, float]:
     """With the lr that a scheduler of torch began with, not the one that it left."""
     before = own | {"lr": float(group.get("initial_lr", own["lr"]))}
     moves_lr = "lr" not in given and (before["lr"] != own["lr"] or "max_lr" in group)
