@@ -4,6 +4,8 @@ replaced.
 
 from __future__ import annotations
 
+import copy
+import json
 import logging
 
 import pytest
@@ -107,6 +109,107 @@ def test_a_learning_rate_that_is_too_large_ends_in_an_error():
     assert len(run.respawns) >= 5
     assert {(event["replica"], event["copied_from"]) for event in run.respawns} == {(1, 0)}
     assert bool(run.ensemble.position[0].isfinite().all())
+
+
+@pytest.fixture
+def validation():
+    """As in a process that compiles nothing: torch.compile ends the checks of distributions."""
+    kind = torch.distributions.Distribution
+    before = kind._validate_args
+    kind.set_default_validate_args(True)
+    yield
+    assert kind._validate_args
+    kind.set_default_validate_args(before)
+
+
+def validated(output, target):
+    """-log Normal(mean, sigma): torch refuses NaN and a sigma of 0 by a ValueError."""
+    return -torch.distributions.Normal(output[:, 0], output[:, 1].exp()).log_prob(target.float())
+
+
+def validated_of(module, batch):
+    return validated(module(batch[0]), batch[1])
+
+
+def strict(output, target):
+    """A loss with a check of its own."""
+    if not bool(output.isfinite().all()):
+        raise ValueError("not finite")
+    return F.cross_entropy(output, target, reduction="none")
+
+
+REFUSING = {
+    "NaN": (tr.PosteriorEnergy(validated, n_data=N_DATA), NAN),
+    "sigma 0": (tr.PosteriorEnergy(validated, n_data=N_DATA), -1e5),
+    "of a module": (tr.PosteriorEnergy.of(validated_of, n_data=N_DATA), NAN),
+    "its own check": (tr.PosteriorEnergy(strict, n_data=N_DATA), NAN),
+}
+
+
+@pytest.mark.usefixtures("validation")
+@pytest.mark.parametrize("swap_batch", [None, 16])
+@pytest.mark.parametrize("case", REFUSING)
+def test_a_loss_that_refuses_what_a_broken_replica_returns_is_an_energy_of_nan(
+    case, swap_batch, tmp_path
+):
+    """A ValueError in the loss would leave no result, and respawn would do nothing."""
+    energy, value = REFUSING[case]
+
+    def broken(divergence, *, begun=True):
+        run = make_run(linear, energy, LADDER, seed=1, divergence=divergence, swap_batch=swap_batch)
+        data = tr.DeviceLoader(classes(), batch_size=8, seed=0)
+        if begun:
+            tr.train(run, data, 3)
+            with torch.no_grad():
+                run.ensemble.modules[0].bias[1] = value
+        return run, data
+
+    run, data = broken("stop")
+    with pytest.raises(NonFiniteEnergyError, match=r"replica 0 .* at step 3") as caught:
+        tr.train(run, data, 6, out=tmp_path / "mynet" / "seed=1")
+    assert "Lower the learning rate" in str(caught.value)
+    result = json.loads((tmp_path / "mynet" / "seed=1" / "result.json").read_text())
+    assert result["status"] == "failed"
+    run, data = broken("respawn")
+    state, position = copy.deepcopy((run.state_dict(), data.state_dict()))
+    tr.train(run, data, 6)
+    assert [event["replica"] for event in run.respawns] == [0]
+    assert bool(run.ensemble.position.isfinite().all())
+    # The first batch of a process is tried on its own: that must not stop a resumed run.
+    again, data = broken("respawn", begun=False)
+    again.load_state_dict(state)
+    data.load_state_dict(position)
+    tr.train(again, data, 6)
+    assert same(again.state_dict(), run.state_dict())
+
+
+@pytest.mark.parametrize("broken_at", [0, 2])
+def test_a_value_error_of_finite_outputs_is_raised_as_it_is(broken_at):
+    def picky(output, target):
+        if run.n_steps == broken_at:
+            raise ValueError("of its own")
+        return F.cross_entropy(output, target, reduction="none")
+
+    run = make_run(linear, tr.PosteriorEnergy(picky, n_data=N_DATA), LADDER, divergence="respawn")
+    for batch in batches(broken_at):
+        run.step(batch)
+    with pytest.raises(ValueError, match="of its own") as caught:
+        run.step(classes(8))
+    assert type(caught.value) is ValueError
+    assert run.n_steps == broken_at
+    assert not run.respawns
+
+
+@pytest.mark.usefixtures("validation")
+def test_an_argument_that_is_wrong_from_the_start_is_named_by_torch():
+    """Finite outputs of weights that have not moved are no divergence: exp() is missing."""
+
+    def no_exp(output, target):
+        return -torch.distributions.Normal(output[:, 0], output[:, 1]).log_prob(target.float())
+
+    run = make_run(linear, tr.PosteriorEnergy(no_exp, n_data=N_DATA), LADDER)
+    with pytest.raises(ValueError, match="Expected parameter scale"):
+        run.step(classes(8))
 
 
 def squared_run(**options):

@@ -122,7 +122,7 @@ def test_schedulers_of_torch_are_schedules(name):
 
 
 def test_a_scheduler_that_ends_is_refused_at_that_step_and_later():
-    schedule = schedules.from_torch(SCHEDULERS["one cycle"])
+    schedule = schedules.from_torch(SCHEDULERS["one cycle"], lr=1.0)
     for step in (102, 102, 150):
         with pytest.raises(ValueError, match="Tried to step 102 times"):
             schedule(step)
@@ -142,6 +142,34 @@ def test_a_scheduler_that_ends_is_refused_at_that_step_and_later():
 def test_schedulers_that_are_not_of_the_step_alone_are_refused(factory, lr, words):
     with pytest.raises(errors.InvalidArgumentError, match=words):
         schedules.from_torch(factory, lr=lr)
+
+
+NAMING_RATES = {
+    "eta_min": SCHEDULERS["cosine"],
+    "max_lr": SCHEDULERS["one cycle"],
+    "max_lrs": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, cycle_momentum=False),
+    "swa_lr": lambda o: torch.optim.swa_utils.SWALR(o, swa_lr=0.05),
+    "eta_min of a part": lambda o: lr_scheduler.SequentialLR(
+        o,
+        [
+            lr_scheduler.LinearLR(o),
+            lr_scheduler.ChainedScheduler([lr_scheduler.CosineAnnealingLR(o, 9, eta_min=0.1)]),
+        ],
+        [5],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMING_RATES)
+def test_a_scheduler_that_names_rates_needs_the_lr(name):
+    """Without it 0.004 would be 0.004 of the lr. The others need none."""
+    with pytest.raises(
+        errors.InvalidArgumentError, match=rf"rates \({name.split()[0]}\); give .*lr="
+    ):
+        schedules.from_torch(NAMING_RATES[name])
+    assert schedules.from_torch(NAMING_RATES[name], lr=1.0)(3) > 0.0
+    for plain in ("restarts", "warm-up", "lambda"):
+        assert schedules.from_torch(SCHEDULERS[plain])(0) in (1.0, 0.1)
 
 
 def test_every_error_is_ours_and_a_builtin():

@@ -168,7 +168,7 @@ def position_of(run):
 
 @pytest.mark.parametrize("make", [density_run, network_run])
 @pytest.mark.parametrize(
-    "schedule", [cosine, ends, turns_negative, warm_up, tr.schedules.from_torch(of_torch)]
+    "schedule", [cosine, ends, turns_negative, warm_up, tr.schedules.from_torch(of_torch, lr=1.0)]
 )
 def test_a_schedule_is_asked_for_steps_that_are_taken(make, schedule):
     """As a decay, and as an annealing where it is positive; also stopped and resumed."""

@@ -242,6 +242,67 @@ def two_momenta(model):
     return optimizer
 
 
+def after_steps(scheduler, n):
+    """SGD after so many steps of a scheduler of torch."""
+    optimizer = torch.optim.SGD(mlp().parameters(), lr=0.02, momentum=0.9)
+    made = scheduler(optimizer)
+    for _ in range(n):
+        optimizer.step()
+        made.step()
+    return optimizer
+
+
+def cosine(optimizer):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30, eta_min=2e-4)
+
+
+def one_cycle(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=30)
+
+
+def cyclic(optimizer):
+    return torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=10)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "n", "lr", "momentum", "words"),
+    [
+        (cosine, 0, 0.02, 0.9, ""),
+        (cosine, 30, 0.02, 0.9, "initial_lr=0.02, lr=0.0002): from_sgd takes lr=0.02"),
+        (one_cycle, 0, 0.002, 0.95, "max_lr=0.05, base_momentum=0.85, max_momentum=0.95"),
+        (one_cycle, 5, 0.002, None, "initial_lr=0.002, lr=0.03"),
+        (cyclic, 10, 0.01, 0.8, "base_momentum=0.8, max_momentum=0.9): from_sgd takes lr=0.01"),
+    ],
+)
+def test_the_lr_is_that_a_scheduler_began_with(scheduler, n, lr, momentum, words, caplog):
+    """After cosine annealing the lr that is left was 100 times too small, and nothing said so."""
+    optimizer = after_steps(scheduler, n)
+    momentum = optimizer.param_groups[0]["momentum"] if momentum is None else momentum
+    scale = tr.from_sgd(optimizer, n_data=40)
+    assert scale.lr == pytest.approx(lr / 40)
+    assert scale.friction == pytest.approx(1 - momentum)
+    assert words in caplog.text
+    assert bool(words) == bool(caplog.text)
+    if words:
+        assert f"takes lr={lr:g} and momentum={momentum:g}" in caplog.text
+    caplog.clear()
+    chosen = tr.from_sgd(optimizer, n_data=40, lr=0.1, momentum=0.5)
+    assert (chosen.lr, chosen.friction) == (0.1 / 40, 0.5)
+    assert not caplog.text
+
+
+def test_groups_have_the_lr_that_a_scheduler_began_with():
+    model = mlp()
+    optimizer = in_groups(model)
+    before = tr.from_sgd(optimizer, n_data=40, model=model)
+    scheduler = cosine(optimizer)
+    for _ in range(30):
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(2e-4)
+    assert tr.from_sgd(optimizer, n_data=40, model=model) == before
+
+
 def one_left_out(model):
     optimizer = in_groups(model)
     optimizer.param_groups[1]["params"].pop()
@@ -252,6 +313,11 @@ def one_left_out(model):
     ("make", "words"),
     [
         (lambda m: tr.from_sgd(in_groups(m), n_data=40), "give the model"),
+        (
+            lambda m: tr.from_sgd({"optimizer": in_groups(m)}, n_data=40),
+            r'got dict; .*\["optimizer"\]',
+        ),
+        (lambda m: tr.from_sgd([in_groups(m)], n_data=40), r"got list; .*\[0\]"),
         (lambda m: tr.from_sgd(in_groups(m), n_data=40, model=mlp()), "give the model"),
         (lambda m: tr.from_sgd(one_left_out(m), n_data=40, model=m), "exactly these"),
         (lambda m: tr.from_sgd(without_lr(m), n_data=40, model=m), "a lr above 0"),

@@ -350,6 +350,38 @@ class TwoHeads(nn.Module):
         return (self.linear(x), x) if self.form is tuple else {"logits": self.linear(x)}
 
 
+class TwoNumbers(nn.Module):
+    """Mean and log_sigma of shape (n, d), as a tuple or under names."""
+
+    def __init__(self, form=tuple, d=1):
+        super().__init__()
+        self.linear, self.form = nn.Linear(X.shape[1], 2 * d), form
+
+    def forward(self, x):
+        parts = self.linear(x).chunk(2, dim=1)
+        return parts if self.form is tuple else dict(zip(("mean", "log_sigma"), parts, strict=True))
+
+
+def normal_loss(output, target):
+    mean, log_sigma = output.values() if isinstance(output, dict) else output
+    return -torch.distributions.Normal(mean, log_sigma.exp()).log_prob(target)
+
+
+@pytest.mark.parametrize("form", [tuple, dict])
+def test_losses_of_several_numbers_per_example_of_parts_add_up(form):
+    """As large as the outputs is no broadcast, and neither is a loss of a target that is larger."""
+    model, energy = TwoNumbers(form, d=3), tr.PosteriorEnergy(normal_loss, n_data=N)
+    losses = energy.per_example(model, (X, torch.randn(8, 3)))
+    assert losses.shape == (8,)
+    one = tr.PosteriorEnergy(lambda o, t: normal_loss(o, t).mean(1, keepdim=True), n_data=N)
+    assert one.per_example(model, (X, torch.randn(8, 3))).shape == (8,)
+    spread = tr.PosteriorEnergy(normal_loss, n_data=N)
+    assert spread.per_example(TwoNumbers(form), (X, torch.randn(8, 5))).shape == (8,)
+    whole = torch.compile(energy.losses, backend="eager", fullgraph=True)  # as a captured step does
+    batch = (X, torch.randn(8, 3))
+    assert torch.equal(whole(model, batch)[0], energy.losses(model, batch)[0])
+
+
 def test_a_loss_may_be_made_for_such_outputs_and_other_errors_are_its_own():
     def first(output, target):
         return F.cross_entropy(output[0], target, reduction="none")
@@ -391,8 +423,21 @@ UNFIT = {
     "a prior of no number": (linear, NO_NUMBER, (X, Y), "prior"),
     "too little data": (linear, by(n_data=5), (X, Y), "8 examples is larger than n_data=5"),
     "no examples": (linear, CE, (X[:0], Y[:0]), "no examples"),
-    "a tuple": (TwoHeads, CE, (X, Y), r"returned a tuple .*PosteriorEnergy\.of"),
-    "a dict": (lambda: TwoHeads(dict), CE, (X, Y), r"returned a dict .*PosteriorEnergy\.of"),
+    "a tuple": (TwoHeads, CE, (X, Y), r"returned a tuple .*lambda output, target: .*output\[0\]"),
+    "a dict": (lambda: TwoHeads(dict), CE, (X, Y), r"returned a dict .*output\['logits'\]"),
+    "a loss of three": (TwoHeads, by(nn.GaussianNLLLoss()), (X, Y), "lambda output, target: "),
+    "parts spread": (
+        TwoNumbers,
+        by(normal_loss),
+        (X, COLUMN),
+        r"\(8, 8\) .*\(8, 1\), \(8, 1\) and",
+    ),
+    "names spread": (
+        lambda: TwoNumbers(dict),
+        by(normal_loss),
+        (X, COLUMN),
+        r"\(8, 8\) for outputs",
+    ),
 }
 
 

@@ -46,12 +46,12 @@ def cyclical(length: int, *, start: float = 1.0, end: float = 0.0) -> Schedule:
     return lambda step: end + half * (1.0 + math.cos(math.pi * (step % length) / length))
 
 
-def from_torch(factory: Callable[[Any], Any], *, lr: float = 1.0) -> Schedule:
+def from_torch(factory: Callable[[Any], Any], *, lr: float | None = None) -> Schedule:
     """A scheduler of `torch.optim.lr_scheduler` as a schedule: its lr at a step over `lr`.
 
-    `factory` makes the scheduler of an optimizer with the learning rate `lr`, which matters where
-    the scheduler names rates (`eta_min`, `max_lr`). One call of its `step()` is one step here. As
-    `Ladder(decay=...)` it multiplies drift and noise variance, so a rung keeps its temperature.
+    `factory` makes the scheduler of an optimizer with the learning rate `lr`, which must be given
+    if the scheduler names rates (`eta_min`, `max_lr`). One call of its `step()` is one step here.
+    As `Ladder(decay=...)` it multiplies drift and noise variance, so a rung keeps its temperature.
     Values are computed in order and kept; any step may be asked for.
 
     >>> from torch.optim.lr_scheduler import StepLR
@@ -61,6 +61,7 @@ def from_torch(factory: Callable[[Any], Any], *, lr: float = 1.0) -> Schedule:
     """
     import torch
 
+    is_given, lr = lr is not None, 1.0 if lr is None else lr
     if not (math.isfinite(lr) and lr > 0):
         raise InvalidArgumentError(f"lr must be positive and finite, got {lr}")
     optimizer = torch.optim.SGD([torch.zeros(())], lr=lr)
@@ -71,6 +72,11 @@ def from_torch(factory: Callable[[Any], Any], *, lr: float = 1.0) -> Schedule:
         raise InvalidArgumentError(
             "factory must return a scheduler of torch.optim.lr_scheduler whose step() needs no "
             f"metric, got {type(scheduler).__name__}; a schedule is a function of the step alone"
+        )
+    if not is_given and (rates := _rates_in(scheduler, optimizer.param_groups[0])):
+        raise InvalidArgumentError(
+            f"{type(scheduler).__name__} names rates ({', '.join(sorted(rates))}); give "
+            "from_torch(..., lr=...), the lr of your optimizer, to which they are relative"
         )
     optimizer.step()  # else torch warns of the order of the two
     factors = array("d", [optimizer.param_groups[0]["lr"] / lr])
@@ -95,6 +101,13 @@ def from_torch(factory: Callable[[Any], Any], *, lr: float = 1.0) -> Schedule:
             "give it cycle_momentum=False"
         )
     return factor
+
+
+def _rates_in(scheduler: Any, group: dict[str, Any]) -> set[str]:
+    """The names of rates that a scheduler was given, which are no factors of lr."""
+    own = {name for name in ("eta_min", "max_lrs") if getattr(scheduler, name, None)}
+    parts = (_rates_in(each, group) for each in getattr(scheduler, "_schedulers", ()))
+    return own.union({"max_lr", "swa_lr"} & group.keys(), *parts)
 
 
 def _require_count(name: str, value: int) -> None:

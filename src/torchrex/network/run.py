@@ -408,7 +408,7 @@ class ModuleExchange(ReplicaExchange):
             explain_batchnorm_error(),
         ):
             before = self.forward.now()
-            losses = replicas.energy.tried(module, mine)
+            losses = replicas.energy.tried(module, mine, moved=self.n_steps > 0)
             if not all(map(torch.equal, before, self.forward.now())):
                 self.random_losses.note("model")
             if self.device.type == "cpu":

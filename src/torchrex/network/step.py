@@ -134,7 +134,7 @@ class NetworkStep:
                     repeated.append(self._losses_alone(module, self._part_of(again)[0]))
             with torch.enable_grad():
                 with replicas.casting():
-                    terms, descended = self.functions.losses(module, batch)
+                    terms, descended = self._losses(module, batch)
                 if len(terms) == 0:
                     raise TargetError("a batch has no examples; leave empty batches out")
                 terms = terms if terms.dtype == torch.float64 else terms.float()
@@ -203,11 +203,16 @@ class NetworkStep:
             if replicas.common is not None:
                 replicas.common.layout.gather(mine[n_own:], replicas.common.gradient[k])
 
+    def _losses(self, module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        if self.side_streams is not None:  # a capture must not look at values on the host
+            return self.functions.losses(module, batch)
+        return self.replicas.energy.losses_or_nan(module, batch, self.functions.losses)
+
     def _losses_alone(self, module: nn.Module, batch: Batch) -> Tensor:
         """Per-example losses in the mode of a step, without gradients and changed buffers."""
         replicas = self.replicas
         with replicas.own_work(), torch.no_grad(), untouched_buffers(module), replicas.casting():
-            terms, _ = self.functions.losses(module, batch)
+            terms, _ = self._losses(module, batch)
         return terms if terms.dtype == torch.float64 else terms.float()
 
     def _assembled(self, losses: list[Tensor], extra: list[Tensor | None]) -> Energy:

@@ -7,14 +7,18 @@ the sum by N/n times its own.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
+from torch.utils import _pytree as pytree
 
 from torchrex.errors import (
     InvalidArgumentError,
@@ -24,6 +28,8 @@ from torchrex.errors import (
     require_whole,
 )
 from torchrex.targets.density import described_shape
+
+logger = logging.getLogger("torchrex")
 
 Batch = Any  # a tuple (inputs..., target), a dict with the target under `target_key`, or one tensor
 Loss = Callable[..., Tensor]
@@ -173,14 +179,17 @@ class PosteriorEnergy:
 
     def _loss_of_output(self, target: Any, output: Any) -> Any:
         arguments = (output,) if target is None else (output, target)
-        if not isinstance(output, Tensor):
-            return self._loss_of_parts(*arguments)
-        losses = self._loss(*arguments)
-        if isinstance(losses, Tensor) and losses.numel() > output.numel():
+        is_one = isinstance(output, Tensor)
+        losses = self._loss(*arguments) if is_one else self._loss_of_parts(*arguments)
+        parts = _tensors_in(output)
+        # Parts may be smaller than the target: one scale for all its numbers, for example.
+        sizes = [t.numel() for t in (parts if is_one else _tensors_in(arguments))]
+        if isinstance(losses, Tensor) and sizes and losses.numel() > max(sizes):
+            outputs = ", ".join(str(tuple(part.shape)) for part in parts)
             targets = f" and targets of {described_shape(target)}" if target is not None else ""
             raise TargetError(
-                f"{self._name} has shape {tuple(losses.shape)} for outputs of shape "
-                f"{tuple(output.shape)}{targets}: torch broadcast them; give both the same shape"
+                f"{self._name} has shape {tuple(losses.shape)} for outputs of shape {outputs}"
+                f"{targets}: torch broadcast them; give all the same shape"
             )
         return losses
 
@@ -189,16 +198,51 @@ class PosteriorEnergy:
         try:
             return self._loss(output, *target)
         except (TypeError, AttributeError) as error:
+            first = repr(next(iter(output), "...")) if isinstance(output, Mapping) else "0"
             raise TargetError(
                 f"the model returned a {type(output).__name__} and not a tensor, and {self._name} "
-                f"failed on it ({type(error).__name__}); choose the part for the loss: "
-                f"PosteriorEnergy.of(lambda module, batch: loss(module(batch[0])[0], batch[1], "
-                f'reduction="none"), n_data=...)'
+                f"failed on it ({type(error).__name__}); give a function that takes all parts and "
+                f"returns one loss per example: PosteriorEnergy(lambda output, target: "
+                f"loss_of(output[{first}], ...), n_data=...)"
             ) from error
 
-    def per_example(self, module: nn.Module, batch: Batch) -> Tensor:
+    def losses_or_nan(
+        self, module: nn.Module, batch: Batch, losses: Any = None, *, moved: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """`losses`; not finite if a ValueError refuses what a diverged replica returns.
+
+        A distribution of torch refuses NaN or a scale of 0; unchecked, its losses are not finite.
+        Before a replica has `moved`, a ValueError of finite outputs is always raised.
+        """
+        checks = Distribution._validate_args
+        try:
+            return (losses or self.losses)(module, batch)
+        except ValueError as error:
+            if isinstance(error, TorchrexError):
+                raise
+            terms, descended, outputs = None, None, list[Any]()
+            Distribution.set_default_validate_args(False)
+            with (
+                contextlib.suppress(ValueError),
+                module.register_forward_hook(lambda *call: outputs.append(call[-1])),
+            ):
+                terms, descended = self.losses(module, batch)
+            broken = not all(bool(part.isfinite().all()) for part in _tensors_in(outputs))
+            refused = terms is None or not bool(terms.isfinite().all())
+            if not refused or not (broken or (moved and terms is not None)):
+                raise
+            logger.warning(f"{self._name} failed on what a diverged replica returns: {error}"[:250])
+        finally:
+            Distribution.set_default_validate_args(checks)
+        if terms is None:
+            n = next((len(each) for each in _tensors_in([batch, outputs]) if each.ndim), 1)
+            total = torch.stack([p.sum() for p in module.parameters() if p.requires_grad]).sum()
+            terms = (float("nan") * total).expand(n)
+        return terms, descended
+
+    def per_example(self, module: nn.Module, batch: Batch, *, moved: bool = True) -> Tensor:
         """Loss of each example of the batch, (n,)."""
-        return self.losses(module, batch)[0]
+        return self.losses_or_nan(module, batch, moved=moved)[0]
 
     def output(self, module: nn.Module, batch: Batch) -> Any:
         """What the module returns for the inputs of a batch."""
@@ -218,7 +262,7 @@ class PosteriorEnergy:
             return batch[self.target_key]
         return batch[-1] if isinstance(batch, tuple | list) else None
 
-    def tried(self, module: nn.Module, batch: Batch) -> Tensor:
+    def tried(self, module: nn.Module, batch: Batch, *, moved: bool = False) -> Tensor:
         """`per_example` of the first batch; an error of torch is explained by what was given.
 
         Class numbers are checked on the host: on a GPU a wrong one ends the process later.
@@ -229,7 +273,7 @@ class PosteriorEnergy:
                 target = self._target(batch)
                 output = self.output(module, batch)
                 self._require_classes(output, target)
-            return self.per_example(module, batch)
+            return self.per_example(module, batch, moved=moved)
         except TorchrexError:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -313,6 +357,10 @@ class PosteriorEnergy:
         prior = self.prior if is_plain else "a function"
         where = "" if self.prior_in_swaps else ", not in swaps"
         return f"PosteriorEnergy({self._name}, n_data={self.n_data:,}, prior={prior}{where})"
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _is_from_torch(error: Exception) -> bool:
@@ -406,7 +454,8 @@ def from_sgd(
     At temperature 0 the converted settings take the same steps; lr 0.1 over 50,000 examples is 2e-6
     on the sum, and a weight decay of 5e-4 is the precision 25. An optimizer with parameter groups
     needs the `model`, for the names of its parameters: `lr` is then that of the first group, and
-    `lr_factors` and `prior` name the parameters that have another lr or weight decay.
+    `lr_factors` and `prior` name the parameters that have another lr or weight decay. If a
+    scheduler of torch has changed the lr, the one that it began with counts, and the log says so.
 
     >>> from_sgd(n_data=50_000, lr=0.1, momentum=0.9, weight_decay=5e-4)
     SummedScale(lr=2e-06, friction=0.1, prior=GaussianPrior(25), lr_factors={})
@@ -414,7 +463,7 @@ def from_sgd(
     require_whole("n_data", n_data, 1)
     of_each: dict[str, dict[str, float]] = {}
     if optimizer is not None:
-        first, of_each = _sgd_settings(optimizer, model)
+        first, of_each = _sgd_settings(optimizer, model, settings)
         if of_each and settings:
             raise InvalidArgumentError("of parameter groups no settings may be given again")
         settings = first | settings
@@ -434,11 +483,13 @@ def from_sgd(
 
 
 def _sgd_settings(
-    optimizer: torch.optim.Optimizer, model: nn.Module | None
+    optimizer: torch.optim.Optimizer, model: nn.Module | None, given: Mapping[str, float]
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Those of the first parameter group, and if there are more, of every parameter's group."""
     if not isinstance(optimizer, torch.optim.SGD):
-        raise InvalidArgumentError(f"only SGD can be converted, got {type(optimizer).__name__}")
+        is_one, name = isinstance(optimizer, torch.optim.Optimizer), type(optimizer).__name__
+        inside = "" if is_one else '; give the optimizer in it, as ["optimizer"] or [0]'
+        raise InvalidArgumentError(f"only SGD can be converted, got {name}{inside}")
     groups, of_each = optimizer.param_groups, dict[str | None, dict[str, float]]()
     own: list[dict[str, float]] = []
     named = {} if model is None else dict(model.named_parameters())
@@ -446,7 +497,8 @@ def _sgd_settings(
     for group in groups:
         if group["nesterov"] or group["dampening"] or group["maximize"]:
             raise InvalidArgumentError("SGHMC has no nesterov, dampening or maximize")
-        own.append({key: float(group[key]) for key in ("lr", "momentum", "weight_decay")})
+        now = {key: float(group[key]) for key in ("lr", "momentum", "weight_decay")}
+        own.append(_before_scheduler(now, group, given))
         of_each |= {names.get(id(parameter)): own[-1] for parameter in group["params"]}
     if len(groups) == 1:
         return own[0], {}
@@ -461,6 +513,20 @@ def _sgd_settings(
             f"parameter groups must have one momentum, and the first a lr above 0; got {own}"
         )
     return own[0], {str(name): each for name, each in of_each.items()}
+
+
+def _before_scheduler(own: dict[str, float], group: Any, given: Any) -> dict[str, float]:
+    """With the lr that a scheduler of torch began with, not the one that it left."""
+    before = own | {"lr": float(group.get("initial_lr", own["lr"]))}
+    moves_lr = "lr" not in given and (before["lr"] != own["lr"] or "max_lr" in group)
+    if moves_lr or ("max_momentum" in group and "momentum" not in given):
+        names = ("initial_lr", "lr", "max_lr", "base_momentum", "max_momentum")
+        listed = ", ".join(f"{name}={float(group[name]):g}" for name in names if name in group)
+        logger.warning(
+            f"a scheduler has changed the optimizer ({listed}): from_sgd takes lr={before['lr']:g} "
+            f"and momentum={before['momentum']:g}; for others give lr=... and momentum=..."
+        )
+    return before
 
 
 def _exact_groups(values: Mapping[str, float], usual: float) -> dict[str, float]:
