@@ -26,7 +26,8 @@ from torchrex.report.plots import calibration, rung_name, running_mean, smoothin
 
 METHODS = ("#2f7fd0", "#d5552b", "#2b9a63", "#9468d0", "#a07a1e", "#cf4f97", "#1b93a8", "#7d868c")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-COLD, VIOLET, HOT = (47, 127, 208), (150, 100, 205), (213, 68, 50)  # of rungs
+# Of rungs, from the coldest to the hottest.
+RUNGS = ((47, 127, 208), (27, 147, 168), (43, 154, 99), (160, 122, 30), (213, 68, 50))
 GREY = "#7d868c"
 LIGHT = {"ground": "#fdfdfc", "text": "#1c1f22", "soft": "#5d656c", "line": "#dfe2e4"}
 DARK = {"ground": "#15181b", "text": "#e4e7e9", "soft": "#a4adb4", "line": "#31373c"}
@@ -35,6 +36,8 @@ MOST_VALUES = 2400  # rows times rungs
 MOST_SMOOTH = 600  # rows of a smooth series
 MOST_LINES = 4  # runs in a figure that has a line for each
 MOST_TEXTS = 12  # next to each other in a figure
+MOST_NAMED = 6  # rungs in a legend
+FAR = 20.0  # a ratio of energies that needs a logarithmic axis
 MOST_PATHS = 100  # swaps of a chain; of more the occupancy says more than the paths
 NEAR_A_SWAP = 8  # rows on either side
 SWAPS_IN_FULL = 40
@@ -138,10 +141,12 @@ def paths(history: History, *, chain: int = 0, of: str = "") -> Any:
         shift = 0.12 * (replica - (n - 1) / 2) / max(1, n - 1)  # lines on a rung lie side by side
         y, style = array(rungs[:, replica] + shift), {"color": colour, "width": 1.4, "shape": "hv"}
         more = {"customdata": array(rungs[:, replica]), "hovertemplate": "rung %{customdata}"}
+        more["showlegend"] = replica in _named(n)
         traces.append(line(f"replica {replica}", array(steps), y, style, **more))
     ticks = {"tickmode": "linear", "dtick": 1, "range": [-0.4, n - 0.6]}
     note = f"{of}: chain {chain + 1} of {history.n_chains}." if history.n_chains > 1 else of
-    return figure("Replicas over rungs", "step", "rung (0 is coldest)", traces, note, yaxis=ticks)
+    notes, y_title = (note, _order(n, "replicas")), "rung (0 is coldest)"
+    return figure("Replicas over rungs", "step", y_title, traces, *notes, yaxis=ticks)
 
 
 def occupancy(history: History) -> Any:
@@ -178,9 +183,11 @@ def energies(history: History, chains: Mapping[str, int] | None = None) -> Any:
     rows, window = rows_to_keep(history, first), smoothing_window(len(history.steps))
     x, raw = array(history.steps[rows]), history.energy[rows, :, first].double()
     smooth = running_mean(history.energy[:, :, shown].double(), window)[rows]
-    log = bool((raw > 0).all()) and float(raw.max() / raw.min()) > 20
+    least = _to_subtract(history.energy[:, :, shown].double())
+    raw, smooth = raw - (least or 0.0), smooth - (least or 0.0)
+    log = bool((raw > 0).all()) and float(raw.max() / raw.min()) > FAR or least is not None
     axis, outside = settled_axis([smooth, raw], log=log)
-    traces = []
+    traces, legend = list[Trace](), _named(history.n_rungs)
     for rung, colour in reversed(list(enumerate(rung_colours(history.n_rungs)))):
         name = rung_name(rung, history.n_rungs)
         group: Trace = {"legendgroup": str(rung)}
@@ -193,8 +200,12 @@ def energies(history: History, chains: Mapping[str, int] | None = None) -> Any:
             style = {"color": colour, "width": 1.7, "dash": DASHES[k % len(DASHES)]}
             called = f"{name}, {plain(run)}" if k else name
             y = array(smooth[:, rung, k])
-            traces.append(line(called, x, y, style, showlegend=k == 0, **group))
-    words = [f"Thick: mean of {window:,} recorded rows." * (window > 1), _kept(history, rows)]
+            traces.append(line(called, x, y, style, showlegend=not k and rung in legend, **group))
+    words = (
+        [f"The least recorded energy, {least:,.7g}, is subtracted."] if least is not None else []
+    )
+    words += [_order(history.n_rungs, "rungs")]
+    words += [f"Thick: mean of {window:,} recorded rows." * (window > 1), _kept(history, rows)]
     if chains and len(chains) > 1:
         words.append(f"{len(named)} of {len(chains)} runs are drawn, all but the first dashed.")
     swaps = swaps_of(history, first)
@@ -207,7 +218,8 @@ def energies(history: History, chains: Mapping[str, int] | None = None) -> Any:
         more: Trace = {"mode": "markers", "marker": tick, "hoverinfo": "x", "cliponaxis": False}
         y = array(torch.full(some.shape, bottom))
         traces.append(line("swaps", array(some), y, **more))
-    title, y_title = "Energies of the rungs", "energy (nats, summed)"
+    y_title = f"energy{' minus the least' * (least is not None)} (nats, summed)"
+    title = "Energies of the rungs"
     return figure(title, "step", y_title, traces, *words, outside, yaxis=axis)
 
 
@@ -222,12 +234,12 @@ def noise(history: History) -> Any:
     for pair, colour in enumerate(rung_colours(history.n_pairs + 1)[:-1]):
         name, style = f"rungs {pair}–{pair + 1}", {"color": colour, "width": 1.6}
         traces += _with_band(name, x, Estimate(mean[:, pair], error[:, pair]), style)
+        traces[-1]["showlegend"] = pair in _named(history.n_pairs)
     chains, (axis, outside) = history.n_chains, settled_axis([mean])
     note = f"Mean of {chains:,} chains, band: two standard errors." * (chains > 1)
+    notes = (note, _order(history.n_pairs, "pairs"), _kept(history, rows), outside)
     title = "Noise variance σ² of one energy"
-    return figure(
-        title, "step", "σ² (nats²)", traces, note, _kept(history, rows), outside, yaxis=axis
-    )
+    return figure(title, "step", "σ² (nats²)", traces, *notes, yaxis=axis)
 
 
 # The answer, of one method or several: what is drawn, and its colour, by name
@@ -403,14 +415,35 @@ def _kept(history: History, rows: Tensor) -> str:
 
 
 def rung_colours(n: int) -> list[str]:
-    """From blue, the coldest, through violet to red."""
-    ends, found = (COLD, VIOLET, HOT), []
+    """From blue, the coldest, through green to red."""
+    found, last = [], len(RUNGS) - 1
     for k in range(n):
-        at = 2 * k / max(1, n - 1)
-        low, high, part = ends[min(1, int(at))], ends[min(1, int(at)) + 1], at - min(1, int(at))
-        mixed = (round(a + part * (b - a)) for a, b in zip(low, high, strict=True))
+        at = last * k / max(1, n - 1)
+        left = min(last - 1, int(at))
+        ends = zip(RUNGS[left], RUNGS[left + 1], strict=True)
+        mixed = (round(a + (at - left) * (b - a)) for a, b in ends)
         found.append("#{:02x}{:02x}{:02x}".format(*mixed))
     return found
+
+
+def _named(n: int) -> set[int]:
+    """Which of n rungs a legend names: of many the coldest, the hottest and some in between."""
+    few = min(n, MOST_NAMED)
+    return {round(k * (n - 1) / max(1, few - 1)) for k in range(few)}
+
+
+def _order(n: int, things: str) -> str:
+    words = f"The legend names {MOST_NAMED} of {n} {things}; colours go from blue to red in order."
+    return words * (n > MOST_NAMED)
+
+
+def _to_subtract(energy: Tensor) -> float | None:
+    """The least energy (rows, rungs, chains), if the medians of the rungs in the first chain lie
+    so far apart above it that only a logarithmic axis shows them all.
+    """
+    known = energy[energy.isfinite()]
+    above = energy[math.ceil(BURN_IN * len(energy)) :, :, 0].nanquantile(0.5, dim=0) - known.min()
+    return float(known.min()) if float(above.max()) > FAR * float(above.min()) else None
 
 
 def swaps_of(history: History, chain: int = 0) -> Tensor:
