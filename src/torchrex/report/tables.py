@@ -585,9 +585,7 @@ def pool_seeds(results: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def value_and_error(value: float | None, error: float | None) -> str:
-    """`0.410(2)`: the error applies to the last digit shown. One of 100 or more has a power of
-    ten: `5.0(4)e5`.
-    """
+    """`0.410(2)`: the error applies to the last digit shown; of 100 or more it is `5.0(4)e5`."""
     if value is None:
         return ""
     if not error or not math.isfinite(error):

@@ -77,10 +77,6 @@ class Pooled:
         ]
 
     @property
-    def noisy(self) -> bool:
-        return bool(self.history.noise_variance.any())
-
-    @property
     def barrier(self) -> tuple[float, float]:
         """The sum of the rejection rates and its error; NaN where a pair was not tested."""
         rejected = (1 - self.history.accepted / self.history.proposed).sum(0)
