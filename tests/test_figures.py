@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def history(k=200, rungs=2, chains=3, correction=2.0, swaps=((50, 0), (51, 0), (
         replica_at=replica_at,
         noise_variance=torch.linspace(1, 4, k)[:, None, None].repeat(1, n_pairs, chains)
         + 0.1 * torch.arange(chains),
-        temperature=torch.tensor([[1.0, 2.0, 4.0][:rungs]]).repeat(k, 1),
+        temperature=(2.0 ** torch.arange(rungs)).repeat(k, 1),
         accepted=made,
         proposed=torch.full((n_pairs, chains), k),
         n_steps=k,
@@ -66,6 +67,40 @@ def test_energies_are_those_of_the_chains_and_swaps_are_marked():
     assert named(drawn)["swaps"].x.tolist() == [50, 51, 120]
     assert "4 of 5 runs are drawn" in note_of(drawn)
     assert sum(trace.name == "rung 0 (coldest), seed 3" for trace in drawn.data) == 1
+
+
+def test_all_rungs_of_a_far_ladder_can_be_seen():
+    """By hand: rungs 1, 3 and 10,000 above 40,000. On a linear axis the first two are one line."""
+    data, levels = history(rungs=3), torch.tensor([1.0, 3.0, 1e4], dtype=torch.float64)
+    energy = 40_000 + levels[:, None] * (0.5 + torch.rand(200, 3, 3, dtype=torch.float64))
+    energy[100, 0, 0] = 40_000.25
+    drawn = figures.energies(replace(data, energy=energy))
+    raw = next(trace for trace in drawn.data if trace.opacity and trace.legendgroup == "1")
+    assert torch.allclose(y(raw), energy[:, 1, 0] - 40_000.25, atol=1e-4)
+    assert drawn.layout.yaxis.type == "log"
+    assert "energy, 40,000.25, is subtracted" in note_of(drawn)
+    low, high = (10**each for each in drawn.layout.yaxis.range)
+    assert low < 1 < 9_000 < high < 100_000
+    assert "minus" in drawn.layout.yaxis.title.text
+    near = figures.energies(data)
+    assert "subtracted" not in note_of(near)
+    assert "minus" not in near.layout.yaxis.title.text
+
+
+def test_a_legend_names_a_few_rungs_of_a_long_ladder():
+    """The coldest, the hottest and four between; all twelve are drawn."""
+    long = history(rungs=12)
+    for drawn, hottest in (
+        (figures.energies(long), "rung 11 (hottest)"),
+        (figures.paths(long), "replica 11"),
+        (figures.noise(long), "rungs 10–11"),
+    ):
+        shown = set(named(drawn)) - {"swaps"}
+        assert len(shown) == 6
+        assert hottest in shown
+        assert len({trace.line.color for trace in drawn.data if trace.line.color}) >= 11
+        assert "names 6 of 1" in note_of(drawn)
+    assert "legend" not in note_of(figures.energies(history()))
 
 
 def test_paths_follow_the_replicas_and_not_the_rungs():

@@ -190,6 +190,7 @@ def test_everything_that_is_asked_for_is_on_the_page(demo):
     config = re.search("config.json</summary><pre>(.*?)</pre>", run, re.DOTALL)[1]
     assert json.loads(config) == to_json(get_recipe("digits/resghmc"))
     assert all(f"<h4>{title}</h4>" in run for title in ("Ladder", "Numbers"))
+    assert "before annealing" not in text
     wanted = diagnose(load_run(demo.parent / "figure1/case3-resgld-F4/seed=0"))
     mixture = run_in(demo, "figure1/case3-resgld-F4, seed 0")
     assert all(each.words in mixture for each in wanted.findings)
@@ -284,6 +285,32 @@ def test_numbers_have_the_errors_of_their_chains(tmp_path):
     assert cell(row, "w1")[0] == "1.8(5)"
     assert cell(row, "a new metric") == ("-", None)
     assert (shown(20_000.0, None), shown(0.297887, 0.0188717)) == ("20,000", "0.30(2)")
+    large = (shown(498_128.0, 36_794.0), shown(-498_128.0, 367.0), shown(30.0, 500.0))
+    assert large == ("5.0(4)e5", "-4.981(4)e5", "0(5)e2")
+    assert (shown(155.0, 10.0), shown(52.0, 120.0)) == ("155(10)", "1(1)e2")
+
+
+def test_posterior_means_are_values_with_errors(tmp_path):
+    """A run of `sample`: twelve pairs, of which the table of families shows the first few."""
+    metrics = {"ess": 812.5, "log_evidence": -33_512.25, "log_evidence_se": 0.31}
+    for k in range(12):
+        metrics |= {
+            f"mean_{k}": k + 0.123,
+            f"mean_{k}_se": 0.004,
+            f"sd_{k}": 2.5,
+            f"sd_{k}_se": 0.1,
+        }
+    folder = write_mixture(tmp_path)
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps({**result, "metrics": metrics}))
+    write_page([tmp_path], tmp_path / "page.html", doctor_seconds=0)
+    run = run_in(tmp_path / "page.html", "figure1/case3-resgld-F4, seed 0")
+    numbers = run.split("<h4>Numbers</h4>")[1].split("</table>")[0]
+    cells = [re.sub("<[^>]*>", "|", row).strip("|").split("|") for row in numbers.split("<tr>")]
+    read = {cell[0]: cell[2] for cell in cells if len(cell) > 2}
+    assert len(read) == 27
+    assert (read["mean 11"], read["sd 0"]) == ("11.123(4)", "2.5(1)")
+    assert (read["log evidence"], read["ess"]) == ("-33512.2(3)", "812.5")
 
 
 def test_a_family_shows_the_columns_of_its_configs(tmp_path):
@@ -341,6 +368,17 @@ CURVES = {
 }
 
 
+def test_energies_without_noise_have_no_figure_of_it(tmp_path):
+    write_mixture(tmp_path)
+    (row,) = rows_of(tmp_path)
+    exact = replace(row.ladder.history, noise_variance=torch.zeros(200, 1, 4))
+    ladder = replace(row.ladder, history=exact)
+    assert "noise" not in dict(of_ladder(ladder, "#000000"))
+    assert "energies have no noise" in swaps_of(ladder)
+    assert "noise" in dict(of_ladder(row.ladder, "#000000"))
+    assert "energies have no noise" not in swaps_of(row.ladder)
+
+
 @pytest.mark.parametrize("made", [2, 1_374])
 def test_image_runs_are_drawn_from_their_curves(tmp_path, made):
     """There is no trace. A result.json lists the first swaps: they are not all."""
@@ -361,6 +399,7 @@ def test_image_runs_are_drawn_from_their_curves(tmp_path, made):
     ((kind, averages),) = of_answers(group.families)
     assert kind == "averages"
     assert 92 < averages.layout.yaxis.range[0] < 93  # the first draws are far below
+    assert "At the first step, before annealing." in page_of([run], doctor_seconds=0)
 
 
 @pytest.mark.parametrize(
@@ -655,6 +694,18 @@ def test_a_page_of_fifty_runs_loads_without_a_complaint(browser, tmp_path):
     wait(browser, f"{DRAWN} > {before}")
     assert browser.run("document.querySelectorAll('details.family')[9].open"), "a link opens it"
     assert browser.errors == []
+
+
+@in_browser
+def test_the_first_two_figures_do_not_wait_to_be_seen(browser, demo):
+    browser.look(height=100)
+    browser.open(demo)
+    wait(browser, f"{DRAWN} === 2")
+    assert browser.run(f"{FIGURES}.slice(0, 3).map(f => 'drawn' in f.dataset)") == [
+        True,
+        True,
+        False,
+    ]
 
 
 @in_browser

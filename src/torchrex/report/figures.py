@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from torchrex.report.plots import calibration, rung_name, running_mean, smoothin
 
 METHODS = ("#2f7fd0", "#d5552b", "#2b9a63", "#9468d0", "#a07a1e", "#cf4f97", "#1b93a8", "#7d868c")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-COLD, VIOLET, HOT = (47, 127, 208), (150, 100, 205), (213, 68, 50)  # of rungs
+RUNGS = ((47, 127, 208), (27, 147, 168), (43, 154, 99), (160, 122, 30), (213, 68, 50))  # from cold
 GREY = "#7d868c"
 LIGHT = {"ground": "#fdfdfc", "text": "#1c1f22", "soft": "#5d656c", "line": "#dfe2e4"}
 DARK = {"ground": "#15181b", "text": "#e4e7e9", "soft": "#a4adb4", "line": "#31373c"}
@@ -35,6 +36,8 @@ MOST_VALUES = 2400  # rows times rungs
 MOST_SMOOTH = 600  # rows of a smooth series
 MOST_LINES = 4  # runs in a figure that has a line for each
 MOST_TEXTS = 12  # next to each other in a figure
+MOST_NAMED = 6  # rungs in a legend
+FAR = 20.0  # a ratio of energies that needs a logarithmic axis
 MOST_PATHS = 100  # swaps of a chain; of more the occupancy says more than the paths
 NEAR_A_SWAP = 8  # rows on either side
 SWAPS_IN_FULL = 40
@@ -133,15 +136,18 @@ def flow(history: History, *, chain: int = 0, of: str = "") -> Any:
 def paths(history: History, *, chain: int = 0, of: str = "") -> Any:
     """The rung of every replica of one chain, swap by swap where all swaps are known."""
     steps, rungs = _path(history, chain)
-    n, traces = history.n_rungs, []
+    n, traces = history.n_rungs, list[Trace]()
+    named, order = _in_legend(n, "replicas")
     for replica, colour in enumerate(rung_colours(n)):
         shift = 0.12 * (replica - (n - 1) / 2) / max(1, n - 1)  # lines on a rung lie side by side
         y, style = array(rungs[:, replica] + shift), {"color": colour, "width": 1.4, "shape": "hv"}
         more = {"customdata": array(rungs[:, replica]), "hovertemplate": "rung %{customdata}"}
+        more["showlegend"] = replica in named
         traces.append(line(f"replica {replica}", array(steps), y, style, **more))
     ticks = {"tickmode": "linear", "dtick": 1, "range": [-0.4, n - 0.6]}
     note = f"{of}: chain {chain + 1} of {history.n_chains}." if history.n_chains > 1 else of
-    return figure("Replicas over rungs", "step", "rung (0 is coldest)", traces, note, yaxis=ticks)
+    names = ("Replicas over rungs", "step", "rung (0 is coldest)")
+    return figure(*names, traces, note, order, yaxis=ticks)
 
 
 def occupancy(history: History) -> Any:
@@ -178,9 +184,11 @@ def energies(history: History, chains: Mapping[str, int] | None = None) -> Any:
     rows, window = rows_to_keep(history, first), smoothing_window(len(history.steps))
     x, raw = array(history.steps[rows]), history.energy[rows, :, first].double()
     smooth = running_mean(history.energy[:, :, shown].double(), window)[rows]
-    log = bool((raw > 0).all()) and float(raw.max() / raw.min()) > 20
+    least, far = _to_subtract(history.energy[:, :, shown].double())
+    raw, smooth = raw - least, smooth - least
+    log = bool(far) or (bool((raw > 0).all()) and float(raw.max() / raw.min()) > FAR)
     axis, outside = settled_axis([smooth, raw], log=log)
-    traces = []
+    traces, (in_legend, order) = list[Trace](), _in_legend(history.n_rungs)
     for rung, colour in reversed(list(enumerate(rung_colours(history.n_rungs)))):
         name = rung_name(rung, history.n_rungs)
         group: Trace = {"legendgroup": str(rung)}
@@ -193,8 +201,10 @@ def energies(history: History, chains: Mapping[str, int] | None = None) -> Any:
             style = {"color": colour, "width": 1.7, "dash": DASHES[k % len(DASHES)]}
             called = f"{name}, {plain(run)}" if k else name
             y = array(smooth[:, rung, k])
-            traces.append(line(called, x, y, style, showlegend=k == 0, **group))
-    words = [f"Thick: mean of {window:,} recorded rows." * (window > 1), _kept(history, rows)]
+            group["showlegend"] = k == 0 and rung in in_legend
+            traces.append(line(called, x, y, style, **group))
+    smoothed = f"Thick: mean of {window:,} recorded rows." * (window > 1)
+    words = [far, order, smoothed, _kept(history, rows)]
     if chains and len(chains) > 1:
         words.append(f"{len(named)} of {len(chains)} runs are drawn, all but the first dashed.")
     swaps = swaps_of(history, first)
@@ -207,8 +217,12 @@ def energies(history: History, chains: Mapping[str, int] | None = None) -> Any:
         more: Trace = {"mode": "markers", "marker": tick, "hoverinfo": "x", "cliponaxis": False}
         y = array(torch.full(some.shape, bottom))
         traces.append(line("swaps", array(some), y, **more))
-    title, y_title = "Energies of the rungs", "energy (nats, summed)"
-    return figure(title, "step", y_title, traces, *words, outside, yaxis=axis)
+    names = (
+        "Energies of the rungs",
+        "step",
+        f"energy{' minus the least' * bool(far)} (nats, summed)",
+    )
+    return figure(*names, traces, *words, outside, yaxis=axis)
 
 
 def noise(history: History) -> Any:
@@ -219,15 +233,15 @@ def noise(history: History) -> Any:
     rows = torch.linspace(0, n - 1, min(n, MOST_SMOOTH)).long()
     mean, error = over_chains(history.noise_variance[rows])
     x, traces = array(history.steps[rows]), list[Trace]()
+    named, order = _in_legend(history.n_pairs, "pairs")
     for pair, colour in enumerate(rung_colours(history.n_pairs + 1)[:-1]):
         name, style = f"rungs {pair}–{pair + 1}", {"color": colour, "width": 1.6}
         traces += _with_band(name, x, Estimate(mean[:, pair], error[:, pair]), style)
+        traces[-1]["showlegend"] = pair in named
     chains, (axis, outside) = history.n_chains, settled_axis([mean])
     note = f"Mean of {chains:,} chains, band: two standard errors." * (chains > 1)
-    title = "Noise variance σ² of one energy"
-    return figure(
-        title, "step", "σ² (nats²)", traces, note, _kept(history, rows), outside, yaxis=axis
-    )
+    names = ("Noise variance σ² of one energy", "step", "σ² (nats²)")
+    return figure(*names, traces, note, order, _kept(history, rows), outside, yaxis=axis)
 
 
 # The answer, of one method or several: what is drawn, and its colour, by name
@@ -403,14 +417,27 @@ def _kept(history: History, rows: Tensor) -> str:
 
 
 def rung_colours(n: int) -> list[str]:
-    """From blue, the coldest, through violet to red."""
-    ends, found = (COLD, VIOLET, HOT), []
-    for k in range(n):
-        at = 2 * k / max(1, n - 1)
-        low, high, part = ends[min(1, int(at))], ends[min(1, int(at)) + 1], at - min(1, int(at))
-        mixed = (round(a + part * (b - a)) for a, b in zip(low, high, strict=True))
-        found.append("#{:02x}{:02x}{:02x}".format(*mixed))
-    return found
+    """From blue, the coldest, through green to red."""
+    at, known = np.linspace(0, len(RUNGS) - 1, n), np.arange(len(RUNGS))
+    parts = [np.interp(at, known, part).round().astype(int) for part in zip(*RUNGS, strict=True)]
+    return ["#{:02x}{:02x}{:02x}".format(*each) for each in zip(*parts, strict=True)]
+
+
+def _in_legend(n: int, things: str = "rungs") -> tuple[list[int], str]:
+    """Which of many rungs a legend names, the coldest and the hottest among them, and a note."""
+    named = np.linspace(0, n - 1, min(n, MOST_NAMED)).round().astype(int).tolist()
+    words = f"The legend names {len(named)} of {n} {things}; colours go from blue to red in order."
+    return named, words * (len(named) < n)
+
+
+def _to_subtract(energy: Tensor) -> tuple[float, str]:
+    """The least energy (rows, rungs, chains) and words, if the medians of the rungs lie so far
+    apart above it that only a logarithmic axis shows them all; else 0 and none.
+    """
+    least = float(energy.nan_to_num(math.inf).min())
+    above = energy[int(BURN_IN * len(energy)) :, :, 0].nanmedian(0).values - least
+    far = float(above.max()) > FAR * float(above.min()) and math.isfinite(least)
+    return (least, f"The least recorded energy, {least:,.7g}, is subtracted.") if far else (0.0, "")
 
 
 def swaps_of(history: History, chain: int = 0) -> Tensor:

@@ -96,6 +96,7 @@ def _ladder(run: LoadedRun) -> str:
     head, note = ["rung", "temperature", "learning rate"], "At the first step, before annealing."
     if run.ladder is None:
         return ""
+    note *= run.ladder.anneal is not None or run.ladder.decay is not None
     pairs = zip(run.ladder.temperatures, run.ladder.lrs, strict=True)
     rows = [[str(rung), f"{tau:g}", f"{lr:.4g}"] for rung, (tau, lr) in enumerate(pairs)]
     warm_start = 0 if run.settings is None else run.settings.warm_start
@@ -124,6 +125,8 @@ def swaps_of(ladder: Pooled) -> str:
         "In brackets the standard error of the last digit(s); s and what it allows between equal"
         f" energies are those of the last quarter of the run, as σ² is. Together: {ladder.words}."
     )
+    if not ladder.history.noise_variance.any():
+        note += " The energies have no noise: σ² is 0 in all recorded rows and is not drawn."
     return plain_table("Swaps", head, rows, note)
 
 

@@ -35,7 +35,7 @@ def of_ladder(ladder: Pooled, colour: str) -> list[Drawn]:
     if ladder.travel is not None and history.accepted.any():
         made.append(("flow", figures.flow(history, chain=chain, of=first)))
     made.append(("energy", figures.energies(history, ladder.runs)))
-    if ladder.pairs:
+    if history.noise_variance.any():
         made.append(("noise", figures.noise(history)))
     return made
 

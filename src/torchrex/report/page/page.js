@@ -73,7 +73,8 @@ const onSight = new IntersectionObserver((entries) => {
     show(target);
   }
 }, { rootMargin: "300px" });
-for (const figure of figures) onSight.observe(figure);
+const first = figures.filter((figure) => !figure.closest("details:not([open])")).slice(0, 2);
+for (const figure of figures) first.includes(figure) ? show(figure) : onSight.observe(figure);
 dark.addEventListener("change", () => figures.filter((figure) => figure.spec).forEach(draw));
 addEventListener("beforeprint", () => { // what is closed is not on paper
   for (const figure of figures) if (figure.offsetParent) show(figure);
