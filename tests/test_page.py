@@ -310,7 +310,7 @@ def test_posterior_means_are_values_with_errors(tmp_path):
     read = {cell[0]: cell[2] for cell in cells if len(cell) > 2}
     assert len(read) == 27
     assert (read["mean 11"], read["sd 0"]) == ("11.123(4)", "2.5(1)")
-    assert (read["log evidence"], read["ess"]) == ("-33512.2(3)", "812.5")
+    assert (read["log evidence"], read["effective draws"]) == ("-33512.2(3)", "812.5")
 
 
 def test_a_family_shows_the_columns_of_its_configs(tmp_path):
