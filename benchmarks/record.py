@@ -2,7 +2,7 @@
 made from them.
 
 `python benchmarks/record.py` puts the tables of the stored results into benchmarks/README.md,
-README.md and docs/reproduction.md.
+README.md and docs/reproduction-tables.md.
 """
 
 from __future__ import annotations
@@ -534,7 +534,7 @@ def main() -> None:
         into_page(page, name, f"{table(record)}\n\n{setting(record)}")
     front = speed_table(stored("module_step"), stored("density_loop"))
     into_page(HERE.parent / "README.md", "speed", front)
-    page = HERE.parent / "docs" / "reproduction.md"
+    page = HERE.parent / "docs" / "reproduction-tables.md"
     of_runs = {
         "table1": (images_table, "images/table1.json"),
         "table2": (images_table, "images/table2.json"),
@@ -544,7 +544,7 @@ def main() -> None:
     for name, (table, source) in of_runs.items():
         path = HERE.parent / "results" / source
         if not path.exists():
-            print(f"results/{source} is not there; {name} in docs/reproduction.md stays as it is")
+            print(f"results/{source} is not there; {name} in the docs stays as it is")
             continue
         page.write_text(between(page.read_text(), name, table(json.loads(path.read_text()))))
 

@@ -90,6 +90,36 @@ def test_code_fits_the_page(page):
     assert [line for line in lines if len(line) > 75] == []
 
 
+def sentences_of(page: Path) -> list[str]:
+    """Without code, formulas, tables, headings and generated parts; a link is its text."""
+    text = page.read_text()
+    text = re.sub(r"<!-- \w+ -->.*?<!-- end -->", "\n\n", text, flags=re.DOTALL)
+    text = re.sub(r"^```.*?^```", "\n\n", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"\$[^$]+\$", "x", re.sub(r"`[^`]+`", "x", text))
+    text = re.sub(r"!\[[^]]*\]\([^)]*\)|\]\([^)]*\)", "", text)
+    paragraphs = re.split(r"\n\s*\n|\n(?=\s*(?:[-*#|]|\d+\.) )", text)
+    prose = [p.strip() for p in paragraphs if not p.lstrip().startswith(("|", "#", ":::"))]
+    return [s for p in prose for s in re.split(r"(?<=[.!?])[*\")\]_]*\s+", " ".join(p.split()))]
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
+def test_sentences_are_short(page):
+    long = [
+        s for s in sentences_of(page) if sum(bool(re.search(r"\w", w)) for w in s.split()) >= 25
+    ]
+    assert long == []
+
+
+def test_the_reproduction_has_the_numbers_of_its_tables():
+    cell = re.compile(r"(?<=\| )\d\d\.\d\d(?:±\d+\.\d+)?(?= \|)")
+    short, tables = (
+        set(cell.findall((ROOT / "docs" / name).read_text()))
+        for name in ("reproduction.md", "reproduction-tables.md")
+    )
+    assert short
+    assert short <= tables
+
+
 def test_links_lead_somewhere():
     for page in (*TEXTS, ROOT / "benchmarks" / "README.md"):
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
