@@ -60,7 +60,7 @@ def output_of(output: dict[str, Any]) -> str:
         picture = "".join(data["image/png"]).replace("\n", "")
         return f'<img alt="output of the cell above" src="data:image/png;base64,{picture}">'
     text = re.sub(r"\x1b\[[0-9;]*m", "", "".join(data.get("text/plain", ""))).rstrip()
-    return f"```text\n{text}\n```" if text else ""
+    return f"``` {{ .text .output }}\n{text}\n```" if text else ""
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
