@@ -392,11 +392,8 @@ def image_recipes() -> dict[str, ImageConfig]:
 
 # Tables
 
-MSGD, SGHMC_ALONE, RESGHMC = (
-    Line("M-SGD", "msgd"),
-    Line("SGHMC", "sghmc"),
-    Line("reSGHMC", "resghmc"),
-)
+MSGD, SGHMC_ALONE = Line("M-SGD", "msgd"), Line("SGHMC", "sghmc")
+RESGHMC = Line("reSGHMC", "resghmc")
 EXCHANGING = Line("reSGHMC, both rungs", "resghmc", "pooled_")
 INDEPENDENT = Line("no swaps, both rungs", "independent", "pooled_")
 TABLE1 = PaperTable(

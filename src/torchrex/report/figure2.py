@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -207,26 +208,16 @@ def draw(figure: Mapping[str, Any], path: Path) -> None:
         drawn.suptitle("\n".join([f"ResNet-20{missed}", *other_settings(figure)]), fontsize=11)
 
 
-def _plot_course(of: Mapping[str, Any], axis: Any, name: str, label: str) -> None:
+def _plot_course(name: str, label: str, title: str, of: Mapping[str, Any], axis: Any) -> None:
     for family, course in of["course"].items():
         values = [value if value else math.nan for value in course[name][0]]
         words = f"{family}: {VARIANCES[family]}, seed {course['seed']}"
         axis.plot(course["epoch"], values, label=words, lw=1.0, color=SHADES[family])
-    axis.set(xlabel="epoch", ylabel=label)
+    axis.set(xlabel="epoch", ylabel=label, title=title)
     log_axis(axis, lambda x, _: power(x))
     bottom, top = axis.get_ylim()
     axis.set_ylim(bottom, top * (top / bottom) ** 0.35)  # space for the legend
     axis.legend(fontsize=8, loc="upper right")
-
-
-def plot_variance(of: Mapping[str, Any], axis: Any) -> None:
-    _plot_course(of, axis, "noise_variance", "variance of an energy")
-    axis.set_title("(a) noise variance σ²")
-
-
-def plot_correction(of: Mapping[str, Any], axis: Any) -> None:
-    _plot_course(of, axis, "correction", "energy")
-    axis.set_title("(a) correction")
 
 
 def plot_energies(of: Mapping[str, Any], axis: Any) -> None:
@@ -304,4 +295,11 @@ def plot_factors(of: Mapping[str, Any], axis: Any) -> None:
     axis.legend(fontsize=8, loc="upper left", frameon=True, edgecolor="none")
 
 
-PLOTS = (plot_variance, plot_correction, plot_energies, plot_factors)  # a panel for each
+COURSES = (
+    ("noise_variance", "variance of an energy", "(a) noise variance σ²"),
+    ("correction", "energy", "(a) correction"),
+)
+PLOTS: tuple[Callable[[Mapping[str, Any], Any], None], ...] = (  # a panel for each
+    *(partial(_plot_course, *course) for course in COURSES),
+    *(plot_energies, plot_factors),
+)

@@ -103,9 +103,7 @@ def panels(
 
 def log_axis(axis: Any, form: Any = "{x:g}") -> None:
     """A logarithmic y axis with plain numbers at 1, or at 1, 2 and 5 where they have space."""
-    ticker = import_extra("matplotlib.ticker", "plots")
-    axis.set_yscale("log")
-    axis.yaxis.set_minor_locator(ticker.LogLocator(subs=(2.0, 5.0)))
+    axis.set_yscale("log", subs=(2, 5))
     axis.yaxis.set_major_formatter(form)
     low, high = axis.get_ylim()
     axis.yaxis.set_minor_formatter(form if high < CROWDED * low else "")
