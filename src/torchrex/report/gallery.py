@@ -200,7 +200,7 @@ def plot_answers(row: Mapping[str, Any], axis: Any) -> None:
         each, style = row["methods"][name], look(name).points
         heights = [place + 0.05 * (k % 5 - 2) for k in range(len(each["runs"]))]
         axis.plot(each["runs"], heights, **{**style, "marker": "o"}, alpha=0.35, ms=4, mew=0)
-        axis.errorbar(each["mean"], place, xerr=2 * each["se"], **style, ms=7, capsize=3)
+        axis.errorbar(each["mean"], place, xerr=2 * each["se"], **style, ms=5, capsize=3)
     axis.axvline(row["exact"], color="black", lw=1.2, label="exact")
     axis.set_yticks(range(len(names)), [row["methods"][name]["title"] for name in names])
     axis.set_ylim(-0.5, len(names) + 0.1)  # space for the legend
