@@ -22,7 +22,7 @@ EQUAL = 0.05  # costs that differ by more are pointed out
 Given = MethodResult | Path | str
 Numbers = dict[int, dict[str, float]]  # of a method, by seed
 COST = ("examples", "seconds")
-BESIDES = ("single_", "pooled_", "swaps ")  # of a run folder, next to its answer
+BESIDES = ("single_", "pooled_", "swaps ", "clipped_share")  # of a run folder, next to its answer
 
 
 @dataclass(frozen=True, repr=False)
