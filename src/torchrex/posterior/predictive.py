@@ -223,7 +223,8 @@ def _differences(values: Tensor, dim: int) -> Tensor:
     n = values.shape[dim]
     weights = 2.0 * torch.arange(1, n + 1, dtype=values.dtype, device=values.device) - (n + 1)
     ordered = values.sort(dim).values
-    return 2.0 * torch.tensordot(ordered.movedim(dim, -1), weights, dims=1)
+    found: Tensor = 2.0 * torch.tensordot(ordered.movedim(dim, -1), weights, dims=1)
+    return found
 
 
 def terms_of(found: Pass, likelihood: Likelihood | None) -> dict[str, Tensor]:
