@@ -229,6 +229,7 @@ def train_together(
         loop.begin_traces(n_steps)
         if loop.saves:
             loop.resume() if resume else loop.require_nothing_later()
+        loop.require_steps(n_steps)
         loop.begin_folders(n_steps)
         try:
             outcome = loop.train(n_steps, checkpoint_every, budget, progress)
@@ -315,13 +316,20 @@ class _Loop:
     def n_steps(self) -> int:
         return self.going[0].one.run.n_steps
 
-    def train(
-        self, n_steps: int, checkpoint_every: int, budget: float | None, progress: Progress
-    ) -> Outcome:
+    def require_steps(self, n_steps: int) -> None:
+        """Refuse a total that is behind the runs, or beyond the end of a schedule."""
         if self.n_steps > n_steps:
             raise InvalidArgumentError(
                 f"the run is at step {self.n_steps}, beyond n_steps={n_steps}, which is the total"
             )
+        for one in self.runs:
+            ladder = one.run.rules.ladder
+            for schedule in filter(None, (ladder.anneal, ladder.decay, ladder.noise)):
+                schedule(n_steps - 1)
+
+    def train(
+        self, n_steps: int, checkpoint_every: int, budget: float | None, progress: Progress
+    ) -> Outcome:
         began, earlier, first = time.monotonic(), self.seconds, self.n_steps
         process_group, stretch = self.process_group, 1
 
