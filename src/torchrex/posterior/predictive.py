@@ -163,7 +163,7 @@ class Predictive:
             return self.draws[:, None, None]
         parts = self._parts
         n_sets = 2 * len(parts)
-        m = 1 + max(AT_LEAST // n_sets, VALUES // (n_sets * self.mean.numel()))
+        m = max(-(-AT_LEAST // n_sets), VALUES // (n_sets * self.mean.numel()))
         first = torch.arange(m, dtype=torch.float64).reshape(-1, *[1] * self.mean.ndim)
 
         def drawn(part: Distribution) -> Tensor:
