@@ -115,7 +115,7 @@ class TrainingRun:
             trace_every=self.trace.every,
         )
 
-    def result(self, exchange: Mapping[str, Any], clipped: float) -> RunResult:
+    def result(self, exchange: Mapping[str, Any], clipped: float, examples: int) -> RunResult:
         """What its run folder says of it: the metrics of its first average, and its swaps."""
         metrics: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
@@ -123,6 +123,7 @@ class TrainingRun:
             metrics, tensors = summary_of(average)
         if self.run.setting.get("clip") is not None:
             metrics["clipped_share"] = clipped
+        metrics["examples"] = examples
         return RunResult(
             self.trace, metrics, tensors=tensors, exchange=exchange, failure=self.failure
         )
@@ -459,7 +460,10 @@ class _Loop:
         group = self.process_group
         written = [one for one in self.runs if one.out is not None]
         # Several processes count together.
-        reports = [(one.run.exchange().numbers, one.run.clipped_share()[0]) for one in written]
+        reports = [
+            (one.run.exchange().numbers, one.run.clipped_share()[0], one.run.n_examples)
+            for one in written
+        ]
         with group.all_or_none("writing of the results", RunFolderError):
             for one in self.runs if group.is_main else ():
                 if one.out is not None:

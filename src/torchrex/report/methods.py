@@ -162,7 +162,11 @@ def _answer_of(run: LoadedRun) -> dict[str, float]:
 
 
 def _examples_of(run: LoadedRun) -> float:
-    """Steps times batch times rungs, with those of swap batches; NaN where nothing says it."""
+    """As the run has counted; else steps times batch times rungs, with those of swap batches; NaN
+    where nothing says it.
+    """
+    if (counted := run.numbers.get("examples")) is not None:
+        return counted
     sizes = [getattr(run.settings, name, None) for name in ("n_steps", "batch_size", "n_rungs")]
     swap_cost = ((run.result or {}).get("exchange") or {}).get("swap_cost") or 0.0
     known = [float(size) for size in sizes if isinstance(size, int)]
