@@ -88,6 +88,30 @@ def test_any_output_is_averaged_and_written(tmp_path, method):
     assert torch.equal(saved.predictive().mean, doubled.average.predictive().mean)
 
 
+def test_the_cost_of_a_folder_counts_the_last_batch_of_an_epoch_as_it_is(tmp_path):
+    data = DataLoader(TensorDataset(*classes()), batch_size=24, shuffle=True)  # 24 and 16 of 40
+    run, own = tr.ModuleExchange(ensemble(), LADDER, seed=0), average(every=10)
+    outcome = tr.train(run, data, STEPS, average=own, out=tmp_path / "net")
+    table = tr.compare(
+        {"memory": tr.MethodResult.of(run, outcome, own), "folder": tmp_path / "net"}
+    )
+    assert run.n_examples == STEPS // 2 * 40 * 3
+    assert table.values["folder"]["cost"][0] == 1.0
+    assert not any("equal cost" in note for note in table.notes)
+    assert list(table.values["folder"]) == list(table.values["memory"])
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_a_clip_is_that_of_any_run_and_no_metric(tmp_path, method):
+    free, clipped = method(), method(clip=1.0, out=tmp_path / "net")
+    assert not torch.equal(predicted(free), predicted(clipped))
+    assert load_run(tmp_path / "net").metrics["clipped_share"] > 0.9
+    assert "clipped" not in str(tr.report.of_folder(tmp_path / "net"))  # it samples nothing
+    table = tr.compare({"memory": clipped, "folder": tmp_path / "net"})
+    assert list(table.values["folder"]) == list(table.values["memory"])
+    assert "clipped_share" not in tr.compare({"folder": tmp_path / "net"}).values["folder"]
+
+
 def test_replicas_that_do_not_exchange_answer_together_from_their_folder_too(tmp_path):
     run = tr.ModuleExchange(ensemble(), LADDER, pairing=tr.NoSwaps(), seed=0)
     own = average(every=10, rungs=(0, 1, 2))

@@ -18,7 +18,7 @@ from ranks import run_ranks
 from torchrex.checkpoint import Checkpoints
 from torchrex.distributed import replica_mesh
 from torchrex.errors import CheckpointError, InvalidArgumentError
-from torchrex.posterior import Predictive, fair_crps
+from torchrex.posterior import Predictive, crps
 from torchrex.posterior.store_format import slot_of
 
 Normal, N, N_RUNGS = torch.distributions.Normal, 7, 2
@@ -216,30 +216,61 @@ def crps_of_normal(y):
     return y * (2 * normal.cdf(y) - 1) + 2 * normal.pdf(y) - 1 / math.sqrt(math.pi)
 
 
+def crps_of_points(draws, y, n_draws):
+    """Of the outputs themselves, without a likelihood."""
+    return crps(draws[:, None, None], torch.tensor(y).double(), n_draws)
+
+
 @pytest.mark.parametrize("y", [0.0, 0.7, -2.5])
 def test_the_crps_of_few_draws_has_no_bias(y):
-    """The mutant divides by K^2, as the CRPS of the empirical distribution does."""
-    n_draws, n = 4, 20_000
-    draws = standard_normal(n_draws, n, seed=3)
-    score = fair_crps(draws, torch.tensor(y))
-    assert_mean_is(score, crps_of_normal(y))
-    spread = (draws[:, None] - draws[None]).abs().sum((0, 1))
-    mutant = (draws - y).abs().mean(0) - spread / (2 * n_draws**2)
-    assert_mean_is_not(mutant, crps_of_normal(y))
-    by_pairs = (draws - y).abs().mean(0) - spread / (2 * n_draws * (n_draws - 1))
-    torch.testing.assert_close(score, by_pairs)
+    """4 draws of 10^9 score as N(0, 1) does, 4 of 4 as the 4, and 4 of 8 as the 8."""
+    draws = standard_normal(8, 20_000, seed=3)
+
+    def by_pairs(x):
+        spread = (x[:, None] - x[None]).abs().sum((0, 1))
+        return (x - y).abs().mean(0) - spread / (2 * len(x) ** 2)
+
+    assert_mean_is(crps_of_points(draws[:4], y, 10**9), crps_of_normal(y))
+    assert_mean_is_not(by_pairs(draws[:4]), crps_of_normal(y))
+    torch.testing.assert_close(crps_of_points(draws[:4], y, 4), by_pairs(draws[:4]))
+    assert_mean_is(crps_of_points(draws[:4], y, 8) - by_pairs(draws), 0.0)
+    assert_mean_is_not(crps_of_points(draws[:4], y, 10**9) - by_pairs(draws), 0.0)
+    torch.testing.assert_close(crps_of_points(draws[:1], y, 1), (draws[0] - y).abs())
+    assert crps_of_points(draws[:1], y, 2).isnan().all()
 
 
-def test_the_crps_of_observations_is_that_of_draws_and_noise_together():
-    """Outputs N(0, 0.6^2) with noise 0.8: the observation is N(0, 1). Without noise it is not."""
-    n, y = 20_000, 0.4
-    outs = 0.6 * standard_normal(5, n, seed=4)
-    average = averaged(outs, torch.full((n,), y), likelihood=lambda out: Normal(out, 0.8))
-    found = average.predictive()
-    score = fair_crps(found.draws, torch.tensor(y))
-    assert_mean_is(score, crps_of_normal(y))
-    assert_mean_is_not(fair_crps(outs, torch.tensor(y)), crps_of_normal(y))
-    assert found.metrics()["crps"] == pytest.approx(float(score.mean()))
+def test_the_crps_of_sets_counts_pairs_of_one_draw_and_of_two():
+    values, y = standard_normal(3, 2, 4, 5, seed=6), torch.zeros(5)
+    gaps = (values[:, :, :, None, None, None] - values[None, None, None]).abs()
+    between = torch.stack([gaps[a, :, :, b] for a in range(3) for b in range(3) if a != b])
+    within = torch.stack([gaps[a, 0, :, a, 1] for a in range(3)])
+    b, w = between.flatten(0, 4).mean(0), within.flatten(0, 2).mean(0)
+    expected = values.abs().mean((0, 1, 2)) - (1 - 1 / 7) * b / 2 - w / 14
+    torch.testing.assert_close(crps(values, y, 7), expected)
+
+
+@pytest.mark.parametrize("family", ["normal", "student"])
+def test_the_crps_of_observations_is_that_of_draws_and_noise_together(family):
+    """Of the 5 members of an ensemble exactly (Grimit et al. 2006, Eq. 5), not of one observation
+    of each. StudentT, without quantiles in torch, is nearly normal with 10^6 degrees of freedom.
+    """
+    n, sigma = 200, 0.8
+    means = 0.6 * standard_normal(5, n, seed=4)
+    y = standard_normal(n, seed=5)
+    law = {
+        "normal": lambda out: Normal(out, sigma),
+        "student": lambda out: torch.distributions.StudentT(1e6, out, sigma),
+    }[family]
+
+    def expected_distance(mean, sd):
+        z = (mean / sd).numpy()
+        return torch.tensor(mean.numpy() * (2 * stats.norm.cdf(z) - 1) + 2 * sd * stats.norm.pdf(z))
+
+    pairs = expected_distance(means[:, None] - means[None], math.sqrt(2) * sigma)
+    exact = float((expected_distance(means - y, sigma).mean(0) - pairs.mean((0, 1)) / 2).mean())
+    # One value of each half of a percent, or 660 values of each number at random.
+    error = 1e-3 if family == "normal" else 5 * 0.6 / math.sqrt(n * 660)
+    assert averaged(means, y, likelihood=law).metrics()["crps"] == pytest.approx(exact, abs=error)
 
 
 def test_rmse_and_nll_by_hand():
@@ -255,12 +286,16 @@ def test_rmse_and_nll_by_hand():
 
 
 def test_likelihoods_without_a_cdf():
-    """Quantiles are then those of one observation for each kept draw."""
-    n_draws, outs = 4_000, torch.zeros(4_000, 1)
-    student = torch.distributions.StudentT
-    found = averaged(outs, keep=n_draws, likelihood=lambda out: student(4.0, out)).predictive()
-    error = math.sqrt(0.9 * 0.1 / n_draws) / stats.t(4).pdf(stats.t(4).ppf(0.9))
-    assert abs(float(found.quantile(0.9)) - stats.t(4).ppf(0.9)) < 5 * error
+    """Quantiles are those of many observations of each kept draw: 3 draws can be enough."""
+    student, exact = torch.distributions.StudentT, stats.t(4)
+    for n_draws in (3, 300):
+        outs, y = torch.zeros(n_draws, 500), torch.tensor(exact.rvs(500, random_state=0))
+        found = averaged(outs, y, keep=n_draws, likelihood=lambda out: student(4.0, out))
+        lower, upper = found.predictive().interval(0.9)
+        error = math.sqrt(0.05 * 0.95 / 200) / exact.pdf(exact.ppf(0.95))
+        assert abs(float(upper.mean()) - exact.ppf(0.95)) < 5 * error / math.sqrt(500) + 0.03
+        assert abs(float(lower.mean()) - exact.ppf(0.05)) < 5 * error / math.sqrt(500) + 0.03
+        assert abs(found.metrics()["coverage_90"] - 0.9) < 5 * math.sqrt(0.9 * 0.1 / 500)
     counts = averaged(
         torch.full((50, 1), 3.0), torch.tensor([2.0]), likelihood=torch.distributions.Poisson
     ).predictive()
@@ -422,13 +457,15 @@ def test_what_cannot_be_asked():
             read()
     with pytest.raises(InvalidArgumentError, match="q must lie"):
         values.predictive().quantile(1.0)
+    with pytest.raises(InvalidArgumentError, match=r"share must lie .*got 90"):
+        values.predictive().interval(90)
     logits = tr.PosteriorAverage([torch.zeros(N, 1)])
     Scripted(lambda step, rung, batch: torch.zeros(N, 2)).feed(logits, 1)
     with pytest.raises(InvalidArgumentError, match='output="values"'):
         logits.predictive()
     both = tr.PosteriorAverage(data_of(), output="values")
     Scripted(dict_of).feed(both, 1)
-    with pytest.raises(InvalidArgumentError, match=r"of=..., from \['loc', 'scale.x'\]"):
+    with pytest.raises(InvalidArgumentError, match=r"from \['loc', 'scale.x'\], or give a lik"):
         both.predictive()
     for settings, words in (
         ({"keep": 0}, "keep"),
@@ -438,6 +475,8 @@ def test_what_cannot_be_asked():
     ):
         with pytest.raises(InvalidArgumentError, match=words):
             tr.PosteriorAverage(data_of(), **settings)
+    with pytest.raises(InvalidArgumentError, match="data must be batches"):
+        tr.PosteriorAverage(torch.zeros(N, 1), output="values")
     wrong = tr.PosteriorAverage([torch.zeros(N, 1)], output="values", likelihood=lambda out: out)
     assert_refused(wrong, Scripted(lambda *_: torch.zeros(N)), "Distribution.*got Tensor")
     with pytest.raises(InvalidArgumentError, match=r"refuses targets: .*support"):

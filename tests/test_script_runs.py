@@ -196,6 +196,37 @@ def test_a_longer_run_goes_on_in_its_folder(tmp_path):
     assert there.problems == ()
 
 
+@pytest.mark.parametrize("make", [trained, sampled])
+def test_a_refused_number_of_steps_damages_nothing_and_a_killed_longer_run_is_unfinished(
+    tmp_path, make, monkeypatch
+):
+    out = tmp_path / "mynet"
+    make(out)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with pytest.raises(tr.TorchrexError, match="step"):
+        make(out, n_steps=20)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    with monkeypatch.context() as at_the_end:
+        at_the_end.setattr("torchrex.runs.script.ScriptRun.write", lambda *_, **__: None)
+        make(out, n_steps=2_100)
+    assert load_run(out).status == "unfinished"
+    make(out, n_steps=2_100)
+    assert load_run(out).status == "finished"
+
+
+def test_a_schedule_that_ends_too_early_is_refused_before_the_first_step(tmp_path):
+    def short(optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, STEPS, cycle_momentum=False)
+
+    ladder = tr.Ladder((1.0, 1.5), 1e-3, decay=tr.schedules.from_torch(short, lr=0.1))
+    for options in ({}, {"out": tmp_path / "mynet"}):
+        run = a_run(ladder=ladder)
+        with pytest.raises(InvalidArgumentError, match=f"OneCycleLR has no step {STEPS + 1} "):
+            tr.train(run, loader(), STEPS + 2, **options)
+        assert run.n_steps == 0
+    assert tr.train(a_run(ladder=ladder), loader(), STEPS).status == "finished"
+
+
 def test_sample_writes_its_draws(tmp_path):
     out = tmp_path / "mixture" / "seed=3"
     draws = sampled(out, seed=3)

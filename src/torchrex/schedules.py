@@ -89,8 +89,10 @@ def from_torch(factory: Callable[[Any], Any], *, lr: float | None = None) -> Sch
             try:
                 scheduler.step()
             except Exception as error:
-                ended.append(error)
-                raise
+                reason = " ".join(str(error).split())
+                words = f"{type(scheduler).__name__} has no step {len(factors)} ({reason})"
+                ended.append(InvalidArgumentError(f"{words}; give it as many steps as the run has"))
+                raise ended[0] from error
             factors.append(optimizer.param_groups[0]["lr"] / lr)
         return float(factors[step])
 

@@ -36,7 +36,7 @@ from torchrex.targets import Batch
 
 Network = tuple[Callable[..., Any], nn.Module]  # how it predicts, as a run does, and itself
 Networks = Callable[[ModuleExchange, "_FinalDraws"], Iterable[Network]]
-OF_RUN = ("seed", "compiled", "divergence", "deterministic")
+OF_RUN = ("seed", "clip", "compiled", "divergence", "deterministic")
 OF_TRAIN = [name for name in list(inspect.signature(train).parameters)[3:] if name != "average"]
 
 

@@ -115,7 +115,7 @@ class TrainingRun:
             trace_every=self.trace.every,
         )
 
-    def result(self, exchange: Mapping[str, Any], clipped: float) -> RunResult:
+    def result(self, exchange: Mapping[str, Any], clipped: float, examples: int) -> RunResult:
         """What its run folder says of it: the metrics of its first average, and its swaps."""
         metrics: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
@@ -123,6 +123,7 @@ class TrainingRun:
             metrics, tensors = summary_of(average)
         if self.run.setting.get("clip") is not None:
             metrics["clipped_share"] = clipped
+        metrics["examples"] = examples
         return RunResult(
             self.trace, metrics, tensors=tensors, exchange=exchange, failure=self.failure
         )
@@ -229,6 +230,7 @@ def train_together(
         loop.begin_traces(n_steps)
         if loop.saves:
             loop.resume() if resume else loop.require_nothing_later()
+        loop.require_steps(n_steps)
         loop.begin_folders(n_steps)
         try:
             outcome = loop.train(n_steps, checkpoint_every, budget, progress)
@@ -315,13 +317,20 @@ class _Loop:
     def n_steps(self) -> int:
         return self.going[0].one.run.n_steps
 
-    def train(
-        self, n_steps: int, checkpoint_every: int, budget: float | None, progress: Progress
-    ) -> Outcome:
+    def require_steps(self, n_steps: int) -> None:
+        """Refuse a total that is behind the runs, or beyond the end of a schedule."""
         if self.n_steps > n_steps:
             raise InvalidArgumentError(
                 f"the run is at step {self.n_steps}, beyond n_steps={n_steps}, which is the total"
             )
+        for one in self.runs:
+            ladder = one.run.rules.ladder
+            for schedule in filter(None, (ladder.anneal, ladder.decay, ladder.noise)):
+                schedule(n_steps - 1)
+
+    def train(
+        self, n_steps: int, checkpoint_every: int, budget: float | None, progress: Progress
+    ) -> Outcome:
         began, earlier, first = time.monotonic(), self.seconds, self.n_steps
         process_group, stretch = self.process_group, 1
 
@@ -451,7 +460,10 @@ class _Loop:
         group = self.process_group
         written = [one for one in self.runs if one.out is not None]
         # Several processes count together.
-        reports = [(one.run.exchange().numbers, one.run.clipped_share()[0]) for one in written]
+        reports = [
+            (one.run.exchange().numbers, one.run.clipped_share()[0], one.run.n_examples)
+            for one in written
+        ]
         with group.all_or_none("writing of the results", RunFolderError):
             for one in self.runs if group.is_main else ():
                 if one.out is not None:

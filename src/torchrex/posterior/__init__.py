@@ -11,7 +11,7 @@ from torchrex.posterior.draws import Draws
 from torchrex.posterior.draws_file import SHAPES, checksums, with_another_sha256
 from torchrex.posterior.evidence import log_evidence
 from torchrex.posterior.prediction import Prediction, classification_metrics, predictive_entropy
-from torchrex.posterior.predictive import Predictive, fair_crps
+from torchrex.posterior.predictive import Predictive, crps
 from torchrex.posterior.saved import SavedRun, load
 from torchrex.posterior.standard_error import mean_error
 from torchrex.posterior.store import DrawStore
@@ -27,7 +27,7 @@ __all__ = [
     "checksums",
     "classification_metrics",
     "coordinate_labels",
-    "fair_crps",
+    "crps",
     "import_arviz",
     "load",
     "log_evidence",

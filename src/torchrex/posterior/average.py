@@ -94,8 +94,11 @@ class PosteriorAverage:
                 f"data can be read only once ({type(data).__name__}); give a list of batches or a "
                 "DataLoader with shuffle=False"
             )
-        if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
-            raise InvalidArgumentError("data must be batches: give a DataLoader or a list [(x, y)]")
+        parts = data if isinstance(data, tuple) and data else (data,)
+        if all(isinstance(part, Tensor) for part in parts):
+            raise InvalidArgumentError(
+                "data must be batches: give a DataLoader, a list [(x, y)], or [x] without targets"
+            )
         if output not in ("logits", "values") and not callable(output):
             raise InvalidArgumentError(
                 f'output must be "logits", "values" or a function (model, batch), got {output!r}'
@@ -275,7 +278,9 @@ class PosteriorAverage:
         name = f"output.{of or 'output'}" if likelihood is None else "observation"
         if name not in self._sums:
             names = [key.partition(".")[2] for key in self._sums if "." in key]
-            raise InvalidArgumentError(f"choose one of the outputs by of=..., from {names}")
+            raise InvalidArgumentError(
+                f"choose one of the outputs by of=..., from {names}, or give a likelihood of them"
+            )
         means, device = self._sums[name][rows], self._sums[name].device
         mean = means.mean(0)
         within = self._squares[name][rows].mean(0) / self._n_draws

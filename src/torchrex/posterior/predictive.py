@@ -10,7 +10,8 @@ With a `likelihood` p(y | output) it is the observation y that is predicted, oth
 These four use every draw. Variances divide by the number of draws: they are those of the mixture.
 Quantiles and metrics come from K <= `keep` draws, and each draw has the same chance to be among
 them. The standard error of a quantile of the output is sqrt(q (1 - q) / K) / density if draws are
-independent. The nll lies above that of all draws by a term of order 1/K; the CRPS does not.
+independent. The nll lies above that of all draws by a term of order 1/K if K is smaller than their
+number; the CRPS does not.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ Likelihood = Callable[[Any], Distribution]
 
 HALVINGS = 50  # of the interval that holds a quantile
 SHARE = 0.9  # of the interval in `metrics`
+VALUES, AT_LEAST = 2**17, 200  # observations drawn for scores: in all, and of each number
 
 
 @dataclass(repr=False, eq=False)
@@ -71,8 +73,9 @@ class Predictive:
         """The value below which lies a share `q` of the probability, for each number by itself.
 
         With a likelihood it solves  (1/K) sum_k F(y | output_k) = q  where torch has the F of the
-        likelihood. Elsewhere (StudentT, Poisson, no likelihood) it is the rank q (K + 1) among the
-        sorted `draws`, between two of them a straight line; no quantile lies outside of them.
+        likelihood. Elsewhere it is the rank q (K + 1) among the K sorted outputs, between two of
+        them a straight line; with a likelihood (StudentT, Poisson) among 200 or more observations,
+        as many from each output. No quantile lies outside of them.
         """
         if not 0 < q < 1:
             raise InvalidArgumentError(f"q must lie between 0 and 1, got {q!r}")
@@ -87,13 +90,16 @@ class Predictive:
                 lower = torch.where(is_below, middle, lower)
                 upper = torch.where(is_below, upper, middle)
             return (lower + upper) / 2
-        ordered, last = self.draws.sort(0).values, len(self.draws) - 1
+        ordered = self._values.flatten(0, 2).sort(0).values
+        last = len(ordered) - 1
         rank = min(max(q * (last + 2) - 1, 0.0), float(last))
         low = int(rank)
         return ordered[low].lerp(ordered[min(low + 1, last)], rank - low)
 
     def interval(self, share: float = SHARE) -> tuple[Tensor, Tensor]:
         """Lower and upper end of the central interval that holds this share of the probability."""
+        if not 0 < share < 1:
+            raise InvalidArgumentError(f"share must lie between 0 and 1, as 0.9, got {share!r}")
         return self.quantile((1 - share) / 2), self.quantile((1 + share) / 2)
 
     def metrics(self) -> dict[str, float]:
@@ -102,8 +108,8 @@ class Predictive:
         rmse         sqrt of the mean of (mean - y)^2, of all draws
         nll          mean over examples of -log (1/K) sum_k p(y | output_k); needs a likelihood
         coverage_90  share of y in `interval(0.9)`
-        crps         mean of E|Y - y| - E|Y - Y'| / 2 over pairs of different `draws` Y, Y'
-                     (fair: unbiased for any K >= 2; NaN for one)
+        crps         mean of E|Y - y| - E|Y - Y'| / 2 for independent Y, Y' of the distribution
+                     over all draws (NaN if one of several is kept)
         """
         y = self._targets()
         found = {"rmse": (self.mean - y).square().mean().sqrt()}
@@ -118,7 +124,7 @@ class Predictive:
                 raise InvalidArgumentError(f"the likelihood refuses targets: {reason}") from None
             found["nll"] = (math.log(len(each)) - torch.stack(each).logsumexp(0)).mean()
         found["coverage_90"] = self._inside(y).double().mean()
-        found["crps"] = fair_crps(self.draws, y).mean()
+        found["crps"] = crps(self._values, y, self.n_draws).mean()
         numbers = torch.stack(list(found.values())).tolist()
         return dict(zip(found, numbers, strict=True))
 
@@ -148,6 +154,29 @@ class Predictive:
             parts = [part.base_dist for part in parts]
         return parts
 
+    @functools.cached_property
+    def _values(self) -> Tensor:
+        """(K, 2, M, n, ...): of each kept draw two independent sets of M observations, always the
+        same ones; without a likelihood (K, 1, 1, n, ...), the outputs.
+        """
+        if self.likelihood is None:
+            return self.draws[:, None, None]
+        parts = self._parts
+        n_sets = 2 * len(parts)
+        m = max(-(-AT_LEAST // n_sets), VALUES // (n_sets * self.mean.numel()))
+        first = torch.arange(m, dtype=torch.float64).reshape(-1, *[1] * self.mean.ndim)
+
+        def drawn(part: Distribution) -> Tensor:
+            try:  # one value from each m-th part of the probability
+                level = (first + torch.rand(2, m, *self.mean.shape, dtype=torch.float64)) / m
+                found: Tensor = part.icdf(level.to(self.mean.device))
+                return found
+            except (NotImplementedError, ValueError):
+                return part.sample(torch.Size((2, m)))
+
+        with default_seed(derive_seed(0, "predictive.values")):
+            return torch.stack([drawn(part) for part in parts])
+
     def _below(self, y: Tensor) -> Tensor:
         """The probability below y, for each number by itself."""
         below: Tensor = torch.stack([part.cdf(y) for part in self._parts]).mean(0)
@@ -166,19 +195,36 @@ class Predictive:
         return f"Predictive({what} of shape {tuple(self.mean.shape)}, {kept})"
 
 
-def fair_crps(draws: Tensor, targets: Tensor) -> Tensor:
-    """Continuous ranked probability score of draws (K, ...) for targets (...); smaller is better.
+def crps(values: Tensor, targets: Tensor, n_draws: int) -> Tensor:
+    """Continuous ranked probability score of n draws for targets (...); smaller is better. `values`
+    (K, sets, M, ...) are observations of K of the draws, in independent sets.
 
-        (1/K) sum_i |x_i - y| - 1 / (2 K (K - 1)) sum_ij |x_i - x_j|
+        mean |x - y|  -  (1 - 1/n) B / 2  -  W / (2 n)
 
-    Its mean over draws is the CRPS of their distribution, for any K >= 2 (Ferro 2014).
+    B is the mean of |x - x'| over pairs of different draws, W over two sets of the same draw, and 0
+    for a single value. So it is unbiased for the mixture of all n draws, whatever K >= 2 and M.
     """
-    n = len(draws)
-    ordered = draws.sort(0).values
-    weights = 2.0 * torch.arange(1, n + 1, dtype=draws.dtype, device=draws.device) - (n + 1)
-    spread = torch.tensordot(weights, ordered, dims=1) / (n * (n - 1) or math.nan)
-    score: Tensor = (draws - targets).abs().mean(0) - spread
+    k, n_sets, m = values.shape[:3]
+    of_draws, of_sets = values.flatten(1, 2), values.flatten(0, 1)
+    within = _differences(of_draws, 1).sum(0)
+    score: Tensor = (values - targets).flatten(0, 2).abs().mean(0)
+    if n_draws > 1:
+        between = _differences(values.flatten(0, 2), 0) - within
+        pairs = k * (k - 1) * (n_sets * m) ** 2
+        score = score - (1 - 1 / n_draws) * between / (2 * pairs or math.nan)
+    if n_sets > 1:
+        of_pairs = (within - _differences(of_sets, 1).sum(0)) / (2 * k * m**2)
+        score = score - of_pairs / (2 * n_draws)
     return score
+
+
+def _differences(values: Tensor, dim: int) -> Tensor:
+    """The sum of |x - x'| over all ordered pairs along `dim`, without a matrix of the pairs."""
+    n = values.shape[dim]
+    weights = 2.0 * torch.arange(1, n + 1, dtype=values.dtype, device=values.device) - (n + 1)
+    ordered = values.sort(dim).values
+    found: Tensor = 2.0 * torch.tensordot(ordered.movedim(dim, -1), weights, dims=1)
+    return found
 
 
 def terms_of(found: Pass, likelihood: Likelihood | None) -> dict[str, Tensor]:

@@ -36,7 +36,8 @@ HIGHER = {"accuracy", "ess"}
 LOWER = {"nll", "brier", "ece", "w1", "w2", "error", "rhat", "rmse", "crps"}
 # Settings, not outcomes; and the time, which is that of all replicas that ran together.
 NOT_COMPARED = {
-    *("n_steps", "n_runs", "n_draws", "n_test", "seconds_per_epoch", "seconds_per_step")
+    *("n_steps", "n_runs", "n_draws", "n_test", "seconds_per_epoch", "seconds_per_step"),
+    "examples",
 }
 NOT_USED, ABSENT = "not used", "absent"
 NAMES = ("recipe", "paper", "checkpoint_every")  # nothing of a run depends on them

@@ -398,7 +398,7 @@ def check_intervals(run: LoadedRun) -> Iterable[Finding]:
         return
     error = math.sqrt(0.9 * 0.1 / n)
     numbers = {"coverage_90": held, "n_test": n, "standard_error": error}
-    words = f"90 % intervals hold {percent(held)} of {n:,.0f} held-out values"
+    words = f"90 % intervals hold {percent(held)} of the targets of {n:,.0f} held-out examples"
     if abs(held - 0.9) <= max(SIGMAS * error, TOLERATED_COVERAGE):
         yield Finding("fine", "intervals", f"{words}.", numbers)
     else:

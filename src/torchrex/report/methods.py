@@ -22,7 +22,7 @@ EQUAL = 0.05  # costs that differ by more are pointed out
 Given = MethodResult | Path | str
 Numbers = dict[int, dict[str, float]]  # of a method, by seed
 COST = ("examples", "seconds")
-BESIDES = ("single_", "pooled_", "swaps ")  # of a run folder, next to its answer
+BESIDES = ("single_", "pooled_", "swaps ", "clipped_share")  # of a run folder, next to its answer
 
 
 @dataclass(frozen=True, repr=False)
@@ -162,7 +162,11 @@ def _answer_of(run: LoadedRun) -> dict[str, float]:
 
 
 def _examples_of(run: LoadedRun) -> float:
-    """Steps times batch times rungs, with those of swap batches; NaN where nothing says it."""
+    """As the run has counted; else steps times batch times rungs, with those of swap batches; NaN
+    where nothing says it.
+    """
+    if (counted := run.numbers.get("examples")) is not None:
+        return counted
     sizes = [getattr(run.settings, name, None) for name in ("n_steps", "batch_size", "n_rungs")]
     swap_cost = ((run.result or {}).get("exchange") or {}).get("swap_cost") or 0.0
     known = [float(size) for size in sizes if isinstance(size, int)]

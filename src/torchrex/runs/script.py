@@ -22,7 +22,15 @@ from torchrex.durable import writing
 from torchrex.errors import RunFolderError
 from torchrex.exchange import Ladder, ProportionalToGap
 from torchrex.runs.config import Column, ExperimentConfig, Precision, RunOptions, columns
-from torchrex.runs.folder import RECIPE, Run, RunFolder, RunResult, RunWriter, seed_in
+from torchrex.runs.folder import (
+    RECIPE,
+    Run,
+    RunFolder,
+    RunResult,
+    RunWriter,
+    config_sha256,
+    seed_in,
+)
 from torchrex.samplers import AdamStart
 from torchrex.settings import fingerprint, settings_of
 
@@ -209,6 +217,10 @@ class ScriptRun:
         self.folder.make()
         run = Run(config, self.seed, self.folder)
         self._writer = RunWriter(run, RunOptions(device=str(device)))
+        there = self.folder.config
+        if there is not None and config_sha256(there) != self._writer.config_sha256:
+            # The result of fewer steps is not one of this config.
+            (self.folder.path / "result.json").unlink(missing_ok=True)
         with self._explained():
             self._writer.begin()
 

@@ -488,8 +488,9 @@ def _sgd_settings(
     """Those of the first parameter group, and if there are more, of every parameter's group."""
     if not isinstance(optimizer, torch.optim.SGD):
         is_one, name = isinstance(optimizer, torch.optim.Optimizer), type(optimizer).__name__
-        inside = "" if is_one else '; give the optimizer in it, as ["optimizer"] or [0]'
-        raise InvalidArgumentError(f"only SGD can be converted, got {name}{inside}")
+        cure = "give lr, momentum and weight_decay of an SGD that trains your model"
+        cure = cure if is_one else 'give the optimizer in it, as ["optimizer"] or [0]'
+        raise InvalidArgumentError(f"only SGD can be converted, got {name}; {cure}")
     groups, of_each = optimizer.param_groups, dict[str | None, dict[str, float]]()
     own: list[dict[str, float]] = []
     named = {} if model is None else dict(model.named_parameters())
