@@ -13,8 +13,9 @@ from rich.table import Table
 from torchrex.diagnostics import History, mean_and_error
 from torchrex.experiments import RunFolder
 from torchrex.experiments.digits import DigitsConfig
+from torchrex.report.findings import value_and_error
 from torchrex.report.plots import rung_name, running_mean, smoothing_window
-from torchrex.report.tables import markdown_table, panels, value_and_error
+from torchrex.report.tables import markdown_table, panels
 
 TITLES = {
     "digits/msgd": "momentum SGD",

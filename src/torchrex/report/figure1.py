@@ -14,7 +14,8 @@ from rich.table import Table
 from torchrex.diagnostics import over_chains
 from torchrex.experiments import RunFolder
 from torchrex.experiments.mixtures import MixtureConfig
-from torchrex.report.tables import markdown_table, panels, pool_seeds, value_and_error
+from torchrex.report.findings import value_and_error
+from torchrex.report.tables import markdown_table, panels, pool_seeds
 
 Configs = Mapping[str, MixtureConfig]
 Folders = Mapping[str, Sequence[RunFolder]]  # by recipe, one for each seed

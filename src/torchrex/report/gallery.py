@@ -22,13 +22,13 @@ from torchrex.experiments.gallery import (
     Problem,
     gallery_recipes,
 )
+from torchrex.report.findings import value_and_error
 from torchrex.report.tables import (
     fitted_table,
     markdown_page,
     markdown_table,
     missing_words,
     panels,
-    value_and_error,
 )
 
 HEADS = ("problem", "method", "answer", "exact", "in right modes %", "wrong by (SE)")

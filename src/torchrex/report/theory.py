@@ -15,13 +15,8 @@ from rich.table import Table
 from torchrex.experiments import RunFolder
 from torchrex.experiments.theory import TheoryConfig
 from torchrex.report.figure1 import STYLES
-from torchrex.report.tables import (
-    markdown_page,
-    markdown_table,
-    missing_words,
-    panels,
-    value_and_error,
-)
+from torchrex.report.findings import value_and_error
+from torchrex.report.tables import markdown_page, markdown_table, missing_words, panels
 from torchrex.runs.folder import seed_in
 
 HEADS = ("statement of the paper", "computed", "measured", "agrees?")
