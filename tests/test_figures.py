@@ -138,6 +138,7 @@ def test_bars_of_the_pairs():
     assert y(drawn["allowed by the noise s"]).tolist() == pytest.approx([45.33, 4.55])
     wide = [pair._replace(observed=(0.4, 0.3)) for pair in pairs]
     assert figures.acceptance(wide).layout.yaxis.range[1] > 70, "error bars are in sight"
+    assert made.error_y.color == figures.GREY, "on a dark ground too"
     without = [pair._replace(observed=unknown) for pair in pairs]
     assert "swaps made" not in named(figures.acceptance(without))
 

@@ -101,7 +101,7 @@ def acceptance(pairs: Sequence[Pair], *, colour: str = METHODS[0]) -> Any:
 
     def bars(name: str, chosen: Sequence[tuple[float, float]], **more: Any) -> Trace:
         value, error = 100 * torch.tensor(chosen, dtype=torch.float64).reshape(-1, 2).T
-        whiskers = {"array": array(error.nan_to_num()), "thickness": 1.2, "width": 4}
+        whiskers = {"array": array(error.nan_to_num()), "thickness": 1.2, "width": 4, "color": GREY}
         shown = {"y": array(value), "error_y": whiskers, "marker": {"color": colour}, **more}
         template = "%{y:.3g} % %{customdata}"
         return {"type": "bar", "name": name, "x": x, "hovertemplate": template, **shown}
