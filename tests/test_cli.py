@@ -122,7 +122,8 @@ for line in sys.argv[1:]:
         try: main()
         except SystemExit as end: code = end.code or 0
     slow = [name for name in ("torch", "scipy", "numpy", "rich") if name in sys.modules]
-    print(json.dumps([code, " ".join(printed.getvalue().split()), slow]))"""
+    lines = printed.getvalue().splitlines()
+    print(json.dumps([code, " ".join(" ".join(lines).split()), slow, len(lines)]))"""
 
 
 def test_help_and_typing_errors_are_answered_without_torch():
@@ -130,8 +131,9 @@ def test_help_and_typing_errors_are_answered_without_torch():
     command = [sys.executable, "-c", ANSWERING, *(line for line, _, _ in ANSWERS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     answers = map(json.loads, done.stdout.splitlines())
-    for (line, code, expected), (found, printed, slow) in zip(ANSWERS, answers, strict=True):
+    for (line, code, expected), (found, printed, slow, n) in zip(ANSWERS, answers, strict=True):
         assert (found, slow) == (code, []), (line, printed)
+        assert (n == 1 and printed.startswith("torchrex: ")) == (code == 2), printed
         assert expected in printed
         assert ("repeat --set" in printed) == ("repeat --set" in expected), line
 
@@ -576,7 +578,7 @@ def test_the_error_of_a_mean_of_densities_is_that_of_their_chains(ok, tmp_path):
         (Number(0.40123, 0.0031), "0.4012 ± 0.0031"),
         (Number(12.3, 0.0), "12.3"),
         (Number(94.126, 1.26), "94.1 ± 1.3"),
-        (Number(1234.5, 40.0), "1234 ± 40"),
+        (Number(1234.5, 40.0), "1,234 ± 40"),
         (Number(0.399929, exact=True), "0.3999"),
         (Number(0, of=0), "none tested"),
         (Number(3, of=4000), "3 of 4,000 (0.075 %)"),

@@ -340,9 +340,17 @@ def test_only_outcomes_that_all_runs_have_are_compared(tmp_path):
     assert any("left out: pooled_nll, swaps of rungs" in note for note in comparison.notes)
 
 
+def test_two_runs_of_different_seeds_are_compared_and_not_paired(tmp_path):
+    one = write(tmp_path, "digits/sghmc", {0: {"nll": 1.0}, 1: {"nll": 3.0}})
+    (found,) = compare_folders([one / "seed=0", one / "seed=1"])
+    assert [(row.first, row.other, row.error) for row in found.rows] == [(1.0, 3.0, None)]
+    assert not found.tested
+    assert any("has seed 1: the runs are not paired" in note for note in found.notes)
+
+
 def test_bad_input(tmp_path):
     one = write(tmp_path, "digits/sghmc", {0: {"nll": 1.0}})
-    other = write(tmp_path, "digits/resghmc", {1: {"nll": 1.0}})
+    other = write(tmp_path, "digits/resghmc", {1: {"nll": 1.0}, 2: {"nll": 2.0}})
     paused = write(tmp_path / "c", "digits/msgd", {0: {}}, status="paused")
     strange = write(tmp_path / "d", "figure1/case1-naive", {0: {"w2": 1.0}})
     (tmp_path / "empty").mkdir()

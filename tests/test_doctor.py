@@ -335,9 +335,9 @@ def test_an_average_is_worse_only_beyond_the_error_of_its_test_images(images):
     within, beyond = check(0.94, 0.945), check(0.94, 0.948)
     assert (within.severity, within.title) == ("fine", "average")
     assert within.numbers["standard_error"] == pytest.approx(0.0032920, abs=1e-6)
-    assert "-0.50 +- 0.33 points (binomial, 10,000 test images), within noise" in within.words
+    assert "of -0.5(3) points (binomial, 10,000 test images), within noise" in within.words
     assert (beyond.severity, beyond.title) == ("warning", "the average is worse than one network")
-    assert "-0.80 +- 0.33 points" in beyond.words
+    assert "-0.8(3) points" in beyond.words
     assert check(0.948, 0.94).severity == "fine"
     few = replace(images, settings=replace(images.settings, test_subset=200))
     assert check(0.94, 0.948, few).severity == "fine"  # of 200 images that is one or two
@@ -424,7 +424,7 @@ def test_runs_without_swaps_are_not_blamed():
 @pytest.mark.parametrize(
     ("tau", "error", "severity", "title", "words"),
     [
-        (1.054, 0.006, "fine", "temperature", "1.0540 +- 0.0060 on rung 0, 5.4 % above"),
+        (1.054, 0.006, "fine", "temperature", "1.054(6) on rung 0, 5.4 % above"),
         (1.3, 0.15, "fine", "temperature", "within 3 standard errors"),  # large, but not sure
         (1.12, 0.01, "warning", "rung 0 is hotter than nominal", "learning rate"),
         (1.6, 0.01, "problem", "rung 0 is hotter than nominal", "learning rate"),
@@ -458,7 +458,7 @@ def test_numbers_look_the_same_everywhere():
     assert [findings.times(n) for n in (0, 1, 2, 3, 2.52, 12345)] == counts
     assert findings.times(1.04) == "1.0 times on average"
     assert [several(n, "test") for n in (0, 1, 2_000)] == ["0 tests", "1 test", "2,000 tests"]
-    assert findings.measured(1.0523, 0.0061) == "1.0523 +- 0.0061"
+    assert findings.measured(1.0523, 0.0061) == "1.052(6)"
     assert findings.measured(1.0, float("nan")) == "1 (its error is not known)"
 
 

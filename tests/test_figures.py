@@ -141,6 +141,9 @@ def test_bars_of_the_pairs():
     assert expected.error_y.array[0] == pytest.approx(2)
     assert list(made.x) == ["0–1<br>s = 1.5", "1–2<br>s = 4"]
     assert y(drawn["allowed by the noise s"]).tolist() == pytest.approx([45.33, 4.55])
+    wide = [pair._replace(observed=(0.4, 0.3)) for pair in pairs]
+    assert figures.acceptance(wide).layout.yaxis.range[1] > 70, "error bars are in sight"
+    assert made.error_y.color == figures.GREY, "on a dark ground too"
     without = [pair._replace(observed=unknown) for pair in pairs]
     assert "swaps made" not in named(figures.acceptance(without))
 
@@ -164,6 +167,8 @@ def test_a_burn_in_spoils_no_axis_and_what_lies_outside_is_counted():
     log, _ = settled_axis([torch.logspace(0, 2, 100)], log=True)
     assert log["range"] == pytest.approx([-0.1, 2.1])
     assert settled_axis([torch.full((5,), math.nan)])[0]["range"] is None
+    around, words = settled_axis([settled], band=torch.full((990,), 4.0))
+    assert (around["range"], words) == (pytest.approx([-3.45, 6.45], abs=1e-3), ""), "in sight"
 
 
 def test_density_distance_and_averages():
@@ -183,6 +188,9 @@ def test_density_distance_and_averages():
     assert figure.data[0].x.tolist() == list(range(1, 22))
     assert y(figure.data[0]).tolist() == pytest.approx([10, *[75] * 19, 76])
     assert figure.layout.yaxis.range == pytest.approx((74.95, 76.05))
+    assert figure.layout.title.subtitle.text.startswith("2 of 22 values lie below the axis")
+    figure = figures.averages({"a": [0.75, 0.76]}, colours)
+    assert (figure.layout.title.subtitle.text, figure.layout.xaxis.dtick) == ("", 1)
 
 
 def test_reliability_bins_have_known_answers():

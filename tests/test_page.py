@@ -27,6 +27,7 @@ from torchrex.posterior import Draws
 from torchrex.report import doctor, figures
 from torchrex.report.doctor import diagnose, findings_of
 from torchrex.report.figures import rows_to_keep
+from torchrex.report.findings import number
 from torchrex.report.page import build, page_of, write_page
 from torchrex.report.page.build import in_words, total_seconds
 from torchrex.report.page.details import swaps_of
@@ -199,6 +200,20 @@ def test_everything_that_is_asked_for_is_on_the_page(demo):
     assert "Doctor looked at 7 runs: " in text
 
 
+def test_the_verdict_is_short_and_names_are_clear(tmp_path):
+    """A finding is one sentence, the rest of it opens; equal names have their group."""
+    for family in ("clean", "icml2020"):
+        write_run(tmp_path, get_recipe(f"{family}/cifar10-resnet20"), status="failed")
+    runs = [load_run(path) for path in find_runs(tmp_path)]
+    said = {"severity": "problem", "title": "wrong", "words": "One. Two & three. Four."}
+    advice = {**build.unknown("wrong"), "findings": [list(said.values())]}
+    page = build._Page(runs, [], tmp_path / "page.html", {id(run): advice for run in runs}, {})
+    (line,) = page._found()
+    assert all(f">{name}/cifar10-resnet20</a>" in line for name in ("clean", "icml2020"))
+    first = f"<summary>{runs[0].name}: One.</summary>Two &amp; three. Four.</details>"
+    assert first in line
+
+
 def test_a_page_of_one_run_is_a_string(tmp_path):
     """As a notebook asks for it; the same each time."""
     run = load_run(write_digits(tmp_path))
@@ -286,8 +301,8 @@ def test_numbers_have_the_errors_of_their_chains(tmp_path):
     assert cell(row, "a new metric") == ("-", None)
     assert (shown(20_000.0, None), shown(0.297887, 0.0188717)) == ("20,000", "0.30(2)")
     large = (shown(498_128.0, 36_794.0), shown(-498_128.0, 367.0), shown(30.0, 500.0))
-    assert large == ("5.0(4)e5", "-4.981(4)e5", "0(5)e2")
-    assert (shown(155.0, 10.0), shown(52.0, 120.0)) == ("155(10)", "1(1)e2")
+    assert large == ("5.0(4)e5", "-498,128(367)", "30(500)")
+    assert (shown(155.0, 10.0), shown(9e4, 5e3)) == ("155(10)", "9.0(5)e4")
 
 
 def test_posterior_means_are_values_with_errors(tmp_path):
@@ -310,7 +325,7 @@ def test_posterior_means_are_values_with_errors(tmp_path):
     read = {cell[0]: cell[2] for cell in cells if len(cell) > 2}
     assert len(read) == 27
     assert (read["mean 11"], read["sd 0"]) == ("11.123(4)", "2.5(1)")
-    assert (read["log evidence"], read["effective draws"]) == ("-33512.2(3)", "812.5")
+    assert (read["log evidence"], read["effective draws"]) == ("-33,512.2(3)", "812.5")
 
 
 def test_a_family_shows_the_columns_of_its_configs(tmp_path):
@@ -527,7 +542,7 @@ def test_the_noise_of_the_page_is_that_of_doctor(tmp_path, write):
     assert pair.allowed == pytest.approx(wanted["allowed_acceptance"])
     assert pair.noise_variance[0] == pytest.approx(wanted["noise_variance"])
     cells = re.findall("<td[^>]*>(.*?)</td>", swaps_of(ladder))
-    assert cells[-1] == f"{100 * wanted['allowed_acceptance']:.3g}"
+    assert cells[-1] == number(100 * wanted["allowed_acceptance"], 3)
     assert ("4 chains of 1 run" in swaps_of(ladder)) == (write == "mixture")
 
 

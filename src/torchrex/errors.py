@@ -108,7 +108,7 @@ class NonFiniteEnergyError(TorchrexError, FloatingPointError):
         elif not advice:
             advice = "The starting point is outside the support: choose another with initial=..."
         if draws is not None:
-            advice += f" The {draws.n_draws} draws before it are in the error's `draws`."
+            advice += f" Draws before it: {draws.n_draws:,}, in the error's `draws`."
         super().__init__(
             f"the energy of replica {replica} on rung {rung} became {value} at step {step} "
             f"(run {run}). {advice}"

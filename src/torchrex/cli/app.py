@@ -6,11 +6,12 @@ errors are answered at once.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +22,7 @@ from torchrex.cli import look, run
 from torchrex.cli.data import data_app
 from torchrex.cli.main import Interrupted, interruptible
 from torchrex.durable import one_line
-from torchrex.errors import RankError, TorchrexError, is_out_of_memory
+from torchrex.errors import ConfigError, RankError, TorchrexError, is_out_of_memory
 from torchrex.processes import is_main_process, rank_and_size
 from torchrex.screen import has_colors
 
@@ -31,7 +32,7 @@ PLAIN: dict[str, Any] = {
     "pretty_exceptions_enable": False,
     "context_settings": {"help_option_names": ["-h", "--help"]},
 }
-
+USAGE_ERROR: Any = typer.BadParameter.__base__  # of click, or of what typer brings in its place
 
 COMMANDS: dict[str, Any] = {
     "list": run.list_recipes,
@@ -75,15 +76,27 @@ class Commands(TyperGroup):
                 [(name, " ".join(text.split("\n\n")[0].split())) for name, text in texts.items()]
             )
 
-    # typer itself exits silently at Ctrl-C.
+    # typer itself exits silently at Ctrl-C, and says what is wrong in four lines.
 
     def make_context(self, *arguments: Any, **settings: Any) -> Any:
-        with interruptible():
+        with interruptible(), in_one_line():
             return super().make_context(*arguments, **settings)
 
     def invoke(self, ctx: Any) -> Any:
-        with interruptible():
+        with interruptible(), in_one_line():
             return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def in_one_line() -> Iterator[None]:
+    """What typer refuses is an error of ours."""
+    try:
+        yield
+    except USAGE_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # it prints the help
+            raise
+        where = f" (see `{error.ctx.command_path} -h`)" if error.ctx else ""
+        raise ConfigError(f"{one_line(error.format_message()).rstrip('.')}{where}") from None
 
 
 class Command(TyperCommand):

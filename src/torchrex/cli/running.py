@@ -249,7 +249,7 @@ class Number(NamedTuple):
         if not self.error or not math.isfinite(self.value):
             return f"{self.value:.4g}"
         digits = max(0, 1 - math.floor(math.log10(self.error)))
-        return f"{self.value:.{digits}f} ± {self.error:.{digits}f}"
+        return f"{self.value:,.{digits}f} ± {self.error:,.{digits}f}"
 
 
 def numbers_of(result: Mapping[str, Any], config: ExperimentConfig) -> dict[str, Number]:

@@ -253,7 +253,8 @@ def exchange_line(numbers: Mapping[str, Any]) -> str:
         return percent(cost) if cost < 2 else f"{cost:.3g} times that"
 
     mean, least = (known(f"{name}_acceptance_rate", percent) for name in ("mean", "least"))
-    trips, restarts, cost = known("round_trips"), known("restarts"), known("swap_cost", share)
+    trips, restarts = (known(name, _count) for name in ("round_trips", "restarts"))
+    cost = known("swap_cost", share)
     bound = "at least " if numbers.get("exact") is False else ""
     return (
         f"barrier {known('barrier')}, {mean} accepted"
@@ -261,6 +262,10 @@ def exchange_line(numbers: Mapping[str, Any]) -> str:
         f"{bound}{trips} round trips and {restarts} restarts of a chain"
         f"{'' if cost == '?' else f', swap cost {cost} of the moves'}"
     )
+
+
+def _count(mean: float) -> str:
+    return f"{mean:,.0f}" if mean >= 100 else f"{mean:.3g}"
 
 
 class SwapCounts(NamedTuple):

@@ -59,6 +59,10 @@ class MixtureConfig(DensityConfig):
         return columns("left_weight", "left_weight_true", "w2", "w1", "acceptance_rate")
 
     @property
+    def method_name(self) -> str:
+        return self.recipe.split("-", 1)[-1]
+
+    @property
     def paper_numbers(self) -> dict[str, tuple[float, float | None]]:
         return {metric: (value, None) for metric, value in self.paper.items()}
 

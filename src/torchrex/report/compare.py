@@ -170,10 +170,16 @@ def load_side(path: Path) -> Side:
 
 
 def compare(first: Side, other: Side) -> Comparison:
-    """Pair the seeds that both sides have, and compare every metric that all of those runs have."""
+    """Pair the seeds that both sides have, and compare every metric that all of those runs have.
+    Single runs are compared whatever their seeds are.
+    """
+    notes = [f"{s.name}: {words}, left out" for s in (first, other) for words in s.left_out]
+    if len(first.runs) == len(other.runs) == 1 and first.runs.keys() != other.runs.keys():
+        (seed,), (its_seed,) = first.runs, other.runs
+        notes.append(f"{other.name} has seed {its_seed}: the runs are not paired")
+        other = dataclasses.replace(other, runs={seed: other.runs[its_seed]})
     sides = (first, other)
     seeds = tuple(sorted(set(first.runs) & set(other.runs)))
-    notes = [f"{side.name}: {words}, left out" for side in sides for words in side.left_out]
     for side, against in (sides, sides[::-1]):
         if alone := sorted(set(side.runs) - set(against.runs)):
             plural = "s" if len(alone) > 1 else ""

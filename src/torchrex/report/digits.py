@@ -14,8 +14,9 @@ from torchrex.diagnostics import History, mean_and_error
 from torchrex.experiments import RunFolder
 from torchrex.experiments.digits import DigitsConfig
 from torchrex.report.figures import rung_colours
+from torchrex.report.findings import value_and_error
 from torchrex.report.plots import log_axis, panels, rung_name, running_mean, smoothing_window
-from torchrex.report.tables import markdown_table, value_and_error
+from torchrex.report.tables import markdown_table
 
 TITLES = {
     "digits/msgd": "momentum SGD",

@@ -104,8 +104,8 @@ def check_convergence(run: LoadedRun) -> Iterable[Finding]:
     draws = _settled(run)
     if draws is None or draws.n_draws < FEWEST_DRAWS:
         if run.draws is not None and run.draws.n_draws:
-            left = "No draw is" if draws is None else f"{draws.n_draws} draws are"
-            words = f"{left} left after the burn-in. Run longer, or thin less."
+            n = 0 if draws is None else draws.n_draws
+            words = f"Draws left after the burn-in: {n}. Run longer, or thin less."
             yield Finding("warning", "too few draws", words)
         return
     some = downsampled(draws.values, ENOUGH)
@@ -364,8 +364,8 @@ def check_average(run: LoadedRun) -> Iterable[Finding]:
         error = math.sqrt((accuracy * (1 - accuracy) + single * (1 - single)) / n)
         numbers |= {"difference": difference, "standard_error": error, "n_test": n}
         words += (
-            f", its newest network alone {100 * single:.2f} %: {100 * difference:+.2f} +-"
-            f" {100 * error:.2f} points (binomial, {n:,} test images)"
+            f", its newest network alone {100 * single:.2f} %: a difference of"
+            f" {measured(100 * difference, 100 * error)} points (binomial, {n:,} test images)"
         )
         if -difference > AVERAGE_SIGMAS * error:
             words += f". Early draws lower it: {later}."

@@ -15,8 +15,9 @@ from torchrex.diagnostics import over_chains
 from torchrex.experiments import RunFolder
 from torchrex.experiments.mixtures import MixtureConfig
 from torchrex.posterior import Draws
+from torchrex.report.findings import value_and_error
 from torchrex.report.plots import log_axis, look, panels
-from torchrex.report.tables import markdown_table, pool_seeds, value_and_error
+from torchrex.report.tables import markdown_table, pool_seeds
 
 Configs = Mapping[str, MixtureConfig]
 Folders = Mapping[str, Sequence[RunFolder]]  # by recipe, one for each seed

@@ -100,7 +100,7 @@ def acceptance(pairs: Sequence[Pair], *, colour: str = COLOURS[0]) -> Any:
 
     def bars(name: str, chosen: Sequence[tuple[float, float]], **more: Any) -> Trace:
         value, error = 100 * torch.tensor(chosen, dtype=torch.float64).reshape(-1, 2).T
-        whiskers = {"array": array(error.nan_to_num()), "thickness": 1.2, "width": 4}
+        whiskers = {"array": array(error.nan_to_num()), "thickness": 1.2, "width": 4, "color": GREY}
         shown = {"y": array(value), "error_y": whiskers, "marker": {"color": colour}, **more}
         template = "%{y:.3g} % %{customdata}"
         return {"type": "bar", "name": name, "x": x, "hovertemplate": template, **shown}
@@ -115,7 +115,8 @@ def acceptance(pairs: Sequence[Pair], *, colour: str = COLOURS[0]) -> Any:
     more: Trace = {"mode": "markers", "marker": tick, "customdata": noises}
     more["hovertemplate"] = "%{y:.3g} % (%{customdata})"
     traces = [each for each in (made, expected) if not all(map(math.isnan, each["y"]))]
-    top = max([1e-3, *(z for each in (made["y"], expected["y"], y) for z in each if z == z)])
+    ends = [each["y"] + each["error_y"]["array"] for each in (made, expected)]
+    top = max([1e-3, *(z for each in (*ends, y) for z in each if z == z)])
     return figure(
         *("Acceptance of every pair of rungs", "pair of rungs", "acceptance, %"),
         [*traces, line("allowed by the noise s", x, y, **more)],
@@ -237,7 +238,8 @@ def noise(history: History) -> Any:
         name, style = f"rungs {pair}–{pair + 1}", {"color": colour, "width": 1.6}
         traces += _with_band(name, x, Estimate(mean[:, pair], error[:, pair]), style)
         traces[-1]["showlegend"] = pair in named
-    chains, (axis, outside) = history.n_chains, settled_axis([mean])
+    band = torch.where(error.isfinite(), 2 * error, 0.0)
+    chains, (axis, outside) = history.n_chains, settled_axis([mean], band=band)
     note = f"Mean of {chains:,} chains, band: two standard errors." * (chains > 1)
     names = ("Noise variance σ² of one energy", "step", "σ² (nats²)")
     return figure(*names, traces, note, order, _kept(history, rows), outside, yaxis=axis)
@@ -280,19 +282,23 @@ def averages(
     """Test accuracy (fractions) after 1, 2, ... draws. First draws, and those of the name `single`,
     may lie below the axis.
     """
-    traces, late, top = [], list[float](), 0.0
+    traces, late, every = [], list[float](), list[float]()
     for name, style in _styles(colours, curves).items():
         y = 100 * torch.tensor(curves[name], dtype=torch.float64)
         mode, x = "lines" if len(y) > 1 else "markers", array(torch.arange(len(y)) + 1)
         traces.append(line(plain(name), x, array(y), style, mode=mode))
         late += y[len(y) // 20 :].tolist() if name != single else []
-        top = max(top, float(y.max()))
-    low = min(late, default=0.0)
+        every += y.tolist()
+    low, top = min(late, default=0.0), max(every, default=0.0)
     margin = 0.05 * max(top - low, 1.0)
     axis = {"range": [low - margin, top + margin]}
-    note = "First draws and single draws may lie below the axis; a double click shows them."
+    below = sum(y < low - margin for y in every)
+    note = f"{below:,} of {len(every):,} values lie below the axis; a double click shows them."
+    few = {"dtick": 1} if max(map(len, curves.values()), default=0) <= MOST_TEXTS else {}
     title, x_title = "Accuracy of the average against number of draws", "draws in the average"
-    return figure(title, x_title, "test accuracy, %", traces, note, yaxis=axis)
+    return figure(
+        title, x_title, "test accuracy, %", traces, note * (below > 0), xaxis=few, yaxis=axis
+    )
 
 
 def reliability(
@@ -326,7 +332,7 @@ def reliability(
     note += " Band: two standard errors." * (len(predictions) == 1)
     axes: Trace = {
         "xaxis": {"range": [0, 101], "anchor": "y2"},
-        "yaxis": {"range": [0, 101], "domain": [0.3, 1]},
+        "yaxis": {"range": [-2, 102], "domain": [0.3, 1]},
         "yaxis2": {"domain": [0, 0.2], "title": {"text": "examples"}, "nticks": 3},
     }
     names = ("Reliability", "probability of the predicted class, %", "right, %")
@@ -385,9 +391,12 @@ def array(values: Any) -> Any:
     return found.float().numpy() if found.is_floating_point() else found.int().numpy()
 
 
-def settled_axis(values: Sequence[Tensor], *, log: bool = False) -> tuple[dict[str, Any], str]:
+def settled_axis(
+    values: Sequence[Tensor], *, log: bool = False, band: Tensor | float = 0.0
+) -> tuple[dict[str, Any], str]:
     """A y axis for series (rows, ...), and in words what lies outside: a burn-in or single values
-    that would hide the rest. The middle 99 % of the values after the first tenth are inside.
+    that would hide the rest. The middle 99 % of the values after the first tenth are inside, with
+    the `band` on either side of them.
     """
     kind = "log" if log else "linear"
 
@@ -396,11 +405,12 @@ def settled_axis(values: Sequence[Tensor], *, log: bool = False) -> tuple[dict[s
         every = every[every.isfinite() & ((every > 0) if log else True)]
         return every.log10() if log else every
 
-    every, late = known(values), known([x[math.ceil(BURN_IN * len(x)) :] for x in values])
+    every, ends = known(values), [x + side * band for x in values for side in (-1, 1)]
+    late = known([x[math.ceil(BURN_IN * len(x)) :] for x in ends])
     if not len(late):
         return {"type": kind, "range": None}, ""
     low, high = late.sort().values[[int(part * (len(late) - 1)) for part in MIDDLE]].tolist()
-    least, most = float(every.min()), float(every.max())
+    least, most = (float(each) for each in known(ends).aminmax())
     if most - least <= SPOILT * (high - low):
         low, high = least, most
     margin = 0.05 * (high - low) or 0.1 * abs(high) or 0.5

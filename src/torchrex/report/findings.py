@@ -91,11 +91,22 @@ def percent(rate: float) -> str:
 
 
 def measured(value: float, error: float) -> str:
-    """A value with its standard error, both to two digits of the error: 1.0523 +- 0.0061."""
-    if not (math.isfinite(error) and error > 0):
-        return f"{number(value)} (its error is not known)"
-    decimals = max(0, 1 - math.floor(math.log10(error)))
-    return f"{value:,.{decimals}f} +- {error:,.{decimals}f}"
+    """A value with its standard error: 1.052(6)."""
+    known = math.isfinite(error) and error > 0
+    return value_and_error(value, error) if known else f"{number(value)} (its error is not known)"
+
+
+def value_and_error(value: float | None, error: float | None) -> str:
+    """`0.410(2)`: the error applies to the last digits shown; of 1,000 or more it is `5.0(4)e5`."""
+    if value is None:
+        return ""
+    if not error or not math.isfinite(error):
+        return f"{value:.4g}"
+    if error >= 999.5:
+        power = math.floor(math.log10(max(abs(value), error)))
+        return f"{value_and_error(value / 10.0**power, error / 10.0**power)}e{power}"
+    decimals = max(0, -math.floor(math.log10(error)))
+    return f"{value:,.{decimals}f}({math.ceil(error * 10**decimals - 0.5)})"
 
 
 def times(count: float) -> str:

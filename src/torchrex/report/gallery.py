@@ -22,14 +22,9 @@ from torchrex.experiments.gallery import (
     Problem,
     gallery_recipes,
 )
+from torchrex.report.findings import value_and_error
 from torchrex.report.plots import look, panels
-from torchrex.report.tables import (
-    fitted_table,
-    markdown_page,
-    markdown_table,
-    missing_words,
-    value_and_error,
-)
+from torchrex.report.tables import fitted_table, markdown_page, markdown_table, missing_words
 
 HEADS = ("problem", "method", "answer", "exact", "in right modes %", "wrong by (SE)")
 BEATS, RIGHT = 5.0, 3.0  # standard errors

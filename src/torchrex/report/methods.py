@@ -15,8 +15,8 @@ from torchrex.diagnostics import mean_and_error
 from torchrex.errors import InvalidArgumentError
 from torchrex.network import MethodResult
 from torchrex.report.compare import LEVEL, Row, compare_metrics, load_side, run_metrics
+from torchrex.report.findings import value_and_error
 from torchrex.report.reader import LoadedRun
-from torchrex.report.tables import value_and_error
 
 EQUAL = 0.05  # costs that differ by more are pointed out
 Given = MethodResult | Path | str

@@ -393,7 +393,8 @@ def _few(
     numbers = {**numbers, "round_trips_per_chain": trips, "restarts_per_chain": restarts}
     if counted.accepted > 0 and trips < FEW_SWAPS:
         of = " of a chain" if evidence.history.n_chains > 1 else ""
-        made += f". Rung 0{of} got something new {times(restarts)}: too few to mix between modes"
+        when = f"got something new {times(restarts)}" if restarts else "never got something new"
+        made += f". Rung 0{of} {when}: too few to mix between modes"
     end = ""
     if evidence.follows_gap:
         # What annealing and swaps have made of temperatures and F by the last quarter.

@@ -590,16 +590,3 @@ def pool_seeds(results: Sequence[dict[str, Any]]) -> dict[str, float]:
         elif values:
             pooled[name] = sum(values) / len(values)
     return pooled
-
-
-def value_and_error(value: float | None, error: float | None) -> str:
-    """`0.410(2)`: the error applies to the last digit shown; of 100 or more it is `5.0(4)e5`."""
-    if value is None:
-        return ""
-    if not error or not math.isfinite(error):
-        return f"{value:.4g}"
-    if error >= 99.5:
-        power = math.floor(math.log10(max(abs(value), error)))
-        return f"{value_and_error(value / 10.0**power, error / 10.0**power)}e{power}"
-    decimals = max(0, -math.floor(math.log10(error)))
-    return f"{value:.{decimals}f}({math.ceil(error * 10**decimals - 0.5)})"

@@ -14,8 +14,9 @@ from rich.table import Table
 
 from torchrex.experiments import RunFolder
 from torchrex.experiments.theory import TheoryConfig
+from torchrex.report.findings import value_and_error
 from torchrex.report.plots import GREEN, PURPLE, Look, log_axis, look, panels
-from torchrex.report.tables import markdown_page, markdown_table, missing_words, value_and_error
+from torchrex.report.tables import markdown_page, markdown_table, missing_words
 from torchrex.runs.folder import seed_in
 
 HEADS = ("statement of the paper", "computed", "measured", "agrees?")

@@ -258,6 +258,11 @@ class ExperimentConfig:
         return self.recipe.split("/", 1)[0]
 
     @property
+    def method_name(self) -> str:
+        """How it samples, whatever the problem: one colour in reports."""
+        return str(getattr(self, "method", self.recipe.split("/", 1)[-1]))
+
+    @property
     def headline(self) -> str:
         """The metric that is shown first."""
         return self.columns[0].metric

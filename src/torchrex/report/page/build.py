@@ -26,7 +26,7 @@ from torchrex.durable import one_line, printable, replace_file, writing
 from torchrex.errors import RunFolderError, import_extra
 from torchrex.report import doctor
 from torchrex.report.figures import DARK, LIGHT, template
-from torchrex.report.findings import number, several, tally
+from torchrex.report.findings import number, several, tally, value_and_error
 from torchrex.report.page.details import Picture, details_of, pictures_of, swaps_of, within_the_page
 from torchrex.report.page.drawn import Drawn, of_answers, of_ladder
 from torchrex.report.page.markup import Cell, badge, badges, items, link_to, table
@@ -42,7 +42,6 @@ from torchrex.report.page.rows import (
 )
 from torchrex.report.plots import COLOURS
 from torchrex.report.reader import LoadedRun, NotRead, read_tree, require_ours
-from torchrex.report.tables import value_and_error
 
 MARK = "<!-- torchrex report -->"
 HERE = Path(__file__).parent
@@ -232,6 +231,16 @@ class _Page:
         both = (self.runs, self.families)
         return {id(each): k for every in both for k, each in enumerate(every)}
 
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """Of families, by their `id`; with their group where two groups have the same one."""
+        known = Counter(family.title for family in self.families)
+        return {
+            id(family): f"{group.name}/{family.title}" if known[family.title] > 1 else family.title
+            for group in self.groups
+            for family in group.families
+        }
+
     def body(self) -> str:
         tables = "".join(map(self._group_table, self.groups))
         swapped = [
@@ -289,16 +298,19 @@ class _Page:
                     seeds = "".join(f' <a href="#run-{k}">{seed}</a>' for k, seed in ids.items())
                     ladder = any(word in title for word in OF_LADDER) and family.ladder is not None
                     of = f"{'ladder' if ladder else 'family'}-{self.number[id(family)]}"
-                    name = escape(family.title)
+                    name = escape(self.names[id(family)])
                     where.append(f'{swatch(family)}<a href="#{of}">{name}</a> (seeds{seeds})')
             first, words = of_runs[0]
-            said = f"{first.name}: {words}" if len(of_runs) > 1 else words
+            said = escape(f"{first.name}: {words}" if len(of_runs) > 1 else words)
+            said, _, rest = said.partition(". ")  # what it is; what to do about it on demand
+            if rest:
+                said = f"<details><summary>{said}.</summary>{rest}</details>"
             places = ", ".join(where[:OPEN])
             if len(where) > OPEN:
                 places += f" ({OPEN} of {len(where)} families shown)"
             lines.append(
                 f"<li>{badge(severity)} <b>{escape(title)}</b>: {places}."
-                f' <span class="note">{escape(said)}</span></li>'
+                f' <div class="note">{said}</div></li>'
             )
         return lines
 
@@ -318,7 +330,7 @@ class _Page:
         for run in self.runs:
             if not is_complete(run):
                 error = (run.result or {}).get("error")
-                words = [*(run.problems or [f"its status is {run.status!r}"]), error or ""]
+                words = [*run.problems, error or "", _how_far(run)]
                 link = f'<a href="#run-{self.number[id(run)]}">{escape(run.name)}</a>'
                 folder = escape(link_to(run.path, self.out)[1])
                 lines.append(f"<li>{link} {badges(run)} in {folder}{items(words)}</li>")
@@ -428,9 +440,18 @@ def _ladder_cells(family: Family) -> list[Cell]:
 
 
 def _setting(value: Any) -> Cell:
-    text = ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return escape(text), value if number else text
+    every = value if isinstance(value, list) else [value]
+    text = ", ".join(f"{x:.6g}" if isinstance(x, float) else str(x) for x in every) or "none"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return escape(text), value if is_number else text
+
+
+def _how_far(run: LoadedRun) -> str:
+    """Where a run stopped; the badge next to it says how."""
+    done = (run.result or {}).get("steps_done")
+    if done is None or run.settings is None or run.status == "finished":
+        return ""
+    return f"{done:,} of {run.settings.n_steps:,} steps are done"
 
 
 def swatch(family: Family) -> str:

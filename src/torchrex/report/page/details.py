@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from torchrex.checkpoint import read_file
-from torchrex.report.findings import number, several
+from torchrex.report.findings import number, several, value_and_error
 from torchrex.report.page.ladder import Pooled
 from torchrex.report.page.markup import badge, badges, items, link_to, plain_table
 from torchrex.report.page.rows import label, paper_of, scale, shown
 from torchrex.report.reader import LoadedRun, command_to_repeat
-from torchrex.report.tables import value_and_error
 from torchrex.runs.config import dumps
 
 SAMPLES = "samples.png"
@@ -119,7 +118,7 @@ def swaps_of(ladder: Pooled) -> str:
     for pair in ladder.pairs:
         rates = [value_and_error(100 * v, 100 * e) if v == v else "" for v, e in pair[1:3]]
         counts, sigma2 = [f"{pair.accepted:,}", f"{pair.proposed:,}"], pair.noise_variance
-        noise = [shown(*sigma2), number(pair.noise, 3), f"{100 * pair.allowed:.3g}"]
+        noise = [shown(*sigma2), number(pair.noise, 3), number(100 * pair.allowed, 3)]
         rows.append([pair.name, *counts, *rates, *noise])
     note = (
         "In brackets the standard error of the last digit(s); s and what it allows between equal"

@@ -27,6 +27,7 @@ from torchrex.diagnostics import (
 )
 from torchrex.errors import InvalidArgumentError
 from torchrex.report.figures import Pair
+from torchrex.report.findings import value_and_error
 from torchrex.report.reader import LoadedRun
 from torchrex.report.swap_checks import (
     history_from_curves,
@@ -35,7 +36,6 @@ from torchrex.report.swap_checks import (
     while_swapping,
     with_noise,
 )
-from torchrex.report.tables import value_and_error
 
 
 @dataclass(frozen=True)

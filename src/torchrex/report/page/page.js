@@ -77,7 +77,7 @@ const first = figures.filter((figure) => !figure.closest("details:not([open])"))
 for (const figure of figures) first.includes(figure) ? show(figure) : onSight.observe(figure);
 dark.addEventListener("change", () => figures.filter((figure) => figure.spec).forEach(draw));
 addEventListener("beforeprint", () => { // what is closed is not on paper
-  for (const figure of figures) if (figure.offsetParent) show(figure);
+  for (const figure of figures) if (!figure.closest("details:not([open])")) show(figure);
 });
 
 // Numbers by size, text by the alphabet, empty cells last either way.

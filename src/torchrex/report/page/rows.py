@@ -24,10 +24,10 @@ from torchrex.report.compare import (
     unused,
     with_known_settings,
 )
+from torchrex.report.findings import value_and_error
 from torchrex.report.page.ladder import Pooled, pooled
 from torchrex.report.plots import COLOURS, LOOKS, error_of_mean
 from torchrex.report.reader import LoadedRun, NotRead
-from torchrex.report.tables import value_and_error
 from torchrex.runs.config import COLUMNS, Column, ExperimentConfig, to_json
 
 MANY = 10_000  # from here on a number without an error is written out
@@ -56,7 +56,7 @@ class Family:
     @property
     def method(self) -> str:
         """Which has one colour on the whole page."""
-        return str(self.config.get("method") or self.short)
+        return self.short if self.settings is None else self.settings.method_name
 
     @property
     def short(self) -> str:
