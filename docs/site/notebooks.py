@@ -1,7 +1,7 @@
 """Run the tutorials and write into them what they show.
 
-    pip install -e ".[docs]"                          # `make install` does the rest
-    python docs/site/notebooks.py [NAME ...]          # all, or those named
+    make notebooks                              # all of them, some minutes
+    python docs/site/notebooks.py NAME ...      # those named, with what the extra `docs` installs
 
 Needs Chrome or Chromium for the pictures of Plotly (BROWSER_PATH, if it is not found). What is
 written names no machine: `%pip` lines are not run, and paths, times and versions are left out.
@@ -10,6 +10,7 @@ written names no machine: `%pip` lines are not run, and paths, times and version
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import os
 import re
@@ -44,7 +45,9 @@ def refresh(path: Path) -> None:
             cell.id, cell.metadata = f"cell-{k}", {}
             for output in cell.get("outputs", ()):
                 clean(output, folder)
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     notebook.metadata = {
+        "code_sha256": hashlib.sha256("\0".join(code).encode()).hexdigest(),  # tests compare it
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
     }
@@ -53,6 +56,8 @@ def refresh(path: Path) -> None:
 
 def clean(output: nbformat.NotebookNode, folder: str) -> None:
     if output.output_type == "stream":
+        if "Traceback" in output.text:  # of a command, `!...`, which does not end the notebook
+            raise SystemExit(output.text)
         output.text = without_machine(output.text, folder)
         return
     output.metadata = {}
@@ -79,6 +84,8 @@ def without_machine(text: str, folder: str) -> str:
 if __name__ == "__main__":
     names = sys.argv[1:] or sorted(path.stem for path in TUTORIALS.glob("*.ipynb"))
     os.environ["PLOTLY_RENDERER"] = "png"
+    os.environ["TERM"] = "dumb"  # no control characters from commands
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for name in names:
         print(name, flush=True)
         refresh(TUTORIALS / f"{name}.ipynb")
