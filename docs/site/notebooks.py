@@ -24,6 +24,8 @@ from PIL import Image
 
 TUTORIALS = Path(__file__).parents[1] / "tutorials"
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+# What a command shows while it works, and takes back.
+PROGRESS = re.compile(r"[^\n]*\n\x1b\[1A\x1b\[2K|\x1b\[[0-9;?]*[A-Za-z]")
 # Plotly's figures become pictures, which GitHub shows too.
 KEPT = ("image/png", "text/html", "text/plain")
 
@@ -78,13 +80,12 @@ def small(picture: str) -> str:
 
 
 def without_machine(text: str, folder: str) -> str:
-    return ADDRESS.sub("", text.replace(folder, "."))
+    return ADDRESS.sub("", PROGRESS.sub("", text.replace("\r", "").replace(folder, ".")))
 
 
 if __name__ == "__main__":
     names = sys.argv[1:] or sorted(path.stem for path in TUTORIALS.glob("*.ipynb"))
     os.environ["PLOTLY_RENDERER"] = "png"
-    os.environ["TERM"] = "dumb"  # no control characters from commands
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for name in names:
         print(name, flush=True)
