@@ -38,6 +38,7 @@ test-all: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/ruff format --check --line-length 75 README.md docs/*.md
 	$(BIN)/mypy
 
 $(VENV)/.bench: $(VENV)/.installed

@@ -32,6 +32,7 @@ from scaling_pages import PAGE
 from torchrex import EvenOdd, RandomPair
 from torchrex.diagnostics import even_odd_rate
 from torchrex.exchange.assignment import Indexing
+from torchrex.report.plots import COLOURS, panels
 
 swapped = Indexing.swap
 
@@ -235,76 +236,68 @@ def growth_table(record: dict[str, Any]) -> str:
 
 def picture(record: dict[str, Any], path: Path) -> None:
     """Left the rates, right the time of a step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.2), layout="constrained")
-    colours = ("#0b3c5d", "#c8553d", "#5a9367", "#8e6bbf", "#c59b1f", "#4f9fc0", "#444444")
+    colours = COLOURS
     styles = ("-", "--", "-.", ":")
-    grid = [round(64 * 2 ** (k / 8)) for k in range(33)]
-    for k, (scheme, barrier, noise) in enumerate(CASES):
-        name = f"{scheme}, barrier {barrier:g}" + (f", noise {noise:g}" if noise else "")
-        style = {"color": colours[k], "linestyle": styles[k % 4]}
-        left.plot(
-            grid,
-            [1e3 * rate(scheme, acceptance(r, barrier, noise)) for r in grid],
-            **style,
-            label=name,
+    with panels(path, 2, 1, (6.4, 8)) as (_, ((left,), (right,))):
+        grid = [round(64 * 2 ** (k / 8)) for k in range(33)]
+        for k, (scheme, barrier, noise) in enumerate(CASES):
+            name = f"{scheme}, barrier {barrier:g}" + (f", noise {noise:g}" if noise else "")
+            style = {"color": colours[k], "ls": styles[k % 4]}
+            left.plot(
+                grid,
+                [1e3 * rate(scheme, acceptance(r, barrier, noise)) for r in grid],
+                **style,
+                label=name,
+            )
+            mine = [
+                r
+                for r in record["results"]
+                if (r["scheme"], r["barrier"], r["noise"]) == (scheme, barrier, noise)
+            ]
+            mine = [r for r in mine if r["rate"]["simulated"]]
+            left.plot(
+                [r["rungs"] for r in mine],
+                [1e3 * r["rate"]["simulated"] for r in mine],
+                "o",
+                color=colours[k],
+                markersize=4,
+            )
+        left.set(
+            xscale="log",
+            yscale="log",
+            xlabel="rungs",
+            ylabel="round trips per 1,000 attempts",
+            ylim=(5e-4, 1e3),
+            xlim=(58, 1130),
         )
-        mine = [
-            r
-            for r in record["results"]
-            if (r["scheme"], r["barrier"], r["noise"]) == (scheme, barrier, noise)
-        ]
-        mine = [r for r in mine if r["rate"]["simulated"]]
-        left.plot(
-            [r["rungs"] for r in mine],
-            [1e3 * r["rate"]["simulated"] for r in mine],
-            "o",
-            color=colours[k],
-            markersize=4,
-        )
-    left.set(
-        xscale="log",
-        yscale="log",
-        xlabel="rungs",
-        ylabel="round trips per 1,000 attempts",
-        ylim=(5e-4, 1e3),
-        xlim=(58, 1130),
-    )
-    left.set_title("All replicas together: formula (lines), simulated (points)", fontsize=10)
-    left.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    work = record["seconds_of_a_replica"]
-    for k, (name, network) in enumerate(NETWORKS.items()):
+        left.set_title("All replicas together: formula (lines), simulated (points)", fontsize=10)
+        left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
+        work = record["seconds_of_a_replica"]
+        for k, (name, network) in enumerate(NETWORKS.items()):
+            right.plot(
+                grid,
+                [step_ms(r, work, network) for r in grid],
+                color=colours[k],
+                label=f"{name} network, a rank for each replica",
+            )
+        few = [step_ms(r, work, NETWORKS["Ethernet"], ranks=64) for r in RUNGS]
         right.plot(
-            grid,
-            [step_ms(r, work, network) for r in grid],
-            color=colours[k],
-            label=f"{name} network, a rank for each replica",
+            RUNGS,
+            few,
+            color=colours[2],
+            linestyle="-.",
+            marker="s",
+            markersize=4,
+            label="Ethernet, 64 ranks",
         )
-    few = [step_ms(r, work, NETWORKS["Ethernet"], ranks=64) for r in RUNGS]
-    right.plot(
-        RUNGS,
-        few,
-        color=colours[2],
-        linestyle="-.",
-        marker="s",
-        markersize=4,
-        label="Ethernet, 64 ranks",
-    )
-    right.axhline(1e3 * work, color="#444444", linestyle=":", label="without communication")
-    right.set(xscale="log", yscale="log", xlabel="rungs", ylabel="ms a step")
-    right.set_title("A step of ResNet-20, assumed networks, nothing hidden", fontsize=10)
-    right.legend(frameon=False, fontsize=8)
-    for axis in (left, right):
-        axis.set_xticks(RUNGS, [f"{r:,}" for r in RUNGS])
-        axis.minorticks_off()
-        axis.grid(alpha=0.25)
-    right.set_yticks([15, 20, 30, 50, 100, 200], ["15", "20", "30", "50", "100", "200"])
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+        right.axhline(1e3 * work, color="#444444", linestyle=":", label="without communication")
+        right.set(xscale="log", yscale="log", xlabel="rungs", ylabel="ms a step")
+        right.set_title("A step of ResNet-20, assumed networks, nothing hidden", fontsize=10)
+        right.legend()
+        for axis in (left, right):
+            axis.set_xticks(RUNGS, [f"{r:,}" for r in RUNGS])
+            axis.minorticks_off()
+        right.set_yticks([15, 20, 30, 50, 100, 200], ["15", "20", "30", "50", "100", "200"])
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 made from them.
 
 `python benchmarks/record.py` puts the tables of the stored results into benchmarks/README.md,
-README.md and docs/reproduction.md.
+README.md and docs/reproduction-tables.md.
 """
 
 from __future__ import annotations
@@ -76,22 +76,32 @@ def density_loop_table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def speed_table(record: dict[str, Any]) -> str:
-    """The short form for the front page: two rungs, one row a contestant, one column a number of
-    runs.
-    """
-    results = [r for r in record["results"] if r["rungs"] == 2]
-    runs = sorted({r["runs"] for r in results})
-    time = {(r["name"], r["runs"]): r["us_per_step"]["median"] for r in results}
-    lines = [
-        "| microseconds a step | "
-        + " | ".join(f"{n:,} runs" if n > 1 else "1 run" for n in runs)
-        + " |"
+def speed_table(networks: dict[str, Any], densities: dict[str, Any]) -> str:
+    """Two rows for the front page: torchrex beside the best that was measured in the same file."""
+    two = {
+        r["name"]: r["images_x_replicas_per_second"]
+        for r in networks["results"]
+        if r["replicas"] == 2
+    }
+    us = {
+        r["name"]: r["us_per_step"]["median"]
+        for r in densities["results"]
+        if (r["rungs"], r["runs"]) == (2, 64)
+    }
+    rows = [
+        (
+            f"ResNet-20, two replicas, {networks['hardware']['gpu']}: images x replicas / s",
+            f"{two['torchrex, captured']:,.0f}",
+            f"{two['eager PyTorch, one after the other']:,.0f} (PyTorch, eager)",
+        ),
+        (
+            "a density, two rungs, 64 runs, one CPU core: microseconds a step",
+            number(us["torchrex, compiled"]),
+            f"{number(us['jax, tuned'])} (JAX, tuned)",
+        ),
     ]
-    lines.append("|---" * (len(runs) + 1) + "|")
-    for name in dict.fromkeys(r["name"] for r in results):
-        lines.append(f"| {name} | " + " | ".join(number(time[name, n]) for n in runs) + " |")
-    return "\n".join(lines)
+    lines = ["| | torchrex | the other |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def memory_table(record: dict[str, Any]) -> str:
@@ -129,29 +139,6 @@ def module_profile_table(record: dict[str, Any]) -> str:
     return "\n".join(
         [*lines, f"| all, {profile['kernels_per_step']:.0f} kernels, overlapping | {total:,.0f} |"]
     )
-
-
-def networks_table(record: dict[str, Any]) -> str:
-    """The short form for the front page: ways against numbers of replicas."""
-    names = {
-        "torchrex, captured": "torchrex",
-        "eager PyTorch, one after the other": "PyTorch, eagerly, one replica after the other",
-    }
-    rate = {
-        (r["name"], r["replicas"]): r["images_x_replicas_per_second"] for r in record["results"]
-    }
-    columns = sorted({r["replicas"] for r in record["results"] if r["name"] in names})
-    lines = [
-        "| ResNet-20, images x replicas / s | " + " | ".join(f"R = {n}" for n in columns) + " |",
-        "|---" * (len(columns) + 1) + "|",
-    ]
-    for name, title in names.items():
-        lines.append(
-            f"| {title} | "
-            + " | ".join(f"{rate[name, n]:,.0f}" if (name, n) in rate else "" for n in columns)
-            + " |"
-        )
-    return "\n".join(lines)
 
 
 def module_cpu_table(record: dict[str, Any]) -> str:
@@ -522,6 +509,10 @@ def setting(record: dict[str, Any]) -> str:
     return f"{record['date']}, {gpu}{hardware['cpu']}, {cores}; {versions}. `{record['command']}`"
 
 
+def stored(source: str) -> dict[str, Any]:
+    return json.loads((HERE / "results" / f"{source}.json").read_text())
+
+
 def main() -> None:
     """Put the table of results/NAME.json between `<!-- NAME -->` and `<!-- end -->` in the pages;
     those of runs into the docs.
@@ -529,24 +520,21 @@ def main() -> None:
     tables = {
         "density_loop": (density_loop_table, "density_loop"),
         "memory": (memory_table, "memory"),
-        "speed": (speed_table, "density_loop"),
         "module_step": (module_step_table, "module_step"),
         "module_profile": (module_profile_table, "module_step"),
-        "networks": (networks_table, "module_step"),
         "module_cpu": (module_cpu_table, "module_cpu"),
         "shared_batch": (shared_batch_table, "shared_batch"),
         "variance_of_rung0": (variance_of_rung0_table, "variance_of_rung0"),
         "swap_energies": (swap_energies_table, "swap_energies"),
         "tuned_exchange": (tuned_exchange_table, "tuned_exchange"),
     }
-    for page in (HERE / "README.md", HERE.parent / "README.md"):
-        text = page.read_text()
-        for name, (table, source) in tables.items():
-            if f"<!-- {name} -->\n" in text:
-                record = json.loads((HERE / "results" / f"{source}.json").read_text())
-                text = between(text, name, f"{table(record)}\n\n{setting(record)}")
-        page.write_text(text)
-    page = HERE.parent / "docs" / "reproduction.md"
+    page = HERE / "README.md"
+    for name, (table, source) in tables.items():
+        record = stored(source)
+        into_page(page, name, f"{table(record)}\n\n{setting(record)}")
+    front = speed_table(stored("module_step"), stored("density_loop"))
+    into_page(HERE.parent / "README.md", "speed", front)
+    page = HERE.parent / "docs" / "reproduction-tables.md"
     of_runs = {
         "table1": (images_table, "images/table1.json"),
         "table2": (images_table, "images/table2.json"),
@@ -556,7 +544,7 @@ def main() -> None:
     for name, (table, source) in of_runs.items():
         path = HERE.parent / "results" / source
         if not path.exists():
-            print(f"results/{source} is not there; {name} in docs/reproduction.md stays as it is")
+            print(f"results/{source} is not there; {name} in the docs stays as it is")
             continue
         page.write_text(between(page.read_text(), name, table(json.loads(path.read_text()))))
 

@@ -8,6 +8,7 @@ from typing import Any
 from record import HERE, number
 from scaling_model import ring_seconds, step_seconds
 from scaling_ranks import WAYS
+from torchrex.report.plots import COLOURS, panels
 
 PAGE = HERE.parent / "docs" / "scaling.md"
 
@@ -171,43 +172,41 @@ TABLES = {
 
 def picture(record: dict[str, Any], path: Path) -> None:
     """The gather alone against its bytes, measured and modelled."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
     model = record["model"]
-    looks = {2: ("#0b3c5d", "-", "o"), 4: ("#c8553d", "--", "s"), 8: ("#5a9367", "-.", "^")}
-    for ranks, (colour, line, marker) in looks.items():
-        found = sorted(
-            (g for g in record["gather"] if g["ranks"] == ranks), key=lambda g: g["bytes"]
+    looks = {2: (COLOURS[0], "-", "o"), 4: (COLOURS[1], "--", "s"), 8: (COLOURS[2], "-.", "^")}
+    with panels(path, 1, 1, (6.4, 3.8)) as (_, ((axis,),)):
+        for ranks, (colour, line, marker) in looks.items():
+            found = sorted(
+                (g for g in record["gather"] if g["ranks"] == ranks), key=lambda g: g["bytes"]
+            )
+            sizes, us = [g["bytes"] for g in found], [g["us"] for g in found]
+            error = [[u["median"] - u["p10"] for u in us], [u["p90"] - u["median"] for u in us]]
+            apart = [
+                size * 1.08 ** (ranks // 2 - 2) for size in sizes
+            ]  # so that bars do not overlap
+            axis.errorbar(
+                apart,
+                [u["median"] for u in us],
+                error,
+                color=colour,
+                marker=marker,
+                linestyle="none",
+                capsize=3,
+            )
+            grid = [sizes[0] * (sizes[-1] / sizes[0]) ** (k / 60) for k in range(61)]
+            curve = [
+                1e6 * ring_seconds(ranks, size, cores=model["cores"], **model["ring"])
+                for size in grid
+            ]
+            axis.plot(grid, curve, color=colour, linestyle=line, label=f"{ranks} ranks")
+        axis.set(
+            xscale="log",
+            yscale="log",
+            xlabel="bytes from each rank",
+            ylabel="microseconds of a gather",
         )
-        sizes, us = [g["bytes"] for g in found], [g["us"] for g in found]
-        error = [[u["median"] - u["p10"] for u in us], [u["p90"] - u["median"] for u in us]]
-        apart = [size * 1.08 ** (ranks // 2 - 2) for size in sizes]  # so that bars do not overlap
-        axis.errorbar(
-            apart,
-            [u["median"] for u in us],
-            error,
-            color=colour,
-            marker=marker,
-            linestyle="none",
-            capsize=3,
+        axis.set_title(
+            "gloo on two cores: median with 10 % to 90 %, and the model (of the 10 %)", fontsize=10
         )
-        grid = [sizes[0] * (sizes[-1] / sizes[0]) ** (k / 60) for k in range(61)]
-        curve = [
-            1e6 * ring_seconds(ranks, size, cores=model["cores"], **model["ring"]) for size in grid
-        ]
-        axis.plot(grid, curve, color=colour, linestyle=line, label=f"{ranks} ranks")
-    axis.set(
-        xscale="log", yscale="log", xlabel="bytes from each rank", ylabel="microseconds of a gather"
-    )
-    axis.set_title(
-        "gloo on two cores: median with 10 % to 90 %, and the model (of the 10 %)", fontsize=10
-    )
-    axis.grid(alpha=0.25)
-    axis.set_ylim(200, 1e5)
-    axis.legend(frameon=False, ncols=3, loc="upper center")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+        axis.set_ylim(200, 1e5)
+        axis.legend(ncols=3, loc="upper center")

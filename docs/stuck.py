@@ -2,8 +2,8 @@
 
 The problem is `gallery/period`: both may evaluate the same number of examples, and tuning counts.
 
-    python docs/stuck.py        # minutes on one core; writes stuck.json and stuck.png
-    python docs/stuck.py --draw # the picture alone, from stuck.json
+    python docs/stuck.py        # minutes on one core; writes stuck.json, stuck.png and stuck.svg
+    python docs/stuck.py --draw # the pictures alone, from stuck.json
 """
 
 import json
@@ -11,15 +11,15 @@ import sys
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 
 import torchrex
 from torchrex.experiments.gallery import problems
 from torchrex.experiments.period import ALIASES, FREQUENCY, exact_law, frequency, near, observations
+from torchrex.report.plots import look, panels
 
 KEPT = 500  # points of each path
 HERE = Path(__file__).parent
-PATHS = (("chain", "one chain (SGLD)", "#c8553d"), ("exchange", "torchrex", "#0b3c5d"))
+PATHS = (("chain", "one chain (SGLD)", "SGLD"), ("exchange", "torchrex", "tuned"))
 
 
 def measure() -> dict[str, object]:
@@ -60,23 +60,22 @@ def draw(found: dict) -> None:
     exact = [float(mass[near(grid, k)].sum()) for k in ALIASES]
     places = [FREQUENCY + k for k in ALIASES]
     begins = {"chain": 0.0, "exchange": found["tuning_examples"]}
-    figure = Figure(figsize=(10, 3.4), layout="constrained")
-    axes = figure.subplots(1, 3, sharey=True, width_ratios=(4, 4, 1.6))
-    for axis, (name, title, colour) in zip(axes, PATHS, strict=False):
-        path = torch.tensor(found[name]["frequency"])
-        at = torch.linspace(begins[name], found["examples"], len(path) + 1)[1:] / 1e6
-        axis.plot(at, path, ".", color=colour, markersize=3)
-        axis.set(title=title, xlabel="examples evaluated (million)", ylim=(0.0, 3.0))
-        for k in ALIASES:
-            axis.axhline(FREQUENCY + k, color="0.8", linewidth=1, zorder=0)
-    axes[0].set_ylabel("frequency of the star (1 / day)")
-    axes[2].barh(places, exact, height=0.06, color="0.7", label="exact")
-    path = torch.tensor(found["exchange"]["frequency"])
-    shares = [float(near(path, k).double().mean()) for k in ALIASES]
-    axes[2].plot(shares, places, "o", color="#0b3c5d", fillstyle="none", label="torchrex")
-    axes[2].legend(frameon=False, fontsize=8)
-    axes[2].set(title="exact answer", xlabel="probability", xlim=(0.0, 1.0))
-    figure.savefig(HERE / "stuck.png", dpi=130)
+    how = {"sharey": True, "width_ratios": (4, 4, 2)}
+    with panels(HERE / "stuck.png", 1, 3, (7.5, 3.0), **how) as (_, (axes,)):
+        for axis, (name, title, method) in zip(axes, PATHS, strict=False):
+            path = torch.tensor(found[name]["frequency"])
+            at = torch.linspace(begins[name], found["examples"], len(path) + 1)[1:] / 1e6
+            axis.plot(at, path, ".", color=look(method).color, markersize=3)
+            axis.set(title=title, xlabel="million examples", ylim=(0.0, 3.0))
+            for place in places:
+                axis.axhline(place, color="0.6", linewidth=1, zorder=0)
+        axes[0].set_ylabel("frequency of the star (1 / day)")
+        axes[2].barh(places, exact, height=0.06, color="0.7", label="exact")
+        path = torch.tensor(found["exchange"]["frequency"])
+        shares = [float(near(path, k).double().mean()) for k in ALIASES]
+        axes[2].plot(shares, places, **look("tuned").points, fillstyle="none", label="torchrex")
+        axes[2].legend(loc="lower right")
+        axes[2].set(title="exact answer", xlabel="probability", xlim=(0.0, 1.0))
 
 
 if __name__ == "__main__":

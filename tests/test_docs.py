@@ -13,14 +13,16 @@ import pytest
 import torchrex
 
 ROOT = Path(__file__).parents[1]
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
+TEXTS = (ROOT / "README.md", *DOCS)
 
 
 def snippets_of(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
-PAGES = [page for page in (ROOT / "README.md", *DOCS) if snippets_of(page)]
+PAGES = [page for page in TEXTS if snippets_of(page)]
 QUICK = ("README.md", "index.md", "scaling.md")
 MARKED = [
     pytest.param(page, id=page.name, marks=() if page.name in QUICK else pytest.mark.slow)
@@ -62,11 +64,64 @@ def test_snippets_pass_a_type_checker(tmp_path):
 
 def test_every_page_is_on_the_site():
     named = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
-    assert named == {page.name for page in DOCS}
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in DOCS}
+    tutorials = {
+        page.relative_to(ROOT / "docs").with_suffix(".md").as_posix() for page in NOTEBOOKS
+    }
+    assert pages | tutorials <= named
+    assert {page for page in named if not page.startswith("tutorials/")} == pages
+
+
+def test_every_public_name_is_in_the_reference():
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    named = {name.removeprefix("torchrex.") for name in re.findall(r"^::: (\S+)$", pages, re.M)}
+    assert set(torchrex.__all__) <= named
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 100
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
+def test_code_fits_the_page(page):
+    """A page of the site shows 75 columns."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    lines = [line for kind, code in blocks if kind != "math" for line in code.splitlines()]
+    assert [line for line in lines if len(line) > 75] == []
+
+
+def sentences_of(page: Path) -> list[str]:
+    """Without code, formulas, tables, headings and generated parts; a link is its text."""
+    text = page.read_text()
+    text = re.sub(r"<!-- \w+ -->.*?<!-- end -->", "\n\n", text, flags=re.DOTALL)
+    text = re.sub(r"^```.*?^```", "\n\n", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"\$[^$]+\$", "x", re.sub(r"`[^`]+`", "x", text))
+    text = re.sub(r"!\[[^]]*\]\([^)]*\)|\]\([^)]*\)", "", text)
+    paragraphs = re.split(r"\n\s*\n|\n(?=\s*(?:[-*#|]|\d+\.) )", text)
+    prose = [p.strip() for p in paragraphs if not p.lstrip().startswith(("|", "#", ":::"))]
+    return [s for p in prose for s in re.split(r"(?<=[.!?])[*\")\]_]*\s+", " ".join(p.split()))]
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
+def test_sentences_are_short(page):
+    long = [
+        s for s in sentences_of(page) if sum(bool(re.search(r"\w", w)) for w in s.split()) >= 25
+    ]
+    assert long == []
+
+
+def test_the_reproduction_has_the_numbers_of_its_tables():
+    cell = re.compile(r"(?<=\| )\d\d\.\d\d(?:±\d+\.\d+)?(?= \|)")
+    short, tables = (
+        set(cell.findall((ROOT / "docs" / name).read_text()))
+        for name in ("reproduction.md", "reproduction-tables.md")
+    )
+    assert short
+    assert short <= tables
 
 
 def test_links_lead_somewhere():
-    for page in (ROOT / "README.md", *DOCS, ROOT / "benchmarks" / "README.md"):
+    for page in (*TEXTS, ROOT / "benchmarks" / "README.md"):
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             found = link.startswith("http") or (page.parent / link).exists()
             assert found, f"{page.name} links to {link}"
@@ -74,7 +129,7 @@ def test_links_lead_somewhere():
 
 def test_links_to_headings_find_them():
     for page in DOCS:
-        for name, anchor in re.findall(r"\]\((\w[^):#]*)?#([^)]+)\)", page.read_text()):
+        for name, anchor in re.findall(r"\]\(([\w.][^):#]*)?#([^)]+)\)", page.read_text()):
             text = (page.parent / (name or page.name)).read_text()
             slugs = {
                 re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-")

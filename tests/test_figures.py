@@ -12,9 +12,14 @@ import torch
 
 from torchrex.diagnostics import History, Swaps
 from torchrex.errors import InvalidArgumentError, MissingDependencyError
+from torchrex.experiments.gallery import METHODS, MORE
+from torchrex.experiments.gan import TABLE3
+from torchrex.experiments.images import TABLE1
+from torchrex.experiments.mixtures import figure1_recipes
 from torchrex.report import figures
-from torchrex.report.figures import DARK, LIGHT, METHODS, Pair, rung_colours, settled_axis
-from torchrex.report.plots import calibration, running_mean
+from torchrex.report.figure1 import label_of
+from torchrex.report.figures import DARK, LIGHT, Pair, rung_colours, settled_axis
+from torchrex.report.plots import COLOURS, calibration, log_axis, look, panels, running_mean
 
 HOSTILE = "<b>bold</b><a href='javascript:window.hacked=1'>&amp;</a>"
 
@@ -169,7 +174,7 @@ def test_a_burn_in_spoils_no_axis_and_what_lies_outside_is_counted():
 
 def test_density_distance_and_averages():
     two = torch.stack([torch.full((10,), 0.5), torch.full((10,), 1.5)])
-    edges, colours = torch.linspace(0, 1, 11), {"a": METHODS[0], "b": METHODS[0]}
+    edges, colours = torch.linspace(0, 1, 11), {"a": COLOURS[0], "b": COLOURS[0]}
     drawn = named(figures.density(edges, {"a": two, "b": two[:1]}, colours, torch.ones_like))
     assert y(drawn["a"]).tolist() == pytest.approx([1.0] * 10)
     assert (drawn["a"].line.dash, drawn["b"].line.dash) == ("solid", "dash"), "of one colour"
@@ -196,7 +201,7 @@ def test_reliability_bins_have_known_answers():
     assert found.accuracy.tolist() == pytest.approx([1, 1, 0.5])
     ends = []
     for seeds in ([probabilities], [probabilities, probabilities]):
-        drawn = figures.reliability({"a": seeds}, labels, {"a": METHODS[0]}).data
+        drawn = figures.reliability({"a": seeds}, labels, {"a": COLOURS[0]}).data
         low, high, middle = map(y, drawn[1:4])
         assert drawn[3].x.tolist() == pytest.approx([55, 70, 90])
         assert middle.tolist() == pytest.approx([100, 100, 50])
@@ -219,16 +224,52 @@ def luminance(colour):
 @pytest.mark.parametrize("ground", [LIGHT, DARK])
 def test_colours_can_be_read_on_both_grounds(ground):
     """Contrast of 3 for lines and 4.5 for text, as WCAG 2 asks."""
-    for colour in (*METHODS, *rung_colours(7), ground["text"], ground["soft"]):
+    for colour in (*COLOURS, *rung_colours(7), ground["text"], ground["soft"]):
         bright, dim = sorted((luminance(colour), luminance(ground["ground"])), reverse=True)
         needed = 3 if colour.startswith("#") and colour not in ground.values() else 4.5
         assert (bright + 0.05) / (dim + 0.05) > needed, colour
     assert len(set(rung_colours(12))) == 12
 
 
+def test_every_method_has_one_look_of_its_own():
+    """Everything that tables, figure 1 and the gallery draw; one method, one colour."""
+    titles = [line.title for line in (*TABLE1.lines, *TABLE3.lines)]
+    labels = [label_of(config) for config in figure1_recipes().values()]
+    assert all(look(name) for name in (*titles, *labels, *METHODS, *MORE))
+    one_colour = (
+        ("reSGLD", "reSGLD, F=1", "reSGHMC", "tuned", "corrected"),
+        ("SGLD", "SGHMC", "one"),
+        ("naive reSGLD", "naive"),
+        ("no swaps", "no swaps, both rungs", "independent", "pooled", "best"),
+        ("reSGHMC, both rungs",),
+        ("M-SGD", "supervised only", "ensemble"),
+        ("full",),
+    )
+    for first, *others in one_colour:
+        assert {look(name) for name in others} <= {look(first)}
+    assert len({look(first).color for first, *_ in one_colour}) == len(one_colour)
+
+
+def test_pictures_are_written_twice_and_are_the_same_again(tmp_path):
+    """The SVG has no date, few digits, and text as text; axes without data are not drawn."""
+    for name in ("a", "b"):
+        with panels(tmp_path / f"{name}.png", 1, 2, (4, 2)) as (_, ((axis, blank),)):
+            axis.plot([0.0, 1 / 3, 1.0], [1.0, 2 / 3, 50.0], **look("reSGHMC").line)
+            axis.set_title("A title, 0.125 wide")
+            log_axis(axis)
+        assert (axis.axison, blank.axison) == (True, False)
+        assert [text.get_text() for text in axis.get_yticklabels()][1:3] == ["1", "10"]
+    svg = (tmp_path / "a.svg").read_text()
+    assert svg == (tmp_path / "b.svg").read_text()
+    assert ">A title, 0.125 wide</text>" in svg
+    assert "dc:date" not in svg
+    assert not re.search(r"(?m)^L .*\.\d{3}", svg)
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
 def test_names_are_text():
     """Plotly reads some HTML in names, titles and texts."""
-    colours, probabilities = {HOSTILE: METHODS[0]}, torch.eye(4)
+    colours, probabilities = {HOSTILE: COLOURS[0]}, torch.eye(4)
     drawn = (
         figures.averages({HOSTILE: [0.5, 0.6]}, colours),
         figures.reliability({HOSTILE: [probabilities]}, torch.arange(4), colours),
@@ -248,7 +289,7 @@ def test_what_cannot_be_drawn_is_said(monkeypatch):
         figures.noise(alone)
     figures.energies(alone)
     with pytest.raises(InvalidArgumentError, match="labels"):
-        figures.reliability({"a": [torch.rand(4, 2)]}, torch.zeros(3), {"a": METHODS[0]})
+        figures.reliability({"a": [torch.rand(4, 2)]}, torch.zeros(3), {"a": COLOURS[0]})
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     with pytest.raises(MissingDependencyError, match=r"torchrex\[report\]") as caught:
         figures.energies(alone)

@@ -33,7 +33,7 @@ from torchrex.report.page.details import swaps_of
 from torchrex.report.page.drawn import of_answers, of_ladder
 from torchrex.report.page.ladder import pooled
 from torchrex.report.page.rows import cell, columns, groups, settings_that_differ, shown
-from torchrex.report.plots import error_of_mean
+from torchrex.report.plots import error_of_mean, look
 from torchrex.report.reader import NotRead, command_to_repeat, find_runs, load_run
 from torchrex.runs.config import override, to_json
 from written_runs import header, write_json, write_run
@@ -328,7 +328,14 @@ def test_a_method_has_one_colour_and_settings_that_differ_are_shown(tmp_path):
     digits, images = groups([load_run(path) for path in find_runs(tmp_path)])
     colours = {family.label: family.colour for family in digits.families}
     assert colours["resghmc (hidden=64)"] == colours["resghmc (hidden=32)"] != colours["sghmc"]
-    assert images.families[0].colour == colours["resghmc (hidden=32)"]
+    assert images.families[0].colour == colours["resghmc (hidden=32)"] == look("reSGHMC").color
+    for name in ("case3-resgld-F1", "case3-resgld-F2", "case3-sgld"):
+        write_run(tmp_path / "c", get_recipe(f"figure1/{name}"))
+    (mixtures,) = groups([load_run(path) for path in find_runs(tmp_path / "c")])
+    of = {family.short: family.colour for family in mixtures.families}
+    assert of["case3-resgld-F1"] == look("reSGHMC").color
+    assert of["case3-resgld-F2"] == look("reSGLD, F=2").color
+    assert of["case3-sgld"] == colours["sghmc"]
     different = settings_that_differ(digits)
     assert sorted(different["hidden"]) == [32, 64, 64]
     assert "recipe" not in different

@@ -28,8 +28,8 @@ from torchrex.experiments.images import (
 from torchrex.names import matches
 from torchrex.report import figure2, figure3
 from torchrex.report.figure2 import plot_energies, plot_factors, ticks
-from torchrex.report.plots import p_of_pairs
-from torchrex.report.tables import build, z_score
+from torchrex.report.plots import look, p_of_pairs
+from torchrex.report.tables import build, draw_cell, z_score
 from torchrex.runs.config import dumps
 from written_runs import write_run_on_gpu
 
@@ -61,6 +61,7 @@ def rebuild(cli, tmp_path):
         assert code == 0, err
         file = str(tmp_path / (name or what))
         assert Path(f"{file}.png").read_bytes().startswith(b"\x89PNG")
+        assert "</text>" in Path(f"{file}.svg").read_text()
         numbers = json.loads(Path(f"{file}.json").read_text())
         return " ".join(out.split()), numbers, Path(f"{file}.md").read_text()
 
@@ -91,6 +92,8 @@ def write(tmp_path):
             numbers |= {f"{prefix}{name}": (best - less) / 100 for name, less in below.items()}
             numbers |= {f"{prefix}nll": 0.25, f"{prefix}ece": 0.031, f"{prefix}brier": 0.125}
             curves[f"{prefix}probabilities_accuracy"] = [(best - 1.5) / 100, (best - 0.5) / 100]
+            if image:
+                curves[f"{prefix}logits_accuracy"] = [(best - 1.4) / 100, (best - 0.4) / 100]
         if image:
             n = config.epochs
             variance = [2.0] * n if config.variance == "paired" else [float(k) for k in range(n)]
@@ -364,6 +367,31 @@ def test_few_seeds_claim_nothing(write, rebuild):
     assert "cifar100 4000:" not in markdown
 
 
+def test_the_picture_has_bands_over_seeds_and_the_paper_s_lines(write, tmp_path):
+    """The paper's lines are where the schedule is the paper's and the axis can hold them."""
+    for seed, accuracy in enumerate((94.0, 94.6)):
+        write(R20, seed, accuracy, accuracy + 0.5, epochs=500)
+        write(f"{R20}-msgd", seed, accuracy - 0.5, epochs=500)
+    write(f"{R20}-msgd", 2, 94.0)
+    write("icml2020/cifar10-resnet32", 0, 50.0, 51.0, epochs=500)  # far below
+    near, far, short = build(TABLE1, tmp_path, table1_recipes()).cells
+    axis = Figure().add_subplot()
+    handles = draw_cell(near, axis)
+    titles = ["M-SGD", "lowest to highest seed", "reSGHMC", "reSGHMC, both rungs", "the paper"]
+    assert list(handles) == titles
+    assert len(axis.collections) == 3
+    low, high = axis.collections[1].get_paths()[0].get_extents().intervaly
+    assert (low, high) == pytest.approx((94.0 - 1.4, 94.6 - 0.4))  # of the sums of logits
+    drawn = {line.get_ydata()[-1]: line.get_color() for line in axis.lines}
+    expected = (94.3 - 0.4, 93.8 - 0.4, PAPER[0][0], PAPER[2][0])
+    assert all(min(abs(y - value) for y in drawn) < 1e-9 for value in expected)
+    assert drawn[PAPER[2][0]] == look("reSGHMC").color != drawn[PAPER[0][0]]
+    for cell, words in ((far, "reSGHMC 95.35"), (short, f"M-SGD {PAPER[0][0]:.2f}")):
+        axis = Figure().add_subplot()
+        assert "the paper" not in draw_cell(cell, axis)
+        assert axis.get_xlabel() == f"epoch; the paper after 500:\n{words}"
+
+
 # Runs as they are
 
 
@@ -393,6 +421,12 @@ def test_lengths_and_settings_are_seen_and_not_mixed(
     assert [row["z"] is None for row in rows] == [False, True, True]  # another experiment
     differences = numbers["swaps" if what == "table1" else "contributions"]
     assert {each["n"] for each in differences} == {0}  # seed 3 has other settings
+    parts = markdown.split("\n## ")[1:]
+    assert [part.partition("\n")[0] for part in parts] == [
+        f"Full schedules ({full:,} {unit})",
+        "Compressed schedules",
+    ]
+    assert [f"{short:,}/{full:,}" in part.split("\n\n- ")[0] for part in parts] == [False, True]
     for text in (out, " ".join(markdown.split())):
         assert f"{short:,} {unit} in place of the paper's {full:,}" in text
         assert all(f"{name}={value}" in text for name, value in other.items())
@@ -656,7 +690,7 @@ def test_figure_3_by_hand(write, rebuild):
         write(f"gan/cifar10-{n}", steps=9_000, momentum=0.9)
     out, numbers, markdown = rebuild("figure3")
     other = "cifar10, 9,000 steps, momentum=0.9"
-    assert list(numbers["data"]) == [other, "svhn", "svhn, 9,000 steps"]
+    assert list(numbers["data"]) == ["svhn", other, "svhn, 9,000 steps"]  # full length first
     svhn, cifar10 = numbers["data"]["svhn"], numbers["data"][other]
     points = {(point["method"], point["n_labelled"]): point for point in svhn["points"]}
     methods = [("SGHMC", 4000), ("reSGHMC", 2500), ("reSGHMC", 4000), ("supervised only", 4000)]

@@ -10,7 +10,7 @@ import torch
 
 import torchrex as tr
 from assertions import assert_mean_is, assert_mean_is_not
-from torchrex.errors import TargetError
+from torchrex.errors import NonFiniteEnergyError, TargetError
 from torchrex.targets import laplace, logistic_regression, simulate_logistic
 
 
@@ -248,3 +248,36 @@ def test_a_prior_given_as_a_distribution_is_evaluated_and_drawn_from(kind, compi
     given = tr.sample(function, **common, compiled=False)
     # A function cannot be drawn from: all start at 0.
     assert bool((given.values[:, 0].abs() < 1.0).all())
+
+
+def test_a_distribution_is_not_left_outside_its_support():
+    """Exponential.log_prob(-1) is a number if nothing checks it, and so a law on negative numbers
+    would be sampled in silence. There the energy is NaN, of that point alone, in each kind of use.
+    """
+    law = torch.distributions.Exponential(torch.tensor(1.0))
+    x = torch.tensor([[[0.5], [-0.5], [2.0]]])
+    data = (torch.zeros(10),)
+    energies = [
+        tr.LogDensity(lambda x: law.log_prob(x).sum(-1), 1).energy(x, {}).total,
+        tr.LogDensity(lambda x: law.log_prob(x).sum(), 1, batched=False).energy(x, {}).total,
+        tr.TallPosterior(lambda w, y: 0.0 * w[..., 0] * y, law, data, 1, batch_size=5).full_energy(
+            x
+        ),
+        tr.TallPosterior(
+            lambda w, y: torch.distributions.Normal(0.0, w[..., 0]).log_prob(y),
+            lambda w: 0.0 * w[..., 0],
+            data,
+            1,
+            batch_size=5,
+        ).full_energy(x),
+    ]
+    for energy in energies:
+        assert energy.isnan().tolist() == [[False, True, False]]
+    to_zero = tr.TallPosterior(
+        lambda w, y: -0.5 * (w[..., 0] - y).square(), law, data, 1, batch_size=5
+    )
+    common = {"temperatures": (1.0, 2.0), "lr": 0.01, "n_steps": 500, "n_runs": 8}
+    with pytest.raises(NonFiniteEnergyError, match="sample the log of a positive one"):
+        tr.sample(to_zero, **common)
+    with pytest.raises(TargetError, match="within the support"):
+        tr.sample(lambda x: law.log_prob(x).sum(-1), dim=1, initial=-1.0, **common)

@@ -219,7 +219,7 @@ def _require_runs(what: str, found: object, unfinished: Sequence[str], out: Path
 
 
 def _write(made: Made, path: Path) -> None:
-    """PATH.json, PATH.md and PATH.png; the table and the lines on the terminal."""
+    """PATH.json, PATH.md, PATH.png and PATH.svg; the table and the lines on the terminal."""
     contents = {"json": dumps(made.numbers), "md": made.markdown}
     files = {suffix: path.with_name(f"{path.name}.{suffix}") for suffix in (*contents, "png")}
     for suffix, text in contents.items():
@@ -231,7 +231,7 @@ def _write(made: Made, path: Path) -> None:
     try:
         with writing(files["png"], RunFolderError, "choose another --out"):
             made.draw(files["png"])
-        say(f"picture: {path}.png")
+        say(f"picture: {path}.png and .svg")
     except MissingDependencyError as missing:
         say(f"no picture: {missing}")
     say(f"table: {path}.md, numbers: {path}.json")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -228,7 +229,6 @@ class CompiledLoop:
 
     def __init__(self, rules: Rules, ensemble: TensorEnsemble, state: ExchangeState) -> None:
         self.rules = rules
-        self.stretch = block_length(rules, ensemble)
         self.template = ensemble
         self._n_carried = len(ensemble.tensors) + len(state)
         block, feed = trial_block(rules, ensemble), measures(rules)
@@ -248,6 +248,9 @@ class CompiledLoop:
             measure_inputs,
             self._flat_swap_step if block.swap_noise is not None else None,
             swap_inputs,
+        )
+        self.stretch = (
+            block_length(rules, ensemble) if self._replay.is_recorded else EagerLoop.stretch
         )
         self._buffers = self._replay.outputs(self.stretch)
 
@@ -322,12 +325,25 @@ def make_loop(
         require_same_numbers(eager, loop, ensemble, state)
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        words = (
-            "running eagerly, with the same numbers but slower, because the loop cannot be compiled"
+        logger.warning(
+            "running eagerly, with the same numbers but slower (%.2g ms a step), because the loop "
+            "cannot be compiled: %s",
+            _milliseconds(eager, ensemble, state),
+            reason[:300],
         )
-        logger.warning("%s: %s", words, reason[:300])
         return eager
     return loop
+
+
+def _milliseconds(loop: EagerLoop, ensemble: TensorEnsemble, state: ExchangeState) -> float:
+    """Of a step."""
+    block = trial_block(loop.rules, ensemble)
+    taken = []
+    for _ in range(3):
+        start = time.perf_counter()
+        loop.run(ensemble, state, block, 0, block.length)
+        taken.append(time.perf_counter() - start)
+    return 1e3 * min(taken) / block.length
 
 
 def trial_block(rules: Rules, ensemble: TensorEnsemble, length: int = 3) -> Block:

@@ -7,9 +7,11 @@ advance along the stacked inputs and outputs. That is a CUDA graph, for the CPU.
 the C++ wrapper does the same job, but allocates its buffers anew in every iteration: 30 times
 slower at one run, 2 times at 64 (benchmarks/README.md).
 
-This leans on internals of Inductor, so nothing is taken on trust: a graph that does anything but
-call its own kernels is refused, the caller compares the first steps with eager ones, and falls back
-to the eager loop with a logged reason.
+A step that calls library functions (LAPACK, FFT, large products) has no recording: its compiled
+code is called from Python, once a step.
+
+This leans on internals of Inductor, so nothing is taken on trust: the caller compares the first
+steps with eager ones, and falls back to the eager loop with a logged reason.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import ctypes
 import shutil
 import subprocess
 import tempfile
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +48,7 @@ LARGEST_PRODUCT = 2**20  # multiplications of a matrix product that is unrolled 
 
 
 class CannotReplayError(RuntimeError):
-    """The step cannot be recorded; the text is the reason to log."""
+    """The step cannot be compiled; the text is the reason to log."""
 
 
 @dataclass
@@ -56,8 +59,8 @@ class Recording:
     outputs: list[Tensor]
 
 
-def record(function: Callable[..., Sequence[Tensor]], args: Sequence[Tensor]) -> Recording:
-    """Compile a pure function of CPU tensors and record its kernel calls on `args`."""
+def compiled_by_inductor(function: Callable[..., Sequence[Tensor]], args: Sequence[Tensor]) -> Any:
+    """Compile a pure function of CPU tensors."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
@@ -65,7 +68,7 @@ def record(function: Callable[..., Sequence[Tensor]], args: Sequence[Tensor]) ->
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     if any(tensor.device.type != "cpu" for tensor in args):
-        raise CannotReplayError("the recorded loop runs on the CPU")
+        raise CannotReplayError("the compiled loop runs on the CPU")
     # Fake tensors: a branch on a value raises instead of being burnt in.
     table = {**select_decomp_table(), **_small_products()}
     # Functionalised: Inductor would miss what the target writes in place.
@@ -78,8 +81,7 @@ def record(function: Callable[..., Sequence[Tensor]], args: Sequence[Tensor]) ->
             graph = trace(*args)
     except GuardOnDataDependentSymNode:
         raise CannotReplayError(
-            "the target branches on the values of its tensors (torch.distributions do, unless made "
-            "with validate_args=False)"
+            "the target branches on the values of its tensors; use torch.where"
         ) from None
     sizes = [0]
     for node in graph.graph.nodes:
@@ -93,13 +95,18 @@ def record(function: Callable[..., Sequence[Tensor]], args: Sequence[Tensor]) ->
     settings |= {"compile_threads": 1, "cpp.threads": 1}
     if max(sizes) <= LARGEST_SCALAR:
         settings["cpp.simdlen"] = 1
-    with torch.no_grad(), config.patch(settings):
-        compiled: Any = compile_fx_inner(graph, list(args))
+    with torch.no_grad(), config.patch(settings), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Inductor's own, about its code
+        return compile_fx_inner(graph, list(args))
+
+
+def record(compiled: Any, args: Sequence[Tensor]) -> Recording | None:
+    """Run it once on `args` and record its kernel calls; None if it calls anything else."""
     call = compiled.current_callable
     names = call.__globals__
     kernels = {name: value for name, value in names.items() if name.startswith("cpp_fused")}
-    _require_only_kernels(compiled.source_code, set(kernels))
-
+    if not _calls_only_kernels(compiled.source_code, set(kernels)):
+        return None
     calls: list[tuple[int, tuple[Tensor, ...]]] = []
 
     def recorder(kernel: Any) -> Callable[..., None]:
@@ -147,19 +154,14 @@ def _small_products() -> dict[Any, Callable[..., Any]]:
     return {operator.default: function for operator, function in products}
 
 
-def _require_only_kernels(source: str, kernels: set[str]) -> None:
-    """Refuse a graph whose code calls a library function: the recording would not have it."""
+def _calls_only_kernels(source: str, kernels: set[str]) -> bool:
+    """Does the code call no library function, which a recording would not have?"""
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     body = next((function for function in functions if function.name == "call"), None)
     if body is None:
         raise CannotReplayError("Inductor's code has an unknown form")
-    for node in ast.walk(body):
-        if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            if called.split(".")[-1] not in kernels.union(ALLOWED):
-                raise CannotReplayError(
-                    f"the step calls {called}, which is not one of its own kernels"
-                )
+    called = [ast.unparse(node.func) for node in ast.walk(body) if isinstance(node, ast.Call)]
+    return all(name.split(".")[-1] in kernels.union(ALLOWED) for name in called)
 
 
 class Occasions(NamedTuple):
@@ -170,6 +172,13 @@ class Occasions(NamedTuple):
     inputs: Sequence[Tensor] = ()  # one row for each
     first: int = -1
     every: int = 0
+
+    def rows(self, t: int) -> list[Tensor] | None:
+        """What step `t` takes of it, if it is one of them."""
+        since = t - self.first
+        if self.first < 0 or since < 0 or since % self.every:
+            return None
+        return [tensor[since // self.every] for tensor in self.inputs]
 
 
 NEVER = Occasions()
@@ -197,24 +206,42 @@ class Replay:
         # Clones: a tensor is known by its storage, so no two may share one.
         self.carry = [_own(tensor) for tensor in carry]
         self._examples = [_own(example) for example in inputs]
-        self._measure = None
         self._measure_examples = [_own(example) for example in measure_inputs]
-        self._swap_step = None
         self._swap_examples = [_own(example) for example in swap_inputs]
+        given = (
+            [*self.carry, *self._examples],
+            [*self.carry, *self._measure_examples],
+            [*self.carry, *self._examples, *self._swap_examples],
+        )
         # Tracing and compiling save and restore what all threads share: Inductor's settings, and
         # torch's default generators.
         with DEFAULT_GENERATORS:
-            self._step = record(step, [*self.carry, *self._examples])
-            if measure is not None:
-                self._measure = record(measure, [*self.carry, *self._measure_examples])
-            if swap_step is not None:
-                given = [*self.carry, *self._examples, *self._swap_examples]
-                self._swap_step = record(swap_step, given)
-        self._output_like = self._step.outputs[len(self.carry) :]
+            compiled = [
+                compiled_by_inductor(function, args) if function else None
+                for function, args in zip((step, measure, swap_step), given, strict=True)
+            ]
+            recordings = [
+                record(each, args) if each else None
+                for each, args in zip(compiled, given, strict=True)
+            ]
+        self._step, self._measure, self._swap_step = recordings
+        self._calls: list[Any] = [each and each.current_callable for each in compiled]
         self._pointers: list[tuple[str, int]] = []
-        self._function = self._build()
+        self._function: Any = None
+        if self._step and all(r or not each for r, each in zip(recordings, compiled, strict=True)):
+            outputs = self._step.outputs
+            self._function = self._build(self._step)
+        else:
+            with torch.no_grad():
+                outputs = self._calls[0](list(given[0]))
+        self._output_like = outputs[len(self.carry) :]
 
-    def _build(self) -> Any:
+    @property
+    def is_recorded(self) -> bool:
+        """Does it run in C? Else it calls library functions, step by step from Python."""
+        return self._function is not None
+
+    def _build(self, recorded: Recording) -> Any:
         """Write, compile and load the C loop."""
         from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -240,7 +267,7 @@ class Replay:
             "    }",
             *other,
             "    } else {",
-            *self._program(self._step, step, self._output_like),
+            *self._program(recorded, step, recorded.outputs[len(self.carry) :]),
             "    }",
             "  }",
             "  } catch (const std::exception& e) { strncpy(why, e.what(), m - 1); return 1; }",
@@ -337,6 +364,9 @@ class Replay:
         swapped: Occasions = NEVER,
     ) -> None:
         """`n` steps over stacked inputs, with measurements and swap batches at some of them."""
+        if not self.is_recorded:
+            self._call_each(n, inputs, outputs, measured, swapped)
+            return
         stacked: dict[str, Sequence[Tensor]] = {"input": inputs, "output": outputs}
         stacked |= {"measure": measured.inputs, "swap": swapped.inputs}
         table = (ctypes.c_void_p * len(self._pointers))()
@@ -354,6 +384,31 @@ class Replay:
             # A kernel checks the bounds of an index, say.
             reason = why.value.decode(errors="replace").splitlines()[0].split(", ")[-1]
             raise TargetError(f"the target failed inside the compiled loop: {reason}")
+
+    def _call_each(
+        self,
+        n: int,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        measured: Occasions,
+        swapped: Occasions,
+    ) -> None:
+        """The same from Python: a library function of a step has no recording."""
+        step, measure, swap_step = self._calls
+        size, carry = len(self.carry), list(self.carry)
+        with torch.no_grad():
+            for t in range(n):
+                program, rows = step, [tensor[t] for tensor in inputs]
+                if (more := measured.rows(t)) is not None:
+                    carry = list(measure([*carry, *more]))
+                if (more := swapped.rows(t)) is not None:
+                    program, rows = swap_step, [*rows, *more]
+                results = program([*carry, *rows])
+                carry = list(results[:size])
+                for place, result in zip(outputs, results[size:], strict=True):
+                    place[t] = result
+        for mine, last in zip(self.carry, [tensor.clone() for tensor in carry], strict=True):
+            mine.copy_(last)
 
 
 def _storage(tensor: Tensor) -> int:

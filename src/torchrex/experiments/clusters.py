@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributions import Normal
 
-from torchrex.experiments.gallery import Problem
+from torchrex.experiments.gallery import METHODS, Problem
 from torchrex.targets import TallPosterior, laplace
 
 APART = 5.0  # least distance of two centres
@@ -48,18 +48,14 @@ def clusters(k: int = 8, n_data: int = 3_000, batch_size: int = 100, lr: float =
         log_likelihood, Normal(0.0, side(k) / 3.0), (data,), 2 * k, batch_size=batch_size
     )
 
-    def plot(axis: Any, numbers: dict[str, Tensor]) -> None:
-        axis.plot(*data[:2_000].T, ".", color="0.8", markersize=2, zorder=0)
-        looks = {"best": ("#c8553d", "x", "best of independent chains"),
-                 "tuned": ("#0b3c5d", "o", "tuned exchange")}  # fmt: skip
-        for method, (colour, marker, label) in looks.items():
+    def plot(axis: Any, numbers: dict[str, Tensor], styles: Mapping[str, Any]) -> None:
+        axis.plot(*data[:2_000].T, ".", color="0.8", markersize=2, zorder=0, rasterized=True)
+        for method in ("best", "tuned"):
             if method in numbers:
                 at = numbers[method].view(k, 2)
-                axis.plot(*at.T, marker, color=colour, label=label, markersize=8, fillstyle="none")
+                axis.plot(*at.T, **styles[method], label=METHODS[method], markersize=8)
         axis.set(xlabel="centres at the end of the first run", aspect="equal")
-        axis.legend(
-            fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2
-        )
+        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
     return Problem(
         target,

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributions import Normal
 
-from torchrex.experiments.gallery import FullData, Problem
+from torchrex.experiments.gallery import METHODS, FullData, Problem
 
 N_COUNTS = 10  # one a year
 STEPS_A_YEAR = 8  # of the integrator
@@ -155,21 +156,21 @@ def density_on_grid(seed: int = DATA_SEED, coarser: int = 1) -> tuple[Tensor, Te
     return points, torch.softmax(-energy, 0)
 
 
-def plot(axis: Any, numbers: dict[str, Tensor]) -> None:
+def plot(axis: Any, numbers: dict[str, Tensor], styles: Mapping[str, Any]) -> None:
     """The law of the period: exact, and what two methods found."""
     points, density = density_on_grid()
     bins = torch.linspace(1.2, 4.0, 113, dtype=torch.float64)
     mass, _ = torch.histogram(period(points), bins, weight=density)
     width = float(bins[1] - bins[0])
     axis.stairs(mass / width, bins, fill=True, color="0.8", label="exact")
-    looks = {"pooled": ("#c8553d", "independent chains"), "tuned": ("#0b3c5d", "tuned exchange")}
-    for method, (colour, label) in looks.items():
+    for method in ("pooled", "tuned"):
         if method in numbers:
             count, _ = torch.histogram(numbers[method].double(), bins)
             share = count / max(1, len(numbers[method]))
-            axis.stairs(share / width, bins, color=colour, label=label)
+            color = styles[method]["color"]
+            axis.stairs(share / width, bins, color=color, lw=1.2, label=METHODS[method])
     axis.set(xlabel="years of a cycle", ylabel="density")
-    axis.legend(fontsize=8)
+    axis.legend()
 
 
 def _is_between(years: Tensor, ends: tuple[float, float]) -> Tensor:

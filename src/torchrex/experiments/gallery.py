@@ -66,10 +66,10 @@ class Problem:
     hot: float = 100.0  # the hottest temperature of a ladder made by hand
     # Of draws (runs, draws, dim): the share of each run that is in the right modes.
     found: Callable[[Tensor], Tensor] | None = None
-    # Of draws (runs, draws, dim): at most a few hundred numbers. `plot(axis, {method: numbers})`
-    # makes a picture of them.
+    # Of draws (runs, draws, dim): at most a few hundred numbers. `plot(axis, {method: numbers},
+    # {method: style})` makes a picture of them.
     shown: Callable[[Tensor], Tensor] | None = None
-    plot: Callable[[Any, dict[str, Tensor]], None] | None = None
+    plot: Callable[[Any, dict[str, Tensor], Mapping[str, Any]], None] | None = None
     # Further baselines by their names in MORE: `f(problem, examples, n_runs, seed=...)` gives what
     # the estimate takes.
     more: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)

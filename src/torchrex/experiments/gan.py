@@ -494,8 +494,8 @@ def gan_recipes() -> dict[str, GanConfig]:
 
 # Tables
 
-SGHMC_ALONE, RESGHMC = Line("SGHMC", "sghmc", style=1), Line("reSGHMC", "resghmc", style=2)
-NO_SWAPS, SUPERVISED = Line("no swaps", "noswaps", style=4), Line("supervised only", "supervised")
+SGHMC_ALONE, RESGHMC = Line("SGHMC", "sghmc"), Line("reSGHMC", "resghmc")
+NO_SWAPS, SUPERVISED = Line("no swaps", "noswaps"), Line("supervised only", "supervised")
 TABLE3 = PaperTable(
     "Table 3: semi-supervised Bayesian GANs, test accuracy in %",
     table3_recipes,

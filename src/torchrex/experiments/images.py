@@ -392,13 +392,10 @@ def image_recipes() -> dict[str, ImageConfig]:
 
 # Tables
 
-MSGD, SGHMC_ALONE, RESGHMC = (
-    Line("M-SGD", "msgd"),
-    Line("SGHMC", "sghmc", style=1),
-    Line("reSGHMC", "resghmc", style=2),
-)
-EXCHANGING = Line("reSGHMC, both rungs", "resghmc", "pooled_", style=3)
-INDEPENDENT = Line("no swaps, both rungs", "independent", "pooled_", style=4)
+MSGD, SGHMC_ALONE = Line("M-SGD", "msgd"), Line("SGHMC", "sghmc")
+RESGHMC = Line("reSGHMC", "resghmc")
+EXCHANGING = Line("reSGHMC, both rungs", "resghmc", "pooled_")
+INDEPENDENT = Line("no swaps, both rungs", "independent", "pooled_")
 TABLE1 = PaperTable(
     "Table 1: test accuracy in %, batch size 256",
     table1_recipes,

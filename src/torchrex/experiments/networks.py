@@ -364,7 +364,6 @@ class Line(NamedTuple):
     title: str
     method: str
     prefix: str = ""  # of its metrics
-    style: int = 0  # in pictures: 0 to 4
 
 
 class Difference(NamedTuple):

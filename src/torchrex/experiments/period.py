@@ -11,13 +11,14 @@ integrated by hand and the exact answer is an integral over f alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributions import Normal
 
-from torchrex.experiments.gallery import Problem
+from torchrex.experiments.gallery import METHODS, Problem
 from torchrex.targets import TallPosterior
 
 FREQUENCY, PHASE = 1.37, 1.0  # per day; of the truth
@@ -52,22 +53,17 @@ def period(n_data: int = 2_000, batch_size: int = 200, lr: float = 3e-5) -> Prob
     def shown(x: Tensor) -> Tensor:
         return torch.histogram(frequency(x).flatten().float(), EDGES).hist / x[..., 0].numel()
 
-    def plot(axis: Any, found: dict[str, Tensor]) -> None:
+    def plot(axis: Any, found: dict[str, Tensor], styles: Mapping[str, Any]) -> None:
         grid, mass = exact_law(times, values)
         middle = 0.5 * (EDGES[1:] + EDGES[:-1])
         law = torch.histogram(grid.float(), EDGES, weight=mass.float()).hist
         axis.stairs(law, EDGES, fill=True, color="0.85", label="exact")
-        looks = {
-            "pooled": ("#c8553d", "x", "independent chains"),
-            "tuned": ("#0b3c5d", "o", "tuned exchange"),
-        }
-        for method, (colour, marker, label) in looks.items():
+        for method in ("pooled", "tuned"):
             if method in found:
-                there = found[method] > 0
-                axis.plot(middle[there], found[method][there], marker, color=colour, label=label,
-                          markersize=5, fillstyle="none")  # fmt: skip
+                there, style = found[method] > 0, styles[method]
+                axis.plot(middle[there], found[method][there], **style, ms=5, label=METHODS[method])
         axis.set(yscale="log", ylim=(1e-4, 1.5), xlabel="frequency (1 / day)", ylabel="probability")
-        axis.legend(fontsize=8, frameon=False)
+        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
     return Problem(
         target,

@@ -13,8 +13,9 @@ from rich.table import Table
 from torchrex.diagnostics import History, mean_and_error
 from torchrex.experiments import RunFolder
 from torchrex.experiments.digits import DigitsConfig
-from torchrex.report.plots import rung_name, running_mean, smoothing_window
-from torchrex.report.tables import markdown_table, panels, value_and_error
+from torchrex.report.figures import rung_colours
+from torchrex.report.plots import log_axis, panels, rung_name, running_mean, smoothing_window
+from torchrex.report.tables import markdown_table, value_and_error
 
 TITLES = {
     "digits/msgd": "momentum SGD",
@@ -23,8 +24,6 @@ TITLES = {
     "digits/resghmc pooled": "reSGHMC (both rungs)",
     "digits/independent": "independent pair (both)",
 }
-# Distinct in grey as well: a line style goes with every colour.
-COLOURS, STYLES = ("#0b3c5d", "#c8553d", "#5a9367", "#8e6bbf"), ("-", "--", "-.", ":")
 COLUMNS = {
     "accuracy": "accuracy %",
     "nll": "NLL",
@@ -83,15 +82,15 @@ def draw(configs: Configs, folders: Folders, path: Path) -> None:
     config, folder = configs[shown], folders[shown][0]
     history = History.from_traces([folder.trace()], config.ladder(), n_steps=config.n_steps)
     plots = (_energies, _paths, _correction)[: 3 if config.n_rungs > 1 else 2]
-    heights = (3, 2, 2)[: len(plots)]
-    how: dict[str, Any] = {"dpi": 130, "sharex": True, "height_ratios": heights}
-    with panels(path, len(plots), 1, (8, sum(heights)), **how) as (_, axes):
+    heights = (3, 2, 3)[: len(plots)]
+    how: dict[str, Any] = {"sharex": True, "height_ratios": heights}
+    with panels(path, len(plots), 1, (7.5, 0.9 * sum(heights)), **how) as (_, axes):
         for axis, plot in zip(axes.flat, plots, strict=True):
             plot(history, axis)
             if history.swaps is not None and len(when := history.swaps.step):
                 marks = {"transform": axis.get_xaxis_transform(), "label": f"{len(when):,} swaps"}
                 axis.plot(when, torch.full(when.shape, 0.02), "|", color="black", **marks)
-            axis.legend(fontsize=8, frameon=False)
+            axis.legend(loc="upper right", ncols=3)
             axis.label_outer()
         seed = folder.path.name.removeprefix("seed=")
         axes[0, 0].set_title(f"{shown}, seed {seed}: energies, rungs and swaps")
@@ -100,26 +99,29 @@ def draw(configs: Configs, folders: Folders, path: Path) -> None:
 def _energies(history: History, axis: Any) -> None:
     energy = history.energy[:, :, 0].double()
     smooth = running_mean(energy, smoothing_window(len(energy)))
-    for rung in reversed(range(history.n_rungs)):
-        colour, name = COLOURS[rung % len(COLOURS)], rung_name(rung, history.n_rungs)
-        axis.plot(history.steps, energy[:, rung], color=colour, linewidth=0.4, alpha=0.35)
-        axis.plot(history.steps, smooth[:, rung], color=colour, ls=STYLES[rung % 4], label=name)
-    axis.set(yscale="log", xlabel="steps", ylabel="energy (nats, summed)")
+    for rung, colour in reversed(list(enumerate(rung_colours(history.n_rungs)))):
+        name, ls = rung_name(rung, history.n_rungs), "--" if rung % 2 else "-"
+        dense = {"color": colour, "linewidth": 0.4, "alpha": 0.35, "rasterized": True}
+        axis.plot(history.steps, energy[:, rung], **dense)
+        axis.plot(history.steps, smooth[:, rung], color=colour, ls=ls, label=name)
+    axis.set(xlabel="steps", ylabel="energy (nats, summed)")
+    log_axis(axis)
 
 
 def _paths(history: History, axis: Any) -> None:
     rung_of = history.replica_at[:, :, 0].long().argsort(dim=1)
-    for k in range(history.n_rungs):
-        style = {"color": COLOURS[k % len(COLOURS)], "ls": STYLES[k % 4], "label": f"replica {k}"}
+    for k, colour in enumerate(rung_colours(history.n_rungs)):
+        style = {"color": colour, "ls": "--" if k % 2 else "-", "label": f"replica {k}"}
         axis.step(history.steps, rung_of[:, k] + 0.06 * k, where="post", linewidth=1.1, **style)
-    axis.set(yticks=range(history.n_rungs), xlabel="steps", ylabel="rung (0 is coldest)")
+    n = history.n_rungs
+    axis.set(yticks=range(n), ylim=(-0.4, n - 0.2), xlabel="steps", ylabel="rung (0: coldest)")
 
 
 def _correction(history: History, axis: Any) -> None:
     assert history.correction is not None
     difference, correction = history.energy_difference[:, 0, 0], history.correction[:, 0, 0]
-    label = "energy of rung 0 minus rung 1"
-    axis.plot(history.steps, difference, ".", color="0.6", markersize=2, label=label)
+    dots = {"color": "0.6", "markersize": 2, "rasterized": True, "label": "energy 0 minus energy 1"}
+    axis.plot(history.steps, difference, ".", **dots)
     label = "correction: above it a swap is certain"
-    axis.plot(history.steps, correction, color="black", linewidth=1.6, label=label)
+    axis.plot(history.steps, correction, color="black", label=label)
     axis.set(xlabel="steps", ylabel="energy (nats)")

@@ -14,23 +14,18 @@ from rich.table import Table
 from torchrex.diagnostics import over_chains
 from torchrex.experiments import RunFolder
 from torchrex.experiments.mixtures import MixtureConfig
-from torchrex.report.tables import markdown_table, panels, pool_seeds, value_and_error
+from torchrex.posterior import Draws
+from torchrex.report.plots import log_axis, look, panels
+from torchrex.report.tables import markdown_table, pool_seeds, value_and_error
 
 Configs = Mapping[str, MixtureConfig]
 Folders = Mapping[str, Sequence[RunFolder]]  # by recipe, one for each seed
 Runs = list[tuple[MixtureConfig, Sequence[RunFolder]]]
 NOTES = ()
 COLUMNS = ("case", "method", "paper acc. %", "ours acc. %", "sigma2", "left weight", "W1", "W2")
+NOISES = {"case1": "noise N(0, 2²)", "case2": "noise t(5)", "case3": "noise 7·t(10)"}
+POINTS = 400  # of a path
 SHOWN = ("acceptance_rate", "noise_variance", "left_weight", "w1", "w2")  # with their errors
-# Distinct in grey as well: a line style goes with every colour.
-STYLES = {
-    "SGLD": {"color": "#999999", "linestyle": ":"},
-    "naive reSGLD": {"color": "#d95f02", "linestyle": "--"},
-    "reSGLD": {"color": "#1b6ca8", "linestyle": "-"},
-    "reSGLD, F=1": {"color": "#999999", "linestyle": ":"},
-    "reSGLD, F=2": {"color": "#1b6ca8", "linestyle": "-"},
-    "reSGLD, F=4": {"color": "#7b5aa6", "linestyle": "-."},
-}
 
 
 def label_of(config: MixtureConfig) -> str:
@@ -95,23 +90,43 @@ def as_markdown(table_rows: list[dict[str, Any]]) -> str:
 
 
 def draw(configs: Configs, folders: Folders, path: Path) -> None:
-    """Densities of the three cases against the truth, and distance to the truth against steps."""
-    shown = [
-        ("case1", plot_densities, "(a) case 1: noise N(0, 2²)"),
-        ("case1", plot_distances, "(b) case 1: distance to the truth"),
-        ("case2", plot_densities, "(c) case 2: noise t(5)"),
-        ("case3", plot_densities, "(d) case 3: noise 7·t(10)"),
-    ]
+    """A row for each case: single runs, and the mean over runs; last the distance to the truth."""
+    by_case: dict[str, Runs] = {}
+    for name, config in configs.items():
+        case = name.split("/")[1].split("-")[0]
+        by_case.setdefault(case, []).append((config, folders[name]))
+    distances = list(by_case)[:2]  # of case 3 the densities say it
+    n_rows = len(by_case) + 1
+    with panels(path, n_rows, 2, (7.5, 2.7 * n_rows)) as (_, axes):
+        for row, (case, runs) in zip(axes, by_case.items(), strict=False):
+            n_runs = runs[0][0].n_runs * len(runs[0][1])
+            name = f"Case {case.removeprefix('case')}"
+            plot_paths(runs, row[0])
+            row[0].set_title(f"{name}, {NOISES[case]}: one run of each")
+            plot_densities(runs, row[1])
+            row[1].set_title(f"{name}: mean of {n_runs} runs")
+        for axis, case in zip(axes[-1], distances, strict=False):
+            plot_distances(by_case[case], axis)
+            axis.set_title(f"Case {case.removeprefix('case')}: distance to the truth")
 
-    def of(case: str) -> Runs:
-        names = [name for name in configs if f"/{case}-" in name]
-        return [(configs[name], folders[name]) for name in names]
 
-    shown = [panel for panel in shown if of(panel[0])]
-    with panels(path, 1, len(shown), (4 * len(shown), 3.8), dpi=130) as (_, axes):
-        for axis, (case, plot, title) in zip(axes[0], shown, strict=True):
-            plot(of(case), axis)
-            axis.set_title(title, fontsize=11)
+def plot_paths(runs: Runs, axis: Any) -> None:
+    """The draws of the first run of every method against steps, one method above the other."""
+    low, high = min(runs[0][0].means) - 2, max(runs[0][0].means) + 2
+    for place, (config, folders) in enumerate(runs[::-1]):
+        draws = Draws.load(folders[0].path / "draws.safetensors")
+        some = slice(None, None, max(1, draws.n_draws // POINTS))
+        x = (draws.values[0, some, 0] - low) / (high - low)
+        style = look(label_of(config)).line | {"ls": "-", "lw": 0.5}
+        axis.plot(draws.steps[some] / 1000, place + 0.9 * x, **style)
+    middles = [place + 0.45 for place in range(len(runs))]
+    labels = [label_of(config).replace(" re", "\nre") for config, _ in runs[::-1]]
+    axis.set_yticks(middles, labels, fontsize=8.5)
+    axis.set_yticks(range(1, len(runs)), minor=True)
+    axis.grid(axis="y", which="major", visible=False)
+    axis.grid(axis="y", which="minor", color="0.8")
+    axis.tick_params(axis="y", which="both", length=0)
+    axis.set(xlabel="steps (thousands)", ylim=(-0.05, len(runs)))
 
 
 def plot_densities(runs: Runs, axis: Any) -> None:
@@ -127,23 +142,24 @@ def plot_densities(runs: Runs, axis: Any) -> None:
         if "case3" in config.recipe and label == "SGLD":
             continue
         w1 = pool_seeds([folder.result or {} for folder in folders])["w1"]
-        middle = 0.5 * (edges[1:] + edges[:-1])
-        named = f"{label}  (W1 {w1:.2f})"
-        axis.plot(middle, density.mean(0), **STYLES[label], label=named, linewidth=1.6)
-    x = torch.linspace(float(edges[0]), float(edges[-1]), 801, dtype=torch.float64)
+        middle, named = 0.5 * (edges[1:] + edges[:-1]), f"{label}  (W1 {w1:.2f})"
+        axis.plot(middle, density.mean(0), **look(label).line, label=named)
+    x = torch.linspace(float(edges[0]), float(edges[-1]), 401, dtype=torch.float64)
     truth = config.exact_density()(x)
-    axis.fill_between(x, truth, color="0.88", label="truth", zorder=0)
-    axis.set(xlabel="x", ylabel="density", ylim=(0, 1.45 * float(truth.max())))
-    axis.legend(fontsize=8, frameon=False)
+    axis.fill_between(x, truth, color="0.85", label="truth", lw=0, zorder=0)
+    axis.set(xlabel="x", ylabel="density", ylim=(0, 1.75 * float(truth.max())))
+    axis.legend(loc="upper left")
 
 
 def plot_distances(runs: Runs, axis: Any) -> None:
+    """Mean over runs with two standard errors."""
     for config, folders in runs:
         label, traces = label_of(config), [folder.trace() for folder in folders]
-        steps = traces[0]["curve_steps"]
+        steps, style = traces[0]["curve_steps"], look(label).line
         mean, error = over_chains(torch.cat([trace["w2"] for trace in traces], dim=1))
-        axis.plot(steps, mean, **STYLES[label], linewidth=1.6, label=label)
-        band = {"color": STYLES[label]["color"], "alpha": 0.2, "linewidth": 0}
+        axis.plot(steps, mean, **style, label=label)
+        band = {"color": style["color"], "alpha": 0.2, "linewidth": 0}
         axis.fill_between(steps, mean - 2 * error, mean + 2 * error, **band)
-    axis.set(xscale="log", yscale="log", xlabel="steps", ylabel="W2 to the truth (units of x)")
-    axis.legend(fontsize=8, frameon=False)
+    axis.set(xscale="log", xlabel="steps", ylabel="W2 (units of x)")
+    log_axis(axis)
+    axis.legend(loc="lower left")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from torchrex.experiments.images import (
     image_config,
 )
 from torchrex.experiments.networks import Line
+from torchrex.report.plots import BLUE, log_axis, look, panels
 from torchrex.report.tables import (
-    STYLES,
     FinishedRun,
     devices,
     finished_runs,
@@ -34,22 +35,15 @@ from torchrex.report.tables import (
     markdown_page,
     markdown_table,
     missing_words,
-    panels,
     plus_minus,
 )
 
 METRIC = "logits_best_accuracy"  # what the authors report
 COURSE = ("epoch", "noise_variance", "correction", "energy", "swap_epochs")
-VARIANCES = {
-    "icml2020": "unpaired, 10 energies an epoch (icml2020)",
-    "clean": "paired, every step (clean)",
-}
+VARIANCES = {"icml2020": "unpaired", "clean": "paired"}
 TICKS = 50  # swaps that can be distinguished on an axis
 LABELS = 16  # numbers that fit an axis
-FAMILY_STYLES: dict[str, dict[str, Any]] = {
-    "icml2020": {"color": "0.45", "ls": "--"},
-    "clean": {"color": "#1b6ca8", "ls": "-"},
-}
+SHADES = {"icml2020": "#12355b", "clean": BLUE}  # both exchange
 HEADS = ("data", "F0", "rung 0 %", "both rungs %", "n", "swaps", "epochs")
 
 
@@ -169,10 +163,7 @@ def notes(figure: Mapping[str, Any]) -> list[str]:
     ]
     for of in figure["rows"]:
         medians = {name: course["median_noise_variance"] for name, course in of["course"].items()}
-        shown = ", ".join(
-            f"{VARIANCES[family].partition(',')[0]} {value:.3g}"
-            for family, value in medians.items()
-        )
+        shown = ", ".join(f"{VARIANCES[family]} {value:.3g}" for family, value in medians.items())
         ratio = ""
         if len(medians) == 2 and medians["clean"]:
             ratio = f": {medians['icml2020'] / medians['clean']:.1f} times smaller"
@@ -203,40 +194,30 @@ def as_markdown(figure: Mapping[str, Any]) -> str:
 
 def draw(figure: Mapping[str, Any], path: Path) -> None:
     """A row of panels for every data set and length that was run; a panel without runs says so."""
-    rows = figure["rows"]
-    with panels(path, len(rows), 4, (18, 4.3 * len(rows)), dpi=110) as (drawn, axes):
-        for row, of in zip(axes, rows, strict=True):
-            for axis, plot in zip(row, PLOTS, strict=True):
-                if of["factors" if plot is plot_factors else "course"]:
-                    plot(of, axis)
-                    axis.set_title(f"{title(of)}: {axis.get_title()}", fontsize=10)
-                else:
-                    axis.axis("off")
-                    words = f"{title(of)}: no runs for this panel"
-                    axis.text(0.5, 0.5, words, ha="center", color="0.4")
+    shown = [(of, plot) for of in figure["rows"] for plot in PLOTS]
+    with panels(path, len(shown) // 2, 2, (7.5, 1.45 * len(shown) + 0.4)) as (drawn, axes):
+        for axis, (of, plot) in zip(axes.flat, shown, strict=True):
+            if of["factors" if plot is plot_factors else "course"]:
+                plot(of, axis)
+                axis.set_title(f"{title(of)}: {axis.get_title('left')}")
+            else:
+                axis.text(
+                    0.5, 0.5, f"{title(of)}: no runs for this panel", ha="center", color="0.4"
+                )
         missed = f"; not run: {', '.join(not_run(figure))}" if not_run(figure) else ""
         drawn.suptitle("\n".join([f"ResNet-20{missed}", *other_settings(figure)]), fontsize=11)
 
 
-def _plot_course(of: Mapping[str, Any], axis: Any, name: str, label: str) -> None:
+def _plot_course(name: str, label: str, title: str, of: Mapping[str, Any], axis: Any) -> None:
     for family, course in of["course"].items():
         values = [value if value else math.nan for value in course[name][0]]
-        words = f"{VARIANCES[family]}, seed {course['seed']}"
-        axis.plot(course["epoch"], values, label=words, lw=1.4, **FAMILY_STYLES[family])
-    axis.set(xlabel="epoch", ylabel=label, yscale="log")
+        words = f"{family}: {VARIANCES[family]}, seed {course['seed']}"
+        axis.plot(course["epoch"], values, label=words, lw=1.0, color=SHADES[family])
+    axis.set(xlabel="epoch", ylabel=label, title=title)
+    log_axis(axis, lambda x, _: power(x))
     bottom, top = axis.get_ylim()
-    axis.set_ylim(bottom, top * (top / bottom) ** 0.2)  # space for the legend
-    axis.legend(fontsize=7.5, frameon=False, loc="upper right")
-
-
-def plot_variance(of: Mapping[str, Any], axis: Any) -> None:
-    _plot_course(of, axis, "noise_variance", "variance of an energy")
-    axis.set_title("(a) noise variance σ²")
-
-
-def plot_correction(of: Mapping[str, Any], axis: Any) -> None:
-    _plot_course(of, axis, "correction", "energy")
-    axis.set_title("(a) correction of the swap test")
+    axis.set_ylim(bottom, top * (top / bottom) ** 0.35)  # space for the legend
+    axis.legend(fontsize=8, loc="upper right")
 
 
 def plot_energies(of: Mapping[str, Any], axis: Any) -> None:
@@ -244,7 +225,7 @@ def plot_energies(of: Mapping[str, Any], axis: Any) -> None:
     for every swap, or for several with their number above it where it fits.
     """
     for height, (family, course) in enumerate(of["course"].items()):
-        colour, n_epochs = FAMILY_STYLES[family]["color"], len(course["epoch"])
+        colour, n_epochs = SHADES[family], len(course["epoch"])
         prior = " with the prior" if family == "clean" else ""
         for name, ls, values in zip(("cold", "hot"), ("-", ":"), course["energy"], strict=False):
             style = {"color": colour, "ls": ls, "lw": 1.3, "label": f"{family}, {name}{prior}"}
@@ -256,14 +237,16 @@ def plot_energies(of: Mapping[str, Any], axis: Any) -> None:
             gaps = (abs(when - other) for other, _ in marks if other != when)
             if n_swaps > 1 and all(gap >= n_epochs / LABELS for gap in gaps):
                 above = {"transform": axis.get_xaxis_transform(), "ha": "center", "va": "bottom"}
-                axis.text(when, low + 0.047, f"{n_swaps}×", color=colour, fontsize=6.5, **above)
+                axis.text(when, low + 0.047, f"{n_swaps}×", color=colour, fontsize=7, **above)
         swaps = f"{family}, swaps: {course['n_swaps']:,}"
         axis.plot([], [], color=colour, marker="|", ls="", label=swaps)
-    top = axis.get_ylim()[1]
-    axis.set(xlabel="epoch", ylabel="energy (summed)", yscale="log", title="(b) energies and swaps")
-    lowest = min(min(values) for course in of["course"].values() for values in course["energy"])
-    axis.set_ylim(lowest / 1.6 ** max(1, len(of["course"])), top * 1.3)  # space for the ticks
-    axis.legend(fontsize=7.5, frameon=False)
+    every = [x for course in of["course"].values() for values in course["energy"] for x in values]
+    axis.set(xlabel="epoch", ylabel="energy (summed)", title="(b) energies and swaps")
+    log_axis(axis, lambda x, _: power(x))
+    low = min(every) / 2.2 ** len(of["course"])
+    axis.set_ylim(low, max(every) * (max(every) / low) ** 0.5)  # ticks below, legend above
+    how = {"handlelength": 1.3, "columnspacing": 0.8, "loc": "upper right"}
+    axis.legend(fontsize=7.5, ncols=len(of["course"]), **how)
 
 
 def ticks(epochs: Sequence[float], n_epochs: int) -> list[tuple[float, int]]:
@@ -280,34 +263,43 @@ def ticks(epochs: Sequence[float], n_epochs: int) -> list[tuple[float, int]]:
 def plot_factors(of: Mapping[str, Any], axis: Any) -> None:
     """Accuracy of rung 0 and of both rungs against F0, with the mean number of swaps below each."""
     f0 = [one["f0"] for one in of["factors"]]
-    for key, rungs, shift, style in (
-        ("accuracy", "rung 0", 1.0, {"fmt": "o-", "color": "#1b6ca8"}),
-        ("both_rungs", "both rungs", 1.02, {"fmt": "s--", "color": "black", "mfc": "white"}),
+    for key, method, shift in (
+        ("accuracy", "reSGHMC", 1.0),
+        ("both_rungs", "reSGHMC, both rungs", 1.03),
     ):
         known = [one for one in of["factors"] if one[key]]
         x = [one["f0"] * shift for one in known]  # error bars side by side
         means, errors = ([one[key][name] or 0.0 for one in known] for name in ("mean", "two_sd"))
-        label = f"reSGHMC, {rungs}"
-        axis.errorbar(x, means, errors, label=label, lw=1.2, ms=5, capsize=3, **style)
+        style = look(method).points | look(method).line
+        axis.errorbar(x, means, errors, label=method, lw=1.2, ms=5, capsize=3, **style)
     for line in (SGHMC_ALONE, INDEPENDENT):
         if line.title in of["levels"]:
-            axis.axhline(of["levels"][line.title]["mean"], label=line.title, **STYLES[line.style])
+            axis.axhline(
+                of["levels"][line.title]["mean"], label=line.title, **look(line.title).line
+            )
     axis.axvline(AUTHORS_F0, color="0.75", lw=5, alpha=0.5, zorder=0, label="best in the paper")
     bottom, top = axis.get_ylim()
     height = top - bottom
-    axis.set_ylim(bottom - 0.15 * height, top + 0.4 * height)  # for the swaps and the legend
+    axis.set_ylim(bottom - 0.2 * height, top + 1.2 * height)  # for the swaps and the legend
     for one in of["factors"]:
         words = f"{statistics.fmean(one['swaps']):.3g}"
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
         at = {"transform": axis.get_xaxis_transform(), "ha": "center", "bbox": box}
-        axis.text(one["f0"], 0.03, words, fontsize=8, **at)
+        axis.text(one["f0"], 0.04, words, fontsize=8, **at)
     axis.set_xlim(min(f0) / 1.5, max(f0) * 1.5)
     one_run = "one was run; " if len(f0) == 1 else ""
     axis.set(xscale="log", xlabel=f"F0 ({one_run}above it: swaps)", ylabel="test accuracy in %")
-    axis.set_title("(c, d) accuracy against F0")
-    axis.set_xticks(f0, [power(value) for value in f0], fontsize=8)
+    axis.set_title("(c, d) accuracy")
+    axis.set_xticks(f0, [power(value) for value in f0], fontsize=8, rotation=40)
     axis.minorticks_off()
-    axis.legend(fontsize=7.5, frameon=False, ncols=2, loc="upper center")
+    axis.legend(fontsize=8, loc="upper left", frameon=True, edgecolor="none")
 
 
-PLOTS = (plot_variance, plot_correction, plot_energies, plot_factors)  # a panel for each
+COURSES = (
+    ("noise_variance", "variance of an energy", "(a) noise variance σ²"),
+    ("correction", "energy", "(a) correction"),
+)
+PLOTS: tuple[Callable[[Mapping[str, Any], Any], None], ...] = (  # a panel for each
+    *(partial(_plot_course, *course) for course in COURSES),
+    *(plot_energies, plot_factors),
+)

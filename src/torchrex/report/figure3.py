@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,21 +22,17 @@ from torchrex.experiments.gan import (
     GanConfig,
     figure3_recipes,
 )
+from torchrex.report.plots import legend_below, look, panels
 from torchrex.report.tables import (
-    STYLES,
     build,
     fitted_table,
-    legend_below,
     markdown_page,
     markdown_table,
     missing_words,
-    panels,
     plus_minus,
 )
 
 METHODS = [line.title for line in TABLE3.lines]
-METHOD_STYLES = {line.title: STYLES[line.style] for line in TABLE3.lines}
-MARKERS = dict(zip(METHODS, "sov^", strict=True))
 SHIFTS = dict(zip(METHODS, (-75, -25, 25, 75), strict=True))  # error bars side by side
 HEADS = ("data", "labels", "method", "paper %", "ours %", "n", "both rungs %", "swaps")
 KEPT = ("method", "n_labelled", "n", "paper", "ours", "swaps", "devices")
@@ -116,42 +113,40 @@ def as_markdown(figure: Mapping[str, Any]) -> str:
 def draw(figure: Mapping[str, Any], path: Path) -> None:
     """A panel for every data set that was run."""
     sets = figure["data"]
-    size = (max(6.5, 4.9 * len(sets)), 4.8)
-    with panels(path, 1, len(sets), size, dpi=120) as (drawn, axes):
+    n_columns = min(2, len(sets))
+    n_rows = math.ceil(len(sets) / n_columns)
+    with panels(path, n_rows, n_columns, (7.5, 3 * n_rows + 0.6)) as (drawn, axes):
         handles: dict[str, Any] = {}
-        for axis, (data, of) in zip(axes.flat, sets.items(), strict=True):
+        for axis, (data, of) in zip(axes.flat, sets.items(), strict=False):
             handles |= plot_labels(of, axis)
-            axis.set_title("\n".join(textwrap.wrap(data, 50)), fontsize=10)
+            axis.set_title("\n".join(textwrap.wrap(data, 50)))
         order = sorted(handles, key=lambda title: title.endswith("the paper"))
-        in_order = {title: handles[title] for title in order}
-        legend_below(drawn, in_order, 3 if len(sets) == 1 else 6, fontsize=9)
+        legend_below(drawn, {title: handles[title] for title in order}, 3)
 
 
 def plot_labels(of: Mapping[str, Any], axis: Any) -> dict[str, Any]:
     """Accuracy ± 2 standard deviations over seeds; the paper's as open markers, dashed."""
     handles: dict[str, Any] = {}
-    for title, style in METHOD_STYLES.items():
+    for title in METHODS:
         points = [
             (point["n_labelled"], point["ours"])
             for point in of["points"]
             if point["method"] == title and point["ours"]
         ]
         theirs = [(int(n), each) for n, each in of["paper"].get(title, {}).items()]
-        dashed = {"color": style["color"], "ls": (0, (4, 3)), "lw": 0.9, "mfc": "white"}
-        solid = {**style, "zorder": 3}
-        for name, values, look, size in (
+        style = look(title).points
+        dashed = {**style, "ls": (0, (4, 3)), "lw": 0.9, "mfc": "white"}
+        solid = {**style, "ls": "-", "zorder": 3}
+        for name, values, shape, size in (
             (title, points, solid, 5.0),
             (f"{title}, the paper", theirs, dashed, 6.5),
         ):
             if values:
                 x = [n + SHIFTS[title] for n, _ in values]
                 y, errors = ([each[k] or 0.0 for _, each in values] for k in ("mean", "two_sd"))
-                handles[name] = axis.errorbar(
-                    x, y, errors, marker=MARKERS[title], ms=size, capsize=3, elinewidth=1, **look
-                )
+                bars = {"ms": size, "capsize": 3, "elinewidth": 1}
+                handles[name] = axis.errorbar(x, y, errors, **bars, **shape)
     axis.set_xticks(N_LABELLED, [str(n) for n in N_LABELLED], fontsize=8)
     axis.set_xlim(N_LABELLED[0] - 200, N_LABELLED[-1] + 200)
     axis.set(xlabel="labelled images", ylabel="test accuracy, %")
-    axis.grid(axis="y", color="0.92", lw=0.8)
-    axis.set_axisbelow(True)
     return handles

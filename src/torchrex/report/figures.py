@@ -23,12 +23,11 @@ from torchrex.diagnostics import Estimate, History, over_chains, rung_occupancy
 from torchrex.diagnostics.history import replay
 from torchrex.errors import InvalidArgumentError, import_extra
 from torchrex.report.findings import number
-from torchrex.report.plots import calibration, rung_name, running_mean, smoothing_window
+from torchrex.report.plots import COLOURS, calibration, rung_name, running_mean, smoothing_window
 
-METHODS = ("#2f7fd0", "#d5552b", "#2b9a63", "#9468d0", "#a07a1e", "#cf4f97", "#1b93a8", "#7d868c")
+GREY = COLOURS[-1]
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 RUNGS = ((47, 127, 208), (27, 147, 168), (43, 154, 99), (160, 122, 30), (213, 68, 50))  # from cold
-GREY = "#7d868c"
 LIGHT = {"ground": "#fdfdfc", "text": "#1c1f22", "soft": "#5d656c", "line": "#dfe2e4"}
 DARK = {"ground": "#15181b", "text": "#e4e7e9", "soft": "#a4adb4", "line": "#31373c"}
 FONT = 'system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif'
@@ -77,7 +76,7 @@ def template(ground: Mapping[str, str] = LIGHT) -> dict[str, Any]:
         "font": {"family": FONT, "size": 12, "color": ground["text"]},
         "paper_bgcolor": ground["ground"],
         "plot_bgcolor": ground["ground"],
-        "colorway": METHODS,
+        "colorway": COLOURS,
         "title": {"font": {"size": 14}, "x": 0, "subtitle": {"font": soft}},
         "xaxis": axis,
         "yaxis": axis,
@@ -92,7 +91,7 @@ def template(ground: Mapping[str, str] = LIGHT) -> dict[str, Any]:
 # The ladder
 
 
-def acceptance(pairs: Sequence[Pair], *, colour: str = METHODS[0]) -> Any:
+def acceptance(pairs: Sequence[Pair], *, colour: str = COLOURS[0]) -> Any:
     """Swaps made of every pair next to what its energies promise, with the noise s below."""
     noises = [f"s = {number(pair.noise, 2)}" if pair.noise == pair.noise else "" for pair in pairs]
     x = [pair.name for pair in pairs]

@@ -22,18 +22,17 @@ from torchrex.experiments.gallery import (
     Problem,
     gallery_recipes,
 )
+from torchrex.report.plots import look, panels
 from torchrex.report.tables import (
     fitted_table,
     markdown_page,
     markdown_table,
     missing_words,
-    panels,
     value_and_error,
 )
 
 HEADS = ("problem", "method", "answer", "exact", "in right modes %", "wrong by (SE)")
 BEATS, RIGHT = 5.0, 3.0  # standard errors
-COLOURS = {"tuned": "#0b3c5d", "full": "#4f9fc0"}  # the others are grey
 
 
 def numbers(out: Path, chosen: Mapping[str, GalleryConfig]) -> dict[str, Any]:
@@ -173,7 +172,7 @@ def as_markdown(found: Mapping[str, Any]) -> str:
 def draw(found: Mapping[str, Any], path: Path) -> None:
     """All problems in one picture, and each in one of its own, PATH-NAME.png."""
     every = found["rows"]
-    with panels(path, len(every), 1, (7, 2.8 * len(every)), dpi=110) as (_, axes):
+    with panels(path, len(every), 1, (7, 2.8 * len(every))) as (_, axes):
         for axis, row in zip(axes[:, 0], every, strict=True):
             plot_answers(row, axis)
     for row in every:
@@ -185,26 +184,26 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
             if each["shown"] is not None
         }
         has_plot = problem.plot is not None and bool(shown)
-        size = (11.5 if has_plot else 7.0, 4.0)
+        size = (8.0 if has_plot else 6.0, 3.4)
         own = path.with_name(f"{path.stem}-{name}{path.suffix}")
-        with panels(own, 1, 2 if has_plot else 1, size, dpi=110) as (_, axes):
+        with panels(own, 1, 2 if has_plot else 1, size) as (_, axes):
             plot_answers(row, axes[0, 0])
             if problem.plot is not None and has_plot:
-                problem.plot(axes[0, 1], shown)
+                styles = {name: look(name).points | {"fillstyle": "none"} for name in shown}
+                problem.plot(axes[0, 1], shown, styles)
 
 
 def plot_answers(row: Mapping[str, Any], axis: Any) -> None:
     """The answer of every run, the mean of each method with two standard errors, the exact one."""
     names = list(row["methods"])[::-1]
     for place, name in enumerate(names):
-        each, colour = row["methods"][name], COLOURS.get(name, "0.4")
-        apart = [0.05 * (k % 5 - 2) for k in range(len(each["runs"]))]
-        heights = [place + shift for shift in apart]
-        axis.plot(each["runs"], heights, "o", color=colour, alpha=0.35, markersize=4)
-        axis.errorbar(each["mean"], place, xerr=2 * each["se"], fmt="D", color=colour,
-                      markersize=6, capsize=3)  # fmt: skip
-    axis.axvline(row["exact"], color="#c8553d", linewidth=1.2, label="exact")
+        each, style = row["methods"][name], look(name).points
+        heights = [place + 0.05 * (k % 5 - 2) for k in range(len(each["runs"]))]
+        axis.plot(each["runs"], heights, **{**style, "marker": "o"}, alpha=0.35, ms=4, mew=0)
+        axis.errorbar(each["mean"], place, xerr=2 * each["se"], **style, ms=5, capsize=3)
+    axis.axvline(row["exact"], color="black", lw=1.2, label="exact")
     axis.set_yticks(range(len(names)), [row["methods"][name]["title"] for name in names])
+    axis.set_ylim(-0.5, len(names) + 0.1)  # space for the legend
     axis.set_xlabel(row["words"])
-    axis.set_title(row["recipe"], fontsize=11)
-    axis.legend(fontsize=8, frameon=False, loc="best")
+    axis.set_title(row["recipe"])
+    axis.legend(loc="upper right")

@@ -8,13 +8,12 @@ seed are different rows, and every setting that is not the recipe's is shown.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import re
 import statistics
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,25 +22,19 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from torchrex.durable import new_file, read_object
-from torchrex.errors import MissingDependencyError
+from torchrex.durable import read_object
 from torchrex.experiments import RunFolder
 from torchrex.experiments.networks import Difference, Line, NetworkConfig, PaperTable
-from torchrex.report.plots import FEWEST_SEEDS, p_of_pairs
+from torchrex.report.plots import FEWEST_SEEDS, legend_below, look, p_of_pairs, panels
 from torchrex.report.reader import config_from_json, why
 from torchrex.runs.config import Column, to_json
 from torchrex.runs.folder import LARGEST, OF_ANOTHER_CONFIG, belongs_to, read_result, seed_in
 
 PAPER_SEEDS = 5
+FARTHEST = 2.0  # the height of an axis with the paper's lines over that without
+POINTS = 100  # of a line, at most
+BAND = "lowest to highest seed"
 NO_MATTER = ("recipe", "epochs", "steps", "checkpoint_every")  # the length is shown in any case
-# Distinct in grey as well: a line style goes with every colour.
-STYLES: tuple[dict[str, Any], ...] = (
-    {"color": "0.6", "ls": ":", "lw": 1.6},
-    {"color": "0.35", "ls": "-.", "lw": 1.3},
-    {"color": "#1b6ca8", "ls": "-", "lw": 1.8},
-    {"color": "black", "ls": "-", "lw": 1.0},
-    {"color": "#d95f02", "ls": "--", "lw": 1.6},
-)
 
 
 # Runs
@@ -195,10 +188,15 @@ class Cell:
         return next(iter(self.recipes.values()))
 
     @property
+    def is_full(self) -> bool:
+        """Whether the schedule is as long as the paper's."""
+        return self.settings.length == self.config.paper_length
+
+    @property
     def title(self) -> str:
         name, length = " ".join(map(str, self.config.cell.values())), self.settings.length
         marked = "§" if self.settings.others else ""
-        shorter = f", {length:,} {self.config.unit}s" if length != self.config.paper_length else ""
+        shorter = "" if self.is_full else f", {length:,} {self.config.unit}s"
         return f"{name}{marked}{shorter}"
 
     @property
@@ -217,7 +215,7 @@ class Cell:
         columns = {column.metric: column for column in recipe.columns}
         ours = self.summary(line, columns[recipe.headline])
         paper = None if line.prefix or self.settings.others else papers(recipe)
-        same = recipe.tested_against_paper and self.settings.length == recipe.paper_length
+        same = recipe.tested_against_paper and self.is_full
         values = list(ours["values"].values()) if ours else []
         z = z_score(values, paper) if paper and same and len(values) > 1 else None
         return {
@@ -327,6 +325,7 @@ def build(table: PaperTable, out: Path, chosen: Mapping[str, NetworkConfig]) -> 
             built.not_run.extend(f"{cell.title} ({title})" for title in lacking)
         if not found:
             built.not_run.append(" ".join(map(str, key)))
+    built.cells.sort(key=lambda cell: not cell.is_full)
     return built
 
 
@@ -487,13 +486,17 @@ def markdown_page(title: str, table: Sequence[str], said: Sequence[str]) -> str:
 
 
 def as_markdown(built: BuiltTable) -> str:
-    """The full table for a page, the differences, and the notes."""
-    words, keys = _words(built, full=True), list(built.cells[0].config.cell)
-    rows = [
-        [*(str(row[key]) for key in keys), *cells.values()]
-        for row, cells in zip(built.rows, words, strict=True)
-    ]
-    body = markdown_table([*keys, *words[0]], rows)
+    """The full table for a page, a part for each kind of schedule; the differences, the notes."""
+    words, keys = iter(_words(built, full=True)), list(built.cells[0].config.cell)
+    body: list[str] = []
+    for kind, cells in _by_schedule(built).items():
+        rows = [
+            {**{key: str(row[key]) for key in keys}, **next(words)}
+            for cell in cells
+            for row in map(cell.row, cell.lines)
+        ]
+        table = markdown_table(list(rows[0]), [list(row.values()) for row in rows])
+        body += [*([""] if body else []), f"## {kind}", "", *table]
     said = difference_lines(built) + notes(built) + missing_words(built.not_run, ())
     return markdown_page(built.of.title, body, said)
 
@@ -501,71 +504,76 @@ def as_markdown(built: BuiltTable) -> str:
 # Pictures
 
 
-def pyplot() -> Any:
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise MissingDependencyError(
-            "drawing needs matplotlib: pip install 'torchrex[plots]'"
-        ) from None
-    return plt
-
-
-@contextlib.contextmanager
-def panels(
-    path: Path, n_rows: int, n_columns: int, size: tuple[float, float], *, dpi: int, **more: Any
-) -> Iterator[tuple[Any, Any]]:
-    """A figure and its axes (n_rows, n_columns), written to `path` at the end."""
-    plt = pyplot()
-    how = {"figsize": size, "constrained_layout": True, "squeeze": False, **more}
-    figure, axes = plt.subplots(n_rows, n_columns, **how)
-    yield figure, axes
-    with new_file(path) as file:
-        figure.savefig(file, dpi=dpi, format=path.suffix[1:] or None)
-    plt.close(figure)
-
-
-def legend_below(figure: Any, handles: Mapping[str, Any], n_columns: int, **more: Any) -> None:
-    how = {"loc": "outside lower center", "ncols": n_columns, "frameon": False, **more}
-    figure.legend(list(handles.values()), list(handles), **how)
+def _by_schedule(built: BuiltTable) -> dict[str, list[Cell]]:
+    """The cells with full and with compressed schedules under their headings."""
+    config, found = built.cells[0].config, dict[str, list[Cell]]()
+    full = f"Full schedules ({config.paper_length:,} {config.unit}s)"
+    for cell in built.cells:
+        found.setdefault(full if cell.is_full else "Compressed schedules", []).append(cell)
+    return found
 
 
 def draw(built: BuiltTable, path: Path) -> None:
     """A panel for each cell: accuracy of the average as it grows, mean over seeds."""
-    n_columns = min(4, len(built.cells))
-    n_rows = math.ceil(len(built.cells) / n_columns)
-    size = (max(6.0, 4.2 * n_columns), 3.4 * n_rows + 0.6)
-    with panels(path, n_rows, n_columns, size, dpi=120) as (figure, axes):
-        _draw_cells(built, figure, axes)
-
-
-def _draw_cells(built: BuiltTable, figure: Any, axes: Any) -> None:
-    styles = {line.title: STYLES[line.style] for line in built.of.lines}
+    groups = _by_schedule(built)
+    n_rows = sum(math.ceil(len(cells) / 2) for cells in groups.values())
     handles: dict[str, Any] = {}
-    for axis, cell in zip(axes.flat, built.cells, strict=False):
-        late: list[float] = []
-        for line, by_seed in cell.lines.items():
-            curves = [run.curve(f"{line.prefix}probabilities_accuracy") for run in by_seed.values()]
-            times = next(iter(by_seed.values())).curve(f"draw_{cell.config.unit}")
-            mean = [100 * statistics.fmean(each) for each in zip(*curves, strict=False)]
-            if not mean or len(mean) != len(times):
-                continue
-            marker = "o" if len(mean) == 1 else None
-            (handles[line.title],) = axis.plot(times, mean, marker=marker, **styles[line.title])
-            late += mean[len(mean) // 4 :]  # the first draws are far below
-        if late:
-            margin = 0.1 * (max(late) - min(late)) + 0.05
-            axis.set_ylim(min(late) - margin, max(late) + margin)
-        extra = f"\n{textwrap.fill(str(cell.settings), 60)}" if cell.settings.others else ""
-        axis.set_title(f"{cell.title}{extra}", fontsize=9)
-        axis.set(xlabel=cell.config.unit, ylabel="accuracy of the average, %")
-    for axis in axes.flat[len(built.cells) :]:
-        axis.axis("off")
-    in_order = {title: handles[title] for title in styles if title in handles}
-    legend_below(figure, in_order, 3 if axes.shape[1] == 1 else 5)
+    with panels(path, n_rows, 2, (7.5, 2.75 * n_rows + 0.5)) as (figure, axes):
+        place = 0
+        for kind, cells in groups.items():
+            above = {"xycoords": "axes fraction", "textcoords": "offset points", "weight": "bold"}
+            axes.flat[place].annotate(kind, (0, 1), (0, 24), **above)
+            for axis, cell in zip(axes.flat[place:], cells, strict=False):
+                handles |= draw_cell(cell, axis)
+            place += len(cells) + len(cells) % 2
+        order = [line.title for line in built.of.lines] + [BAND, "the paper"]
+        in_order = {title: handles[title] for title in order if title in handles}
+        legend_below(figure, in_order, 3)
+
+
+def draw_cell(cell: Cell, axis: Any) -> dict[str, Any]:
+    """Means over bands of seeds. The paper's numbers are lines where the schedule is the paper's
+    and the axis can hold them.
+    """
+    axis.set(xlabel=cell.config.unit, ylabel="accuracy, %")
+    handles: dict[str, Any] = {}
+    late: list[float] = []
+    theirs: dict[str, float] = {}
+    # The authors sum logits.
+    kind = "logits" if cell.config.headline.startswith("logits") else "probabilities"
+    for line, by_seed in cell.lines.items():
+        paper = None if line.prefix or cell.settings.others else papers(cell.recipes[line.method])
+        theirs |= {line.title: paper["mean"]} if paper else {}
+        curves = [run.curve(f"{line.prefix}{kind}_accuracy") for run in by_seed.values()]
+        times = next(iter(by_seed.values())).curve(f"draw_{cell.config.unit}")
+        each = [[100 * value for value in values] for values in zip(*curves, strict=False)]
+        if not each or len(each) != len(times):
+            continue
+        thin = math.ceil(len(times) / POINTS)
+        times, each = times[::-thin][::-1], each[::-thin][::-1]  # with the last
+        mean, style = list(map(statistics.fmean, each)), look(line.title).line
+        marker = "o" if len(mean) == 1 else None
+        (handles[line.title],) = axis.plot(times, mean, marker=marker, **style)
+        if len(curves) > 1:
+            ends, fill = (list(map(min, each)), list(map(max, each))), {"alpha": 0.18, "lw": 0}
+            handles[BAND] = axis.fill_between(times, *ends, color=style["color"], **fill)
+        late += mean[len(mean) // 4 :]  # the first draws are far below
+    if late:
+        low, high, top = min(late), max(late), max([*late, *theirs.values()])
+        if theirs and cell.is_full and top - low < FARTHEST * (high - low):
+            for title, value in theirs.items():
+                style = {"color": look(title).color, "lw": 0.9, "ls": (0, (1, 1.5))}
+                handles["the paper"] = axis.axhline(value, **style)
+            high = top
+        elif theirs:
+            words = ", ".join(f"{title} {value:.2f}" for title, value in theirs.items())
+            after = f"{cell.config.unit}; the paper after {cell.config.paper_length:,}:"
+            axis.set_xlabel(f"{after}\n{words}", fontsize=8.5)
+        margin = 0.1 * (high - low) + 0.05
+        axis.set_ylim(low - margin, high + margin)
+    extra = f"\n{textwrap.fill(str(cell.settings), 50)}" if cell.settings.others else ""
+    axis.set_title(f"{cell.title}{extra}")
+    return handles
 
 
 # Small helpers of the other reports

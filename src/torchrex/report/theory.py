@@ -14,26 +14,16 @@ from rich.table import Table
 
 from torchrex.experiments import RunFolder
 from torchrex.experiments.theory import TheoryConfig
-from torchrex.report.figure1 import STYLES
-from torchrex.report.tables import (
-    markdown_page,
-    markdown_table,
-    missing_words,
-    panels,
-    value_and_error,
-)
+from torchrex.report.plots import GREEN, PURPLE, Look, log_axis, look, panels
+from torchrex.report.tables import markdown_page, markdown_table, missing_words, value_and_error
 from torchrex.runs.folder import seed_in
 
 HEADS = ("statement of the paper", "computed", "measured", "agrees?")
 ORIGIN = ("seed", "date", "wall_seconds", "device", "versions")
-ALONE, NAIVE, CORRECTED = (STYLES[name] for name in ("SGLD", "naive reSGLD", "reSGLD"))
-BY_FACTOR = (CORRECTED, {"color": "#5a9367", "linestyle": "--"}, STYLES["reSGLD, F=4"], NAIVE)
-BY_LAW = (
-    {"color": "black", "linestyle": "-"},
-    {"color": "#c59b1f", "linestyle": "--"},
-    {"color": "#4f9fc0", "linestyle": "-."},
-    {"color": "#c8553d", "linestyle": ":"},
-)
+ALONE, NAIVE, CORRECTED = (look(name).line for name in ("SGLD", "naive reSGLD", "reSGLD"))
+BY_FACTOR = [look(name) for name in ("reSGLD", "reSGLD, F=2", "reSGLD, F=4", "naive reSGLD")]
+LAWS = (("black", "-"), ("#5b3f8c", "--"), (PURPLE, "-."), ("#c3a8e8", ":"))  # to heavier tails
+BY_LAW = [Look(color, dash, marker) for (color, dash), marker in zip(LAWS, "osv^", strict=True)]
 CONFIDENCE = 2.26  # 95 % of Student's t with 9 degrees of freedom: ten groups of runs
 
 
@@ -278,18 +268,16 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     data = found["data"]
     shown = [(plot, data[name]) for name in plots if name in data for plot in plots[name]]
     n_rows = math.ceil(len(shown) / 2)
-    with panels(path, n_rows, 2, (10.5, 3.9 * n_rows), dpi=120) as (_, axes):
+    with panels(path, n_rows, 2, (8, 3.2 * n_rows)) as (_, axes):
         for k, (axis, (plot, of)) in enumerate(zip(axes.flat, shown, strict=False)):
             title = plot(of["metrics"], of["curves"], of["config"], axis)
-            axis.set_title(f"({chr(97 + k)}) {title}", fontsize=10, loc="left")
-            axis.legend(fontsize=8, frameon=False)
-        for axis in axes.flat[len(shown) :]:
-            axis.axis("off")
+            axis.set_title(f"({chr(97 + k)}) {title}")
+            axis.legend(fontsize=8)
 
 
 def _points(axis: Any, x: Any, y: Any, error: Any, style: Any, **more: Any) -> None:
-    look = {"marker": "o", "ms": 4, "capsize": 2, "elinewidth": 1, **more}
-    axis.errorbar(x, y, 2 * np.array(error), color=style["color"], linestyle="", **look)
+    shape = {"marker": "o", "ms": 4, "capsize": 2, "elinewidth": 1}
+    axis.errorbar(x, y, 2 * np.array(error), **{**shape, **style, "ls": "", **more})
 
 
 def plot_rates(m: Any, c: Any, config: Any, axis: Any) -> str:
@@ -307,13 +295,13 @@ def plot_rates(m: Any, c: Any, config: Any, axis: Any) -> str:
         runs = (c[runs_r], c[f"{name}_rate"], c[f"{name}_rate_se"])
         _points(axis, *runs, CORRECTED, marker=marker, mfc=fill, label=f"runs: {words}")
     axis.set_xscale("symlog", linthresh=0.1, linscale=0.4)
-    axis.set(xlabel="swap intensity r", ylabel="rate of decay", ylim=(0, 0.95))
+    axis.set(xlabel="swap intensity r", ylabel="rate of decay", ylim=(0, 1.45))
     return "swaps accelerate"
 
 
 def plot_decay(what: str, words: str, m: Any, c: Any, config: Any, axis: Any) -> str:
     shades = ("#9ecae1", "#4f9fc0", CORRECTED["color"])
-    styles = [ALONE, *({"color": shade, "linestyle": "-"} for shade in shades)]
+    styles = [ALONE, *({"color": shade, "ls": "-"} for shade in shades)]
     shown = np.unique(np.linspace(0, len(c["runs_r"]) - 1, len(styles)).round().astype(int))
     for style, k in zip(styles, shown, strict=False):
         y, error, time = (np.array(each) for each in (c[what][k], c[f"{what}_se"][k], c["time"]))
@@ -321,8 +309,9 @@ def plot_decay(what: str, words: str, m: Any, c: Any, config: Any, axis: Any) ->
         clear = (y > 3 * error) & (np.arange(len(y)) % 2 == 0)
         name = f"r = {c['runs_r'][k]:g}" if c["runs_r"][k] else "no swaps"
         _points(axis, time[clear], y[clear], error[clear], style, label=name)
-    axis.set(yscale="log", xlabel="time", ylabel=f"{words} of rung 0 to the target")
-    return f"{words} over time, and the chain's exact law"
+    axis.set(xlabel="time", ylabel=f"{words} of rung 0 to the target")
+    log_axis(axis)
+    return f"{words} over time; lines: exact law"
 
 
 def plot_lr(m: Any, c: Any, config: Any, axis: Any) -> str:
@@ -330,13 +319,14 @@ def plot_lr(m: Any, c: Any, config: Any, axis: Any) -> str:
     for name, style, marker, words in (
         ("without", ALONE, "s", "no swaps, to the target"),
         ("with", CORRECTED, "o", "swaps, to the target"),
-        ("to_limit", {"color": "0.35", "linestyle": "-."}, "^", "no swaps, to the diffusion"),
+        ("to_limit", {"color": GREEN, "ls": "--"}, "^", "no swaps, to the diffusion"),
     ):
         axis.plot(lr, c[f"{name}_exact"], **style, lw=1.4)
         _points(axis, lr, c[name], c[f"{name}_se"], style, marker=marker, label=words)
     guide = c["with_exact"][0] * np.sqrt(lr / lr[0])
     axis.plot(lr, guide, ":", color="black", lw=1, label="slope 1/2, the bound's")
-    axis.set(xscale="log", yscale="log", xlabel="learning rate")
+    axis.set(xscale="log", xlabel="learning rate")
+    log_axis(axis)
     axis.set_xticks(lr, [f"{each:g}" for each in lr], minor=False)
     axis.set_xticks([], minor=True)
     axis.set_ylabel(f"W2 of rung 0 at time {m['time']:g}")
@@ -345,9 +335,9 @@ def plot_lr(m: Any, c: Any, config: Any, axis: Any) -> str:
 
 def _biases(c: Any, line: str, runs: str, by: str, names: Any, styles: Any, axis: Any) -> None:
     for k, (name, style) in enumerate(zip(names, styles, strict=False)):
-        axis.plot(c[line], c[f"bias_{by}"][k], **style, lw=1.4)
-        axis.plot(c[runs], c[f"chain_{by}"][k], "_", color=style["color"], ms=12)
-        _points(axis, c[runs], c[f"runs_{by}"][k], c[f"runs_se_{by}"][k], style, label=name)
+        axis.plot(c[line], c[f"bias_{by}"][k], **style.line, lw=1.4)
+        axis.plot(c[runs], c[f"chain_{by}"][k], "_", color=style.color, ms=12)
+        _points(axis, c[runs], c[f"runs_{by}"][k], c[f"runs_se_{by}"][k], style.points, label=name)
     axis.axhline(0, color="0.8", lw=0.8, zorder=0)
     axis.set_ylabel("bias of the left weight")
 
@@ -358,8 +348,8 @@ def _factors(c: Any) -> list[str]:
 
 def plot_std(m: Any, c: Any, config: Any, axis: Any) -> str:
     _biases(c, "std", "runs_std", "by_std", _factors(c), BY_FACTOR, axis)
-    axis.set_xlabel("standard deviation sigma of one energy's noise")
-    return f"Gaussian noise (dashes: the chain at lr {config['lr']:g}, computed)"
+    axis.set_xlabel("sigma of one energy's noise")
+    return f"Gaussian noise (dashes: chain at lr {config['lr']:g})"
 
 
 def plot_laws(m: Any, c: Any, config: Any, axis: Any) -> str:
@@ -374,24 +364,26 @@ def plot_trade(m: Any, c: Any, config: Any, axis: Any) -> str:
     axis.plot(*curve, color="0.5", lw=1.2)
     for name, style, each in zip(_factors(c), BY_FACTOR, c["runs_inverse_factor"], strict=False):
         at = (np.interp(each, c["inverse_factor"], values) for values in curve)
-        axis.plot(*at, "o", color=style["color"], label=name)
+        axis.plot(*at, **style.points, ms=7, label=name)
     axis.set(xlabel="bias of the left weight", ylabel="rate of decay")
-    return f"what F trades, Gaussian noise with sigma {config['std']:g} (computed)"
+    return f"what F trades, sigma {config['std']:g} (computed)"
 
 
 def plot_variance(m: Any, c: Any, config: Any, axis: Any) -> str:
     steps = np.array(c["m"])
     for name, style, fill, words in (
-        ("smoothing", {"color": "black", "linestyle": "--"}, "white", "smoothing, Gaussian"),
+        ("smoothing", BY_LAW[0]._replace(dash="--"), "white", "smoothing, Gaussian"),
         ("mean_t3", BY_LAW[3], None, "running mean, t(3), median"),
         ("mean_t5", BY_LAW[2], None, "running mean, t(5)"),
         ("mean", BY_LAW[0], None, "running mean, Gaussian"),
     ):
         if f"{name}_exact" in c:
-            axis.plot(steps, c[f"{name}_exact"], **style, lw=1.4)
-        _points(axis, steps, c[name], c[f"{name}_se"], style, mfc=fill, label=words)
+            axis.plot(steps, c[f"{name}_exact"], **style.line, lw=1.4)
+        _points(axis, steps, c[name], c[f"{name}_se"], style.points, mfc=fill, label=words)
     guide = c["mean"][0] / steps
     seen = guide > 0.3 * min(c["mean"])
     axis.plot(steps[seen], guide[seen], ":", color="black", lw=1, label="1 / m, the paper's")
-    axis.set(xscale="log", yscale="log", xlabel="SA steps m", ylabel="error of sigma2, relative")
+    axis.set(xscale="log", xlabel="SA steps m", ylabel="error of sigma2, relative")
+    log_axis(axis)
+    axis.set_ylim(top=15)  # space for the legend
     return "adaptive sigma2"

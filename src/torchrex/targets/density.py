@@ -8,12 +8,14 @@ drawn again when a run is resumed.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from torchrex.errors import TargetError, is_out_of_memory, require_whole
 
@@ -116,12 +118,17 @@ class LogDensity(Target):
         require_whole("dim", dim, 1)
         self.dim = dim
         self.log_density = log_density if batched else torch.vmap(log_density)
+
+        def checked(points: Tensor) -> Tensor:
+            return nan_where_refused(log_density, points)
+
+        self._checked = checked if batched else torch.vmap(checked)
         self.gradient = gradient if gradient is None or batched else torch.vmap(gradient)
         self._hint = f"If it takes one point of shape ({dim},) at a time, use batched=False."
 
     def energy(self, position: Tensor, noise: Noise) -> Energy:
         points = position.reshape(-1, self.dim)
-        value = self.log_density(points)
+        value = self._checked(points)
         self._check("log density", value, points.shape[:1], points)
         return Energy(-value.reshape(position.shape[:-1]))
 
@@ -170,6 +177,39 @@ class LogDensity(Target):
 
     def __repr__(self) -> str:
         return f"LogDensity({getattr(self.log_density, '__name__', 'log_density')}, dim={self.dim})"
+
+
+class _NotedChecks(TorchFunctionMode):
+    """Notes what the checks of torch.distributions find. Their branches go on as if all is well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.valid: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch._is_all_true, Tensor.__bool__):
+            caller = sys._getframe(1)
+            where = caller.f_globals.get("__name__", "").startswith("torch.distributions.")
+            if where and caller.f_code.co_name in ("__init__", "check", "_validate_sample"):
+                self.valid.append(args[0])
+                return True
+        return func(*args, **(kwargs or {}))
+
+
+def nan_where_refused(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """The value of `function`, NaN where torch.distributions would raise an error: outside the
+    support, or at an impossible parameter. So a step has no branch on values, and can be compiled.
+    """
+    with _NotedChecks() as checks:
+        value = function(*args)
+    for valid in checks.valid if isinstance(value, Tensor) else ():
+        if valid.ndim > value.ndim:
+            valid = valid.flatten(value.ndim).all(-1) if value.ndim else valid.all()
+        fits = all(m in (1, n) for m, n in zip(valid.shape[::-1], value.shape[::-1], strict=False))
+        value = torch.where(valid if fits else valid.all(), value, torch.nan)
+    return value
 
 
 def described_shape(value: object) -> str:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, MultivariateNormal, Normal
+from torch.distributions import Distribution, MultivariateNormal, Normal, constraints
 
 from torchrex.errors import InvalidArgumentError, TargetError, is_out_of_memory
 from torchrex.rng import default_seed
-from torchrex.targets.density import Energy, Noise, Target, described_shape
+from torchrex.targets.density import Energy, Noise, Target, described_shape, nan_where_refused
 
 MOST_DRAWN = 2**24  # random numbers at once, for different indices
 
@@ -98,14 +98,14 @@ class TallPosterior(Target):
         else:
             batch, n = [tensor[index] for tensor in self.data], index.shape[-1]
             lead = torch.broadcast_shapes(at, index.shape[:-1])  # type: ignore[no-untyped-call]
-        per_example = -self.log_likelihood(position.unsqueeze(-2), *batch)
+        per_example = -nan_where_refused(self.log_likelihood, position.unsqueeze(-2), *batch)
         expected = (*lead, n)
         if tuple(per_example.shape) != expected:
             raise TargetError(
                 f"log_likelihood must return one value per position and example, shape {expected}, "
                 f"got {tuple(per_example.shape)}"
             )
-        prior = self.log_prior(position)
+        prior = nan_where_refused(self.log_prior, position)
         if not isinstance(prior, Tensor) or prior.shape != at:
             raise TargetError(
                 f"log_prior must return one value per position, shape {tuple(at)}, "
@@ -192,10 +192,12 @@ def draw_points(distribution: Distribution, shape: tuple[int, ...], dim: int, se
 
 
 def _log_density(distribution: Distribution, dim: int) -> Callable[[Tensor], Tensor]:
-    """Its log density at points (..., dim), without checks of values, which cannot be compiled."""
+    """Its log density at points (..., dim)."""
     # One parameter per coordinate: the compiler fails on parameters that are single numbers.
     each = distribution.expand((dim,)) if _of_one_number(distribution) else copy.copy(distribution)
-    each._validate_args = False
+    # Outside its support many a formula gives a number. All real numbers need no check.
+    support = each.support
+    each._validate_args = getattr(support, "base_constraint", support) is not constraints.real
     return lambda x: each.log_prob(x) if each.event_shape else each.log_prob(x).sum(-1)
 
 

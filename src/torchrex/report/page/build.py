@@ -25,7 +25,7 @@ import torchrex
 from torchrex.durable import one_line, printable, replace_file, writing
 from torchrex.errors import RunFolderError, import_extra
 from torchrex.report import doctor
-from torchrex.report.figures import DARK, LIGHT, METHODS, template
+from torchrex.report.figures import DARK, LIGHT, template
 from torchrex.report.findings import number, several, tally
 from torchrex.report.page.details import Picture, details_of, pictures_of, swaps_of, within_the_page
 from torchrex.report.page.drawn import Drawn, of_answers, of_ladder
@@ -40,6 +40,7 @@ from torchrex.report.page.rows import (
     paper_of,
     settings_that_differ,
 )
+from torchrex.report.plots import COLOURS
 from torchrex.report.reader import LoadedRun, NotRead, read_tree, require_ours
 from torchrex.report.tables import value_and_error
 
@@ -130,7 +131,7 @@ def page_of(
     advice = advice_for(runs, doctor_seconds)
     page = _Page(runs, others, out or Path("page.html"), advice, pictures)
     compressed, its_hash = _plotly()
-    colours = "".join(f".m{k}{{background:{colour}}}" for k, colour in enumerate(METHODS))
+    colours = "".join(f".m{k}{{background:{colour}}}" for k, colour in enumerate(COLOURS))
     style = (HERE / "page.css").read_text() + colours
     script = (HERE / "page.js").read_text()
     # Plotly adds an empty style element, which it fills by rules, and style attributes.
@@ -434,7 +435,7 @@ def _setting(value: Any) -> Cell:
 
 def swatch(family: Family) -> str:
     """The colour of a family, as on every figure."""
-    return f'<span class="swatch m{METHODS.index(family.colour)}"></span>'
+    return f'<span class="swatch m{COLOURS.index(family.colour)}"></span>'
 
 
 def figures_html(drawn: Sequence[Drawn]) -> str:

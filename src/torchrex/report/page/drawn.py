@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrex.report import figures
 from torchrex.report.page.ladder import Pooled
 from torchrex.report.page.rows import Family
+from torchrex.report.plots import COLOURS
 from torchrex.report.reader import LoadedRun
 
 CURVES = {
@@ -126,7 +127,7 @@ def _mean(family: Family, name: str) -> list[float]:
 
 def _all_averages(family: Family) -> Any:
     curves = {words: y for name, words in CURVES.items() if (y := _mean(family, name))}
-    colours = dict(zip(curves, figures.METHODS, strict=False))
+    colours = dict(zip(curves, COLOURS, strict=False))
     return figures.averages(curves, colours, single=CURVES["last_accuracy"])
 
 

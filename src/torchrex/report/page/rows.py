@@ -24,9 +24,8 @@ from torchrex.report.compare import (
     unused,
     with_known_settings,
 )
-from torchrex.report.figures import METHODS
 from torchrex.report.page.ladder import Pooled, pooled
-from torchrex.report.plots import error_of_mean
+from torchrex.report.plots import COLOURS, LOOKS, error_of_mean
 from torchrex.report.reader import LoadedRun, NotRead
 from torchrex.report.tables import value_and_error
 from torchrex.runs.config import COLUMNS, Column, ExperimentConfig, to_json
@@ -47,7 +46,7 @@ class Family:
     difference: str = ""  # to the other rows of the recipe
     title: str = ""  # in the table, with all settings that are not the recipe's
     others: list[NotRead] = field(default_factory=list)  # folders of further seeds, not read
-    colour: str = METHODS[0]  # of its method, on the whole page
+    colour: str = COLOURS[0]  # of its method, on the whole page
 
     @cached_property
     def ladder(self) -> Pooled | None:
@@ -146,10 +145,17 @@ def groups(runs: Sequence[LoadedRun], others: Sequence[NotRead] = ()) -> list[Gr
 
 
 def _choose_colours(families: Sequence[Family]) -> None:
-    """One for each method."""
-    methods = list(dict.fromkeys(family.method for family in families))
+    """One for each method: its own, or one that is left."""
+    known: dict[str, str] = {}
     for family in families:
-        family.colour = METHODS[methods.index(family.method) % len(METHODS)]
+        names = (family.method, *family.short.split("-")[::-1])  # such as case3-resgld-F2
+        if own := next((LOOKS[name].color for name in names if name in LOOKS), None):
+            known[family.method] = own
+    left = [colour for colour in COLOURS if colour not in known.values()] or COLOURS
+    others = dict.fromkeys(family.method for family in families if family.method not in known)
+    known |= {method: left[k % len(left)] for k, method in enumerate(others)}
+    for family in families:
+        family.colour = known[family.method]
 
 
 def settings_that_differ(group: Group) -> dict[str, list[Any]]:
