@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: install demo test test-all lint bench docs clean
+.PHONY: install demo test test-all lint bench docs notebooks clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make lint      ruff and mypy"
 	@echo "make bench     time densities and small networks against JAX, blackjax and posteriors (installs them)"
 	@echo "make docs      build the documentation into build/site (installs mkdocs)"
+	@echo "make notebooks runs the tutorials again and keeps what they show (needs Chrome or Chromium)"
 	@echo "make clean     remove what the other targets made"
 
 install: $(VENV)/.installed
@@ -54,6 +55,9 @@ $(VENV)/.docs: $(VENV)/.installed
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+notebooks: $(VENV)/.docs
+	$(BIN)/python docs/site/notebooks.py
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -12,7 +12,7 @@ from torch.distributions import MultivariateNormal, Normal
 
 import torchrex as tr
 from assertions import assert_mean_is, assert_mean_is_not
-from torchrex.exchange import SwapCounts
+from torchrex.exchange import SwapCounts, exchange_line
 from torchrex.exchange.algorithm import StepInfo
 from torchrex.posterior import log_evidence
 
@@ -140,6 +140,12 @@ def test_what_is_not_known_is_said():
     )
     list(later.advance(200))
     assert not later.exchange().exact
+
+
+def test_large_counts_are_written_out():
+    line = exchange_line({"barrier": 0.888, "round_trips": 1863.4, "restarts": 88.25})
+    assert "barrier 0.888" in line
+    assert "1,863 round trips and 88.2 restarts" in line
 
 
 def test_a_resumed_density_reports_as_if_it_had_not_stopped():

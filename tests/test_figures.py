@@ -116,6 +116,12 @@ def test_paths_follow_the_replicas_and_not_the_rungs():
     assert y(first).round().tolist() == [0, 1, 2, 2]
 
 
+def test_paths_say_whose_they_are():
+    assert note_of(figures.paths(history())) == "chain 1 of 3."
+    assert note_of(figures.paths(history(), of="mine", chain=1)) == "mine: chain 2 of 3."
+    assert note_of(figures.paths(history(chains=1), of="mine")) == "mine"
+
+
 def test_of_many_swaps_the_occupancy_is_shown():
     """By hand: the replicas of two rungs change places after 50 of 200 steps."""
     assert figures.flow(history()).data[0].type == "scatter"

@@ -80,6 +80,7 @@ def test_a_density(density):
     assert bool((run.history.correction == 0).all())  # F is infinite, so it came back as a number
     assert "w2" in run.trace
     assert run.metrics["n_runs"] == 4
+    assert load_run(str(density)).history.n_steps == 200
 
 
 def test_a_network(network):

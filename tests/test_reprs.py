@@ -136,3 +136,15 @@ def test_tables_hold_no_colours_and_nothing_in_them_is_markup():
     assert "background" not in text
     assert "&lt;b&gt;&amp;" in text
     assert "<script>" not in text
+
+
+def test_a_summary_is_text_in_a_notebook_too(monkeypatch):
+    """Where rich finds a notebook it would also display what it captures, as an empty cell."""
+    shown = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *arguments: shown.append(arguments))
+    mixture = tr.GaussianMixture([1.0], means=[0.0], stds=[1.0])
+    draws = tr.sample(mixture, temperatures=(1.0,), lr=0.1, n_steps=40, n_runs=2)
+    assert "se of mean" in draws.summary()
+    assert "R-hat" in tr.diagnostics.convergence(draws).summary()
+    assert shown == []

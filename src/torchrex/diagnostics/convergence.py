@@ -59,7 +59,7 @@ class Convergence:
             table.add_row(self.names[k], f"{self.rhat[k]:.4f}", *ess, f"{self.mcse_mean[k]:.2g}")
         if len(self.names) > most:
             table.add_row("...", f"{len(self.names) - most} better", "", "", "")
-        console = Console(width=80, color_system=None, markup=False)
+        console = Console(width=80, color_system=None, markup=False, force_jupyter=False)
         with console.capture() as captured:
             console.print(table)
             if self.started_at_one_point:

@@ -245,7 +245,10 @@ class ExchangeReport:
 def exchange_line(numbers: Mapping[str, Any]) -> str:
     """The numbers of a report, which may come from a file, as one line."""
 
-    def known(name: str, form: Callable[[float], str] = "{:.3g}".format) -> str:
+    def short(value: float) -> str:
+        return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
+
+    def known(name: str, form: Callable[[float], str] = short) -> str:
         value = numbers.get(name)
         return form(value) if isinstance(value, int | float) and math.isfinite(value) else "?"
 

@@ -182,7 +182,7 @@ class Draws:
         """
         if self.n_draws == 0:
             return f"no draws: {self.status} after {self.n_steps} steps"
-        console = Console(width=80, color_system=None)
+        console = Console(width=80, color_system=None, force_jupyter=False)
         with console.capture() as captured:
             size = f"{self.n_chains:,} chains x {self.n_draws:,} draws"
             console.print(f"{size}, {self.n_steps:,} steps, {self.status}")

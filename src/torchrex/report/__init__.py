@@ -15,7 +15,7 @@ def of_folder(path: Path | str) -> RunReport:
     from torchrex.report.reader import load_run  # this folder is imported by every command
     from torchrex.report.run_report import RunReport
 
-    return RunReport(load_run(Path(path)))
+    return RunReport(load_run(path))
 
 
 def of_draws(draws: Draws) -> RunReport:

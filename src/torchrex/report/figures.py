@@ -145,7 +145,8 @@ def paths(history: History, *, chain: int = 0, of: str = "") -> Any:
         more["showlegend"] = replica in named
         traces.append(line(f"replica {replica}", array(steps), y, style, **more))
     ticks = {"tickmode": "linear", "dtick": 1, "range": [-0.4, n - 0.6]}
-    note = f"{of}: chain {chain + 1} of {history.n_chains}." if history.n_chains > 1 else of
+    which = f"chain {chain + 1} of {history.n_chains}." if history.n_chains > 1 else ""
+    note = ": ".join(filter(None, (of, which)))
     names = ("Replicas over rungs", "step", "rung (0 is coldest)")
     return figure(*names, traces, note, order, yaxis=ticks)
 

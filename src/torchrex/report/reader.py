@@ -218,8 +218,9 @@ def require_ours(out: Path, marks: Sequence[str], command: str, within: int = 2*
 # Reading one
 
 
-def load_run(path: Path) -> LoadedRun:
+def load_run(path: Path | str) -> LoadedRun:
     """Read a run folder; `problems` says what is missing or damaged."""
+    path = Path(path)
     if not holds_a_run(path):
         raise RunFolderError(
             f"{one_line(path)} holds no run ({', '.join(FILES)}); give OUT/RECIPE/seed=S"
