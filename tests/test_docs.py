@@ -14,13 +14,14 @@ import torchrex
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
+OTHERS = tuple(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING"))
 
 
 def snippets_of(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
-PAGES = [page for page in (ROOT / "README.md", *DOCS) if snippets_of(page)]
+PAGES = [page for page in (*OTHERS, *DOCS) if snippets_of(page)]
 QUICK = ("README.md", "index.md", "scaling.md")
 MARKED = [
     pytest.param(page, id=page.name, marks=() if page.name in QUICK else pytest.mark.slow)
@@ -66,7 +67,8 @@ def test_every_page_is_on_the_site():
 
 
 def test_links_lead_somewhere():
-    for page in (ROOT / "README.md", *DOCS, ROOT / "benchmarks" / "README.md"):
+    more = (ROOT / "CODE_OF_CONDUCT.md", ROOT / "SECURITY.md", ROOT / "benchmarks" / "README.md")
+    for page in (*OTHERS, *DOCS, *more):
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             found = link.startswith("http") or (page.parent / link).exists()
             assert found, f"{page.name} links to {link}"
