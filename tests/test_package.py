@@ -166,17 +166,10 @@ def distributions(tmp_path_factory):
 @pytest.mark.slow
 def test_a_release_works_without_the_repository(distributions, tmp_path):
     """In an environment of its own, which borrows torch and the others, but not the checkout."""
-    venv.create(tmp_path / "env", with_pip=True)
+    venv.create(tmp_path / "env")
     programs = tmp_path / "env" / "bin"
-    install = [
-        programs / "python",
-        "-m",
-        "pip",
-        "install",
-        "--no-deps",
-        "--no-index",
-        distributions,
-    ]
+    pip = [sys.executable, "-m", "pip", "--python", programs / "python"]
+    install = [*pip, "install", "--no-deps", "--no-index", distributions]
     subprocess.run(install, check=True, capture_output=True)
     (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
     borrowed = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
