@@ -15,7 +15,8 @@ import torchrex
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
-TEXTS = (ROOT / "README.md", *DOCS)
+OTHERS = tuple(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING"))
+TEXTS = (*OTHERS, *DOCS)
 
 
 def snippets_of(page: Path) -> list[str]:
@@ -121,7 +122,8 @@ def test_the_reproduction_has_the_numbers_of_its_tables():
 
 
 def test_links_lead_somewhere():
-    for page in (*TEXTS, ROOT / "benchmarks" / "README.md"):
+    more = (ROOT / "CODE_OF_CONDUCT.md", ROOT / "SECURITY.md", ROOT / "benchmarks" / "README.md")
+    for page in (*TEXTS, *more):
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             found = link.startswith("http") or (page.parent / link).exists()
             assert found, f"{page.name} links to {link}"

@@ -101,6 +101,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # of SequentialLR in torch 2.8
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_of_torch_are_schedules(name):
     """The lr of the optimizer after every step over its base, whatever step is asked for first."""

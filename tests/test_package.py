@@ -1,17 +1,27 @@
-"""What `import torchrex` gives: every public module by its name, each loaded when it is used."""
+"""What `import torchrex` gives, each module loaded when it is used; and what a release contains."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
 import pydoc
+import re
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import tomllib
+import venv
+from pathlib import Path
 
 import pytest
 import torch
 
 import torchrex
 from torchrex.errors import InvalidArgumentError
+from torchrex.exchange.run import warn_of_newer_torch
 
+ROOT = Path(__file__).parents[1]
 LATE = ("diagnostics", "experiments", "report", "vision")
 
 
@@ -60,6 +70,18 @@ def test_each_kind_of_run_names_the_other(kind):
         kind("not an ensemble", ladder, seed=1)
 
 
+@pytest.mark.parametrize(
+    ("version", "warns"), [("2.8.0", 0), ("2.15.9+cu132", 0), ("2.100.0a0", 1)]
+)
+@pytest.mark.filterwarnings("error")
+def test_a_torch_newer_than_all_tested_ones_is_logged_once(version, warns, monkeypatch, caplog):
+    monkeypatch.setattr(torch, "__version__", version)
+    warn_of_newer_torch.cache_clear()
+    for _ in range(2):
+        torchrex.DensityExchange(DENSITY, LADDER)
+    assert caplog.text.count(f"torch {version} is newer than") == warns
+
+
 TARGET = torchrex.GaussianMixture([1.0], [0.0], [1.0])
 LADDER = torchrex.Ladder((1.0, 2.0), 0.1)
 DENSITY = torchrex.TensorEnsemble.start(TARGET, n_rungs=2)
@@ -85,3 +107,112 @@ NETWORK = torchrex.ModuleEnsemble(
 def test_a_misspelt_argument_names_the_nearest(call, given, options, meant):
     with pytest.raises(InvalidArgumentError, match=f"did you mean {meant}"):
         call(given, **options, ladder=LADDER)
+
+
+def test_every_file_states_the_same_requirements_version_and_address():
+    """The conda recipe, the citation, the Makefile and the templates repeat pyproject.toml."""
+    yaml = pytest.importorskip("yaml")
+    read = {name: (ROOT / name).read_text() for name in ("pyproject.toml", "Makefile")}
+    build, project = (tomllib.loads(read["pyproject.toml"])[n] for n in ("build-system", "project"))
+    recipe, citation = (
+        yaml.safe_load((ROOT / name).read_text()) for name in ("recipe/recipe.yaml", "CITATION.cff")
+    )
+
+    def in_conda(names):
+        return {re.sub(r"\s*>=\s*", " >=", re.sub(r"^torch\b", "pytorch", each)) for each in names}
+
+    needs = recipe["requirements"]
+    python = f"python {project['requires-python']}"
+    assert set(needs["run"]) == in_conda([python, *project["dependencies"]])
+    assert set(needs["host"]) == {"python 3.11.*", "pip", *in_conda(build["requires"])}
+    assert recipe["context"]["version"] == citation["version"] == torchrex.__version__
+    ((name, call),) = project["scripts"].items()
+    assert recipe["build"]["python"]["entry_points"] == [f"{name} = {call}"]
+    assert recipe["about"]["summary"] == project["description"]
+    assert recipe["about"]["license"] == citation["license"] == project["license"]
+    oldest = next(each for each in project["dependencies"] if each.startswith("torch>="))
+    assert f"{oldest.replace('>=', '==')}.*" in read["Makefile"]
+
+    address = project["urls"]["Repository"]
+    assert citation["repository-code"] == recipe["about"]["repository"] == address
+    named = [ROOT / "pyproject.toml", ROOT / "CODE_OF_CONDUCT.md", ROOT / "recipe/recipe.yaml"]
+    for file in [*named, *(ROOT / ".github").rglob("*.yml")]:
+        for link in re.findall(r"https://github.com/[^\s\"')]+", file.read_text()):
+            assert link.startswith(address), f"{file.name} names {link}"
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory):
+    """The sdist of this checkout, and the wheel that is made from it alone."""
+    pytest.importorskip("hatchling", reason="pip install hatchling hatch-fancy-pypi-readme")
+    out = tmp_path_factory.mktemp("distributions")
+
+    def build(kind, folder):
+        subprocess.run(
+            [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", out],
+            cwd=folder,
+            check=True,
+        )
+
+    build("sdist", ROOT)
+    (sdist,) = out.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(out, filter="data")
+    build("wheel", out / sdist.name.removesuffix(".tar.gz"))
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+@pytest.mark.slow
+def test_a_release_works_without_the_repository(distributions, tmp_path):
+    """In an environment of its own, which borrows torch and the others, but not the checkout."""
+    venv.create(tmp_path / "env")
+    programs = tmp_path / "env" / "bin"
+    pip = [sys.executable, "-m", "pip", "--python", programs / "python"]
+    install = [*pip, "install", "--no-deps", "--no-index", distributions]
+    subprocess.run(install, check=True, capture_output=True)
+    (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    borrowed = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    (site / "borrowed.pth").write_text("\n".join(borrowed))  # whose own .pth files are not read
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def answer(*words, code=0):
+        done = subprocess.run(
+            [programs / "torchrex", *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout if code == 0 else done.stderr
+
+    where = "import torchrex; print(torchrex.__file__)"
+    found = subprocess.check_output(
+        [programs / "python", "-c", where], cwd=tmp_path, env=environment
+    )
+    assert Path(found.decode().strip()).is_relative_to(site)
+    assert "figure1/case1-resgld" in answer("list")
+    short = ("--set", "epochs=2", "--set", "burn_in_epochs=1")
+    answer("run", "digits/resghmc", *short, "--out", "runs")
+    few = ("--only", "case1", "--set", "n_steps=200", "--set", "n_runs=2")
+    assert "picture: " in answer("reproduce", "figure1", *few, "--out", "runs")
+    answer("report", "runs", "--out", "page.html")
+    assert "digits/resghmc" in (tmp_path / "page.html").read_text()
+    (line,) = answer("reproduce", "table1", "--rebuild", code=2).splitlines()
+    assert "results/images" in line
+
+
+@pytest.mark.slow
+def test_the_readme_of_a_release_has_no_link_into_the_checkout(distributions):
+    (found,) = importlib.metadata.distributions(path=[str(distributions)])
+    metadata = found.metadata
+    text = metadata.get_payload() or metadata["Description"]
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert all(link.startswith(("https://", "http://", "#")) for link in links), links
+    tree = re.compile(r"https://github.com/torchrex/torchrex/(?:raw|blob)/v([\d.]+)/([^#]+)")
+    ours = [found for link in links if (found := tree.match(link))]
+    assert len(ours) >= len(re.findall(r"\]\((?!http|#)", (ROOT / "README.md").read_text())) > 0
+    for link in ours:
+        assert link[1] == torchrex.__version__
+        assert (ROOT / link[2]).exists(), link[0]

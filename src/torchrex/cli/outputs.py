@@ -214,7 +214,7 @@ def _require_runs(what: str, found: object, unfinished: Sequence[str], out: Path
         but = f" (but {len(unfinished)} unfinished, such as {unfinished[0]})" if unfinished else ""
         raise RunFolderError(
             f"there is no finished run of {what} below {out}{but}; give the folder of the runs "
-            "with --out"
+            "with --out, such as results/images, results/gan or results/gallery of the repository"
         )
 
 

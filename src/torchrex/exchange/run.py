@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
+import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields
@@ -32,14 +34,26 @@ from torchrex.exchange.noise import (
 )
 from torchrex.exchange.pairing import NoSwaps, Pairing, default_pairing
 from torchrex.exchange.swap_report import ExchangeReport, SwapCounts, report_pairs, trips_from
+from torchrex.processes import is_main_process
 from torchrex.rng import Streams
 from torchrex.settings import require_same, settings_of
 
 logger = logging.getLogger("torchrex")
 
 
+NEWEST_TORCH = (2, 15)  # on which `make test-versions` has passed
 MOST_ON_OWN_BATCH = 8  # rungs; with more the bias is larger than that of the gradient noise
 LATER = ("swap_batch", "tempering")  # rules that older states do not name
+
+
+@functools.cache
+def warn_of_newer_torch(version: str) -> None:
+    """Once per process, in the log: a filter of warnings must not turn it into an error."""
+    number = re.match(r"(\d+)\.(\d+)", version)
+    if number and (int(number[1]), int(number[2])) > NEWEST_TORCH and is_main_process():
+        tested = ".".join(map(str, NEWEST_TORCH))
+        words = "torch %s is newer than %s, the newest version torchrex %s was tested with"
+        logger.warning(words, version, tested, torchrex.__version__)
 
 
 class RuleOptions(TypedDict, total=False):
@@ -179,6 +193,7 @@ class ReplicaExchange:
                 "use DensityExchange(TensorEnsemble.start(target, n_rungs=2), ladder) for "
                 "densities and ModuleExchange(ModuleEnsemble(model, energy), ladder) for networks"
             )
+        warn_of_newer_torch(torch.__version__)
         self.rules = make_rules(ladder, ensemble.source_of_noise, rules)
         swap_start = self.rules.swap_start if self.rules.swaps else None
         ensemble.sampler.check(n_data=ensemble.n_data, swap_start=swap_start)

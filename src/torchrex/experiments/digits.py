@@ -186,7 +186,7 @@ def _split_digits() -> tuple[Labelled, Labelled]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        message = "the digits come with scikit-learn; pip install 'torchrex[digits]'"
+        message = "the digits come with scikit-learn; pip install 'torchrex[data]'"
         raise MissingDependencyError(message) from None
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images, dtype=torch.float32), torch.tensor(labels)

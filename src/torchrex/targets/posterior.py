@@ -248,7 +248,7 @@ class PosteriorEnergy:
         """What the module returns for the inputs of a batch."""
         if isinstance(batch, Mapping):
             return module(**{key: value for key, value in batch.items() if key != self.target_key})
-        if isinstance(batch, tuple | list):
+        if isinstance(batch, (tuple, list)):
             return module(*batch[:-1])
         return module(batch)
 
@@ -260,7 +260,8 @@ class PosteriorEnergy:
                     f"{', '.join(map(repr, batch))}: name the target by target_key=..."
                 )
             return batch[self.target_key]
-        return batch[-1] if isinstance(batch, tuple | list) else None
+        # No `tuple | list`, which the compiler of torch 2.8 cannot trace.
+        return batch[-1] if isinstance(batch, (tuple, list)) else None
 
     def tried(self, module: nn.Module, batch: Batch, *, moved: bool = False) -> Tensor:
         """`per_example` of the first batch; an error of torch is explained by what was given.
@@ -303,7 +304,7 @@ class PosteriorEnergy:
         self, module: nn.Module, batch: Batch, output: Any, error: Exception
     ) -> str | None:
         """Why the model or the loss may have failed on a batch; None if what was given fits."""
-        alone = isinstance(batch, Tensor) or (isinstance(batch, tuple | list) and len(batch) == 1)
+        alone = isinstance(batch, Tensor) or (isinstance(batch, (tuple, list)) and len(batch) == 1)
         if self._per_example is None and alone and isinstance(error, TypeError):
             return (
                 "a batch holds one tensor and no labels; give batches (x, y), or for other forms "
@@ -330,7 +331,7 @@ class PosteriorEnergy:
         if isinstance(batch, Mapping):
             inputs = next((value for key, value in batch.items() if key != self.target_key), None)
         else:
-            inputs = batch[0] if isinstance(batch, tuple | list) and batch else batch
+            inputs = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
         dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
         if dtype is None or not isinstance(inputs, Tensor):
             return None
