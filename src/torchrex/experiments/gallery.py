@@ -100,9 +100,11 @@ def problems() -> dict[str, Entry]:
         "gallery/period": Entry(period, 5_000_000),
         "gallery/clusters": Entry(clusters, 1_000_000),
         "gallery/clusters-15": Entry(partial(clusters, 15), 2_000_000),
-        "gallery/clusters-25": Entry(partial(clusters, 25), 3_000_000),
+        "gallery/clusters-25": Entry(partial(clusters, 25), 1_000_000),
         "gallery/dynamics": Entry(dynamics, 3_000_000),
-        "gallery/teacher": Entry(teacher, 3_600_000, is_large=True),
+        "gallery/teacher": Entry(teacher, 1_800_000),
+        "gallery/clusters-25-long": Entry(partial(clusters, 25), 3_000_000, is_large=True),
+        "gallery/teacher-long": Entry(teacher, 3_600_000, is_large=True),
         "gallery/period-200k": Entry(partial(period, 200_000, lr=3e-7), 500_000_000, is_large=True),
         "gallery/clusters-million": Entry(many_points, 30_000_000, is_large=True),
     }
