@@ -10,6 +10,7 @@ examples. On the teacher the tuned ladder is compared with one made by hand.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import math
 from pathlib import Path
@@ -29,6 +30,9 @@ SETTINGS = {  # rungs, swap batch, interval
     "period": [(7, 800, 10), (19, 800, 10)],
     "clusters": [(14, 3_000, 20), (19, 3_000, 20), (26, 3_000, 20), (36, 3_000, 20)],
     "teacher-long": [(44, 600, 20)],
+    "clusters-15": [],  # only what tuning finds
+    "clusters-25": [],
+    "dynamics": [],
 }
 SHARE = {"period": 1 / 8, "clusters": 1.0, "teacher-long": 1.0}  # of the examples of a run
 RUNS = {"period": 64, "clusters": 8, "teacher-long": 8}
@@ -36,12 +40,12 @@ RUNS = {"period": 64, "clusters": 8, "teacher-long": 8}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write; keeps others")
     parser.add_argument("--problems", nargs="+", default=list(SETTINGS))
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("torchrex").setLevel(logging.ERROR)
-    results = {}
+    results = json.loads(args.out.read_text())["results"] if args.out.exists() else {}
     for name in args.problems:
         results[name] = measured(name)
         write(args.out, {**surroundings(__file__, "torch", "torchrex"), "results": results})
