@@ -328,7 +328,7 @@ class Comparison:
         which draws with the rest into their checkpoints. If it fails, this process meets the error.
         """
         spawn = multiprocessing.get_context("spawn")
-        # "full" takes about three times as long as another, so it begins.
+        # "full" takes up to four times as long as another, so it begins.
         methods = sorted(self.plans(tuned), key=lambda method: method != "full")
         short = self.config.n_steps < WORTH_A_PROCESS
         if self.run.checkpoints is None or short or self.options.processes < 2:
