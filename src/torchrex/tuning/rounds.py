@@ -25,7 +25,12 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from torchrex.density.tensor_ensemble import as_target
-from torchrex.errors import InvalidArgumentError, known_arguments, require_whole
+from torchrex.errors import (
+    InvalidArgumentError,
+    NonFiniteEnergyError,
+    known_arguments,
+    require_whole,
+)
 from torchrex.exchange import Ladder, NoSwaps, RuleOptions, resolve_device
 from torchrex.posterior import mean_error
 from torchrex.samplers import Sampler
@@ -189,8 +194,13 @@ def tune(
         )
     restores = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
     position = data.state_dict() if restores else None
+    tuning = _Tuning(trials, lr, cold, hot, most, n_steps, n_runs, show=show)
     try:
-        return _Tuning(trials, lr, cold, hot, most, n_steps, n_runs, show=show).tuned()
+        return tuning.tuned()
+    except NonFiniteEnergyError as error:
+        what = f"tune was trying temperatures from {cold:g} to {tuning.hot:g}"
+        error.args = (f"{error} {what}: give hot=..., or a lower lr.",)
+        raise
     finally:
         if restores:  # the run to come begins with the batches with which it would have begun
             data.load_state_dict(position)
@@ -446,7 +456,7 @@ class _Tuning:
                 f"d is {self.trials.dim:,}; use independent replicas, or more rungs"
             )
         needed = math.ceil(lengths.total(setting.swap_batch) / LONGEST_STEP) + 1
-        if needed > self.most:
+        if needed > self.most and not self.takes_what_is_in_reach:
             return (
                 f"{needed:,} rungs for a factor of {self.hot / self.cold:.3g} in temperature: d is "
                 f"{self.trials.dim:,}; use independent replicas, or a lower hot"
