@@ -603,7 +603,7 @@ def travel_findings(evidence: Evidence) -> Iterable[Finding]:
         yield Finding("fine", "round trips", words, numbers)
         return
     often = float(observed_acceptance(history).value.nan_to_num(nan=0.0).min()) >= WANTED[0]
-    words += f" So often, {least}{times(restarts)}, rung 0 got something from the hottest rung."
+    words += f" A replica came from the hottest rung to rung 0 {least}{times(restarts)}."
     words += _uneven(observed_acceptance(history).value)
     words += f" Run longer{'' if often else ', or make swaps likelier'}."
     severity: Severity = "problem" if trips < 1 and exact else "warning"
