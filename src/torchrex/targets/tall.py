@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 
@@ -115,7 +116,8 @@ class TallPosterior(Target):
         return Energy(total, per_example, prior=-prior)
 
     def prior_gradient(self, position: Tensor) -> Tensor:
-        gradient: Tensor = torch.func.grad(lambda x: self.log_prior(x).sum())(position)
+        log_prior = functools.partial(nan_where_refused, self.log_prior)
+        gradient: Tensor = torch.func.grad(lambda x: log_prior(x).sum())(position)
         return -gradient
 
     def check(self, position: Tensor) -> None:
