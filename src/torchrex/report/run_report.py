@@ -38,7 +38,10 @@ def run_of(draws: Draws) -> LoadedRun:
             n_steps=draws.n_steps,
             n_runs=draws.n_chains,
             temperatures=temperatures,
-            lrs=(0.0,) * len(temperatures),  # draws do not hold them
+            lrs=tuple(known.get("lrs") or (0.0,) * len(temperatures)),
+            sampler=known.get("sampler", ""),
+            n_data=known.get("n_data"),
+            batch_size=known.get("batch_size"),
             correction_factor=float(torch.tensor(factors).max()),
             swaps=bool(draws.proposed.any()),
             tempering=known.get("tempering", "posterior"),

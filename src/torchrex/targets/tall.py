@@ -16,6 +16,7 @@ from torchrex.rng import default_seed
 from torchrex.targets.density import Energy, Noise, Target, described_shape, nan_where_refused
 
 MOST_DRAWN = 2**24  # random numbers at once, for different indices
+PRIOR_DRAWS = 10_000  # for the variance of a prior that has no formula of it
 
 
 class TallPosterior(Target):
@@ -209,8 +210,20 @@ def _least_variance(distribution: Distribution) -> float:
         if isinstance(distribution, MultivariateNormal):
             return float(torch.linalg.eigvalsh(distribution.covariance_matrix).min())
         return float(distribution.variance.min().nan_to_num(nan=math.inf, posinf=math.inf))
+    except NotImplementedError:  # a transformed one, for example
+        return _least_drawn_variance(distribution)
+
+
+def _least_drawn_variance(distribution: Distribution) -> float:
+    try:
+        with default_seed(0, devices=[]):
+            points = distribution.sample(torch.Size([PRIOR_DRAWS])).double()
     except NotImplementedError:
         return math.inf
+    covariance = torch.atleast_2d(points.reshape(PRIOR_DRAWS, -1).T.cov())
+    if not bool(covariance.isfinite().all()):
+        return math.inf
+    return float(torch.linalg.eigvalsh(covariance)[0])
 
 
 def _of_one_number(distribution: Distribution) -> bool:
