@@ -341,7 +341,10 @@ def test_reports_of_runs_and_draws(tmp_path):
     report = draws.report()
     assert "The rungs swapped" in str(report)
     report.save(tmp_path / "page.html")
-    assert "chains together" in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert "chains together" in page
+    assert "A script made this run" in page
+    assert "Folder:" not in page
     assert html.escape(report.page()) in report._repr_html_()
     frozen = sampled(correction_factor=math.inf)
     assert "naive swaps" in str(frozen.report())

@@ -57,6 +57,12 @@ class TallPosterior(Target):
         self.prior: Distribution | None = None
         self._prior_variance = math.inf
         if isinstance(log_prior, Distribution):
+            point = (*log_prior.batch_shape, *log_prior.event_shape)
+            if point not in ((), (dim,)):
+                raise TargetError(
+                    f"the prior must be of one coordinate or of {dim} (dim={dim}), got a "
+                    f"{type(log_prior).__name__} of shape {point}"
+                )
             self._prior_variance = _least_variance(log_prior)
             self.prior, log_prior = log_prior, _log_density(log_prior, dim)
         self.log_prior = log_prior
