@@ -226,7 +226,8 @@ def _least_drawn_variance(distribution: Distribution) -> float:
             points = distribution.sample(torch.Size([PRIOR_DRAWS])).double()
     except NotImplementedError:
         return math.inf
-    covariance = torch.atleast_2d(points.reshape(PRIOR_DRAWS, -1).T.cov())
+    away = (points - points.mean(0)).reshape(PRIOR_DRAWS, -1)
+    covariance = away.T @ away / PRIOR_DRAWS
     if not bool(covariance.isfinite().all()):
         return math.inf
     return float(torch.linalg.eigvalsh(covariance)[0])
