@@ -58,7 +58,7 @@ test-versions: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/ruff format --check --line-length 75 README.md docs/*.md
+	$(BIN)/ruff format --check --line-length 75 README.md CONTRIBUTING.md docs/*.md
 	$(BIN)/mypy
 
 $(VENV)/.bench: $(VENV)/.installed

@@ -2,14 +2,15 @@
 of examples of a run there.
 
 A visit is an arrival at rung 0 of a replica, which counts by how likely it has forgotten at the hot
-end where it was. Predicted visits are those of the lengths that tuning has measured. On the period
-the spread of the answer between runs is measured too, on 64 runs of an eighth of the examples. On
-the teacher the tuned ladder is compared with one made by hand.
+end where it was. Predicted visits are those of the lengths and the slowness that tuning measured.
+On the period the spread of the answer between runs is measured too, on 64 runs of an eighth of the
+examples. On the teacher the tuned ladder is compared with one made by hand.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import math
 from pathlib import Path
@@ -22,25 +23,29 @@ from record import surroundings, write
 from torchrex.experiments.gallery import GUESSED_RUNGS, Problem, problems
 from torchrex.rng import derive_seed
 from torchrex.tuning.model import Lengths, Setting
+from torchrex.tuning.rounds import _Tuning
 from tuned_exchange import mean_and_error, renewed_visits
 
 SETTINGS = {  # rungs, swap batch, interval
     "period": [(7, 800, 10), (19, 800, 10)],
     "clusters": [(14, 3_000, 20), (19, 3_000, 20), (26, 3_000, 20), (36, 3_000, 20)],
-    "teacher": [(44, 600, 20)],
+    "teacher-long": [(44, 600, 20)],
+    "clusters-15": [],  # only what tuning finds
+    "clusters-25": [],
+    "dynamics": [],
 }
-SHARE = {"period": 1 / 8, "clusters": 1.0, "teacher": 1.0}  # of the examples of a run
-RUNS = {"period": 64, "clusters": 8, "teacher": 8}
+SHARE = {"period": 1 / 8, "clusters": 1.0, "teacher-long": 1.0}  # of the examples of a run
+RUNS = {"period": 64, "clusters": 8, "teacher-long": 8}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write; keeps others")
     parser.add_argument("--problems", nargs="+", default=list(SETTINGS))
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("torchrex").setLevel(logging.ERROR)
-    results = {}
+    results = json.loads(args.out.read_text())["results"] if args.out.exists() else {}
     for name in args.problems:
         results[name] = measured(name)
         write(args.out, {**surroundings(__file__, "torch", "torchrex"), "results": results})
@@ -55,6 +60,7 @@ def measured(name: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "tuned": f"{tuned.ladder.n_rungs} rungs, {tuned.rules}",
         "relaxation": lengths.relaxation,
+        "slowness": lengths.slowness,
     }
 
     def tell(
@@ -93,7 +99,7 @@ def measured(name: str) -> dict[str, Any]:
             examples / lengths.examples_a_visit(setting),
             tempering="likelihood", swap_batch=size, swap_interval=interval,
         )  # fmt: skip
-    if name == "teacher":
+    if name == "teacher-long":
         by_hand = tr.Ladder.geometric(1.0, problem.hot, 44, lrs=problem.lr)
         rules = {"swap_batch": 600, "swap_interval": 20}
         tell("by hand, 600 examples every 20 steps", by_hand, 20, None, **rules)
@@ -102,22 +108,22 @@ def measured(name: str) -> dict[str, Any]:
 
 
 def tuned_with_lengths(problem: Problem, n_steps: int) -> tuple[tr.Tuned, Lengths]:
-    """As in the gallery, and what the last choice was made from."""
+    """As in the gallery, and what the prediction is made from."""
     seen: list[Lengths] = []
-    best = Lengths.best
+    verdict = _Tuning.verdict
 
-    def note(lengths: Lengths, *given: Any) -> Setting:
+    def note(tuning: _Tuning, lengths: Lengths, setting: Setting) -> str:
         seen.append(lengths)
-        return best(lengths, *given)
+        return verdict(tuning, lengths, setting)
 
-    Lengths.best = note  # type: ignore[method-assign]
+    _Tuning.verdict = note  # type: ignore[method-assign]
     try:
         tuned = tr.tune(
             problem.target, lr=problem.lr, n_steps=n_steps // (2 * GUESSED_RUNGS), n_runs=8,
             seed=derive_seed(0, "gallery.tune"), show=False,
         )  # fmt: skip
     finally:
-        Lengths.best = best  # type: ignore[method-assign]
+        _Tuning.verdict = verdict  # type: ignore[method-assign]
     return tuned, seen[-1]
 
 

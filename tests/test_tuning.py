@@ -13,7 +13,9 @@ from torch.utils.data import DataLoader, IterableDataset
 import torchrex as tr
 from modules import classes, cross_entropy, mlp, same
 from torchrex.errors import InvalidArgumentError, NonFiniteEnergyError, RunInterrupted
+from torchrex.exchange import count_trips, rung_of
 from torchrex.tuning.model import Lengths, Setting, nearest, swap_waits
+from torchrex.tuning.trials import Memory
 
 CENTRES = 4.0 * torch.tensor([[0.0, 0.0], [1, 1], [-1, 1], [1, -1], [-1, -1]])
 SIZES = [None, *(256 * 2**k for k in range(1, 9)), 100_000]
@@ -62,6 +64,46 @@ def test_a_label_that_is_faster_than_its_replica_brings_nothing_new():
     assert ratio == pytest.approx(cost, rel=0.01)
     quick = regular(relaxation=1.0)
     assert quick.examples_a_visit(fast) < quick.examples_a_visit(slow)
+
+
+def test_memory_is_that_of_a_walk_between_two_walls():
+    """1,000 walkers on 6 rungs that go up, down or nowhere, each by a third: what is left of the
+    slowest mode after t steps is (1 - 2 / 3 (1 - cos(pi / 6)))^t. Its error is that between groups.
+    """
+    generator = torch.Generator().manual_seed(0)
+    at, path = torch.randint(6, (6, 1_000), generator=generator), []
+    for _ in range(40):
+        at = (at + torch.randint(-1, 2, at.shape, generator=generator)).clamp(0, 5)
+        path.append(at)
+    whole = Memory.of(torch.stack(path))
+    assert whole.lag == 10
+    expected = (1 - 2 / 3 * (1 - math.cos(math.pi / 6))) ** 10
+    assert abs(whole.value - expected) < 5 * whole.error
+    groups = torch.tensor([Memory.of(g).value for g in torch.stack(path).split(20, 2)])
+    assert whole.error == pytest.approx(float(groups.std()) / math.sqrt(50), rel=0.3)
+
+
+def test_the_model_knows_what_replicas_remember():
+    """Swaps by halves at each test: a replica goes on in its direction or turns, so (R - 1) / D is
+    2 (R - 1) tests; with many rungs the 2 tests more at the ends are few.
+    """
+    inverse = 10.0 ** (-torch.linspace(0, 1, 41, dtype=torch.float64))
+    heat = torch.full((40,), 1.349, dtype=torch.float64)  # 2 Phi(-1.349 / 2) = 0.5
+    lengths = Lengths(inverse, heat, torch.zeros(40), 1.0, 256, 100_000)
+    generator, lag = torch.Generator().manual_seed(0), 160
+    replica_at, path = torch.arange(41)[:, None].repeat(1, 20), []
+    for test in range(4 * lag):
+        low = torch.arange(test % 2, 40, 2)
+        swap = torch.rand(len(low), 20, generator=generator) < 0.5
+        cold, hot = replica_at[low], replica_at[low + 1]
+        replica_at = replica_at.clone()
+        replica_at[low] = torch.where(swap, hot, cold)
+        replica_at[low + 1] = torch.where(swap, cold, hot)
+        path.append(replica_at)
+    seen = Memory.of(torch.stack(path).argsort(1))
+    assert lengths.memory(Setting(41, 100_000, 1), seen.lag) == pytest.approx(
+        seen.value, abs=5 * seen.error + 0.05 * (1 - seen.value)
+    )
 
 
 def test_few_rungs_reach_a_part_of_the_temperatures():
@@ -149,6 +191,26 @@ def test_auto_is_tune_and_then_sample(capsys):
     assert torch.equal(draws.values, tr.sample(five_modes, ladder=tuned, **options).values)
 
 
+@pytest.mark.slow
+def test_energies_that_stay_undo_swaps_and_tune_says_so(caplog):
+    """Each of 16 coordinates is in one of two wells, which it leaves on hot rungs only; the energy
+    of the wells stays where it is, and a swap is soon undone. Of 85(3) arrivals 39(2) are of
+    replicas that have forgotten; the acceptance alone would predict 89.
+    """
+
+    def wells(x):
+        return -(12 * (x.square() - 1).square() + 1.5 * x).sum(-1)
+
+    options = {"dim": 16, "initial": Normal(0.0, 1.0), "n_runs": 8}
+    tuned = tr.tune(wells, lr=2e-3, hot=16.0, n_steps=100_000, seed=0, show=False, **options)
+    assert "times more slowly than their acceptance lets expect" in tuned.advice
+    assert tuned.advice in caplog.text
+    draws = tr.sample(wells, ladder=tuned, n_steps=20_000, seed=5, **options)
+    restarts = float(count_trips(rung_of(draws.replica_at))[0].sum(0).double().mean())
+    predicted = 20_000 * tuned.ladder.n_rungs / tuned.examples_a_visit
+    assert 0.3 < predicted / restarts < 0.7, (predicted, restarts)
+
+
 def test_one_mode_needs_one_rung(caplog):
     tuned = tr.tune(lambda x: -0.5 * x.square().sum(-1), dim=2, lr=0.1, show=False)
     assert tuned.ladder.n_rungs == 1
@@ -216,6 +278,8 @@ def test_a_network_is_tuned_and_is_told_when_exchange_is_not_worth_it(caplog):
     assert tuned.ladder.n_rungs <= 8
     run = tr.ModuleExchange(ensemble, tuned.ladder, **tuned.rules)
     tr.train(run, loader, 5)
+    few = tr.tune(ensemble, loader, lr=1e-3, n_steps=2_000, most_rungs=4, show=False)
+    assert "rungs for a factor" not in few.advice, "it is tune that chose the factor"
     caplog.clear()
     poor = tr.tune(ensemble, loader, lr=1e-3, hot=1e4, most_rungs=2, n_steps=2_000, show=False)
     assert "rungs for a factor of 1e+04 in temperature: d is" in poor.advice
@@ -251,7 +315,7 @@ def test_wrong_kinds_are_refused():
 
 
 def test_an_energy_that_is_not_finite_ends_it_in_one_line():
-    with pytest.raises(NonFiniteEnergyError, match="energy"):
+    with pytest.raises(NonFiniteEnergyError, match=r"energy.* from 1 to 2: give hot=\.\.\., or"):
         tr.tune(lambda x: -x.pow(4).sum(-1), dim=1, lr=1.0, hot=2.0, initial=10.0, show=False)
 
 

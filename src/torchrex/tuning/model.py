@@ -15,6 +15,10 @@ it forgets where it was with probability 1 - exp(-t / relaxation), so a new visi
 
 of n + m / K examples each, with R rungs, a test on m examples every K steps and W the tests that a
 swap takes. The choice has the fewest examples a new visit.
+
+W knows energies that change as fast as at the hot end. Where they stay for longer on cold rungs,
+swaps are undone and t is longer. The last round shows by how much: by what is left of the slowest
+mode of the rungs of its replicas, next to what t says. That changes the prediction, not the choice.
 """
 
 from __future__ import annotations
@@ -52,6 +56,7 @@ class Lengths:
     n_data: int | None
     finite_population: bool = False  # is no example twice in a minibatch?
     one_pair_at_a_time: bool = False
+    slowness: float = 1.0  # of arrivals, over what the tests of independent energies say
 
     def noise(self, swap_batch: int | None) -> Tensor:
         """s of each pair."""
@@ -78,6 +83,12 @@ class Lengths:
         """Of all replicas together, for one arrival at rung 0 of a replica that has forgotten at
         the hot end where it was.
         """
+        steps = self.slowness * self.steps_an_arrival(setting)
+        forgets = -math.expm1(-steps / self.relaxation)
+        return setting.n_rungs * steps / forgets * self.examples_a_step(setting)
+
+    def steps_an_arrival(self, setting: Setting) -> float:
+        """t, whether a replica has forgotten or not, and were it not for slowness."""
         rungs, size, interval = setting
         together = self.together(size)
         length = float(together.sum()) / (rungs - 1)
@@ -85,13 +96,18 @@ class Lengths:
         heat, noise = length * math.sqrt(share), length * math.sqrt(max(0.0, 1.0 - share))
         if self.one_pair_at_a_time and size != self.n_data:
             tests = max(1.0, self.relaxation / (interval * (rungs - 1)))
-            steps = interval * (rungs - 1) ** 2 * swap_waits(heat, noise, tests)
-        else:
-            tests = max(1.0, self.relaxation / (2 * interval))
-            waits = swap_waits(heat, noise, tests) - 1.0
-            steps = interval * (2.0 + 2.0 * (rungs - 1) * waits)
-        forgets = -math.expm1(-steps / self.relaxation)
-        return rungs * steps / forgets * self.examples_a_step(setting)
+            return interval * (rungs - 1) ** 2 * swap_waits(heat, noise, tests)
+        tests = max(1.0, self.relaxation / (2 * interval))
+        waits = swap_waits(heat, noise, tests) - 1.0
+        return interval * (2.0 + 2.0 * (rungs - 1) * waits)
+
+    def memory(self, setting: Setting, lag: int) -> float:
+        """What is left after so many steps of the slowest mode of the rungs of replicas: a walk
+        between two walls that takes (R - 1) / D steps an arrival.
+        """
+        rungs = setting.n_rungs
+        diffusivity = (rungs - 1) / self.steps_an_arrival(setting)
+        return math.exp(-2.0 * (1.0 - math.cos(math.pi / rungs)) * diffusivity * lag)
 
     def examples_a_step(self, setting: Setting) -> float:
         """Of one replica, those of swap batches included."""

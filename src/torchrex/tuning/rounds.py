@@ -17,7 +17,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import torch
@@ -25,7 +25,12 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from torchrex.density.tensor_ensemble import as_target
-from torchrex.errors import InvalidArgumentError, known_arguments, require_whole
+from torchrex.errors import (
+    InvalidArgumentError,
+    NonFiniteEnergyError,
+    known_arguments,
+    require_whole,
+)
 from torchrex.exchange import Ladder, NoSwaps, RuleOptions, resolve_device
 from torchrex.posterior import mean_error
 from torchrex.samplers import Sampler
@@ -54,6 +59,8 @@ LEAST_FACTOR = 1.2  # in temperature, of a ladder that explores
 STEP_WITHIN_REACH = 2.0  # where the number of rungs decides how hot the ladder is: 32 %
 MOST_OVERHEAD = 2  # examples for swaps over those for moves, of a round
 GAIN = 1.1  # fewer examples a visit by this factor are worth another round
+SLOW = 2.0  # by this factor slower than the model says, replicas get a warning,
+SURE = 3.0, 8, 16  # if it is so many standard errors, in so many tests, of so many replicas
 INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000)
 
 
@@ -93,7 +100,7 @@ class Tuned:
     examples: float = 0.0  # that tuning evaluated
     examples_a_visit: float = math.nan  # as predicted, of all replicas
     examples_a_step: float = math.nan
-    advice: str = ""  # why exchange is not worth it; empty if it is
+    advice: str = ""  # why exchange may not be worth it; empty if it is
 
     def __repr__(self) -> str:
         chosen = self.settings()
@@ -187,8 +194,13 @@ def tune(
         )
     restores = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
     position = data.state_dict() if restores else None
+    tuning = _Tuning(trials, lr, cold, hot, most, n_steps, n_runs, show=show)
     try:
-        return _Tuning(trials, lr, cold, hot, most, n_steps, n_runs, show=show).tuned()
+        return tuning.tuned()
+    except NonFiniteEnergyError as error:
+        what = f"tune was trying temperatures from {cold:g} to {tuning.hot:g}"
+        error.args = (f"{error} {what}: give hot=..., or a lower lr.",)
+        raise
     finally:
         if restores:  # the run to come begins with the batches with which it would have begun
             data.load_state_dict(position)
@@ -243,7 +255,7 @@ class _Tuning:
             return self.result(None, None, words)
         sizes, intervals = self.choices()
         lengths = self.within_reach(self.first_round(), sizes)
-        setting = lengths.best(self.most, sizes, intervals)
+        setting, slowness = lengths.best(self.most, sizes, intervals), 1.0
         for _ in range(MOST_ROUNDS):
             self.length = min(2 * self.length, max(SHORTEST, self.steps_left(lengths, setting)))
             if not self.searches and self.relaxation * RELAXED > self.length // 2:
@@ -253,6 +265,7 @@ class _Tuning:
             rules = {"swap_batch": tested.swap_batch, "swap_interval": tested.swap_interval}
             seen = self.round(ladder, rules, tested, lengths)
             lengths = self.lengths_of(ladder, seen, setting.swap_batch, lengths)
+            slowness = self.slowness_of(seen, tested, lengths)
             lengths = self.within_reach(lengths, sizes)
             better = lengths.best(self.most, sizes, intervals)
             gain = lengths.examples_a_visit(setting) / lengths.examples_a_visit(better)
@@ -261,6 +274,7 @@ class _Tuning:
             setting = better
             if (gain < GAIN and even) or self.steps_left(lengths, setting) < self.length:
                 break
+        lengths = replace(lengths, slowness=slowness)
         return self.result(lengths, setting, self.verdict(lengths, setting))
 
     # Rounds
@@ -442,19 +456,41 @@ class _Tuning:
                 f"d is {self.trials.dim:,}; use independent replicas, or more rungs"
             )
         needed = math.ceil(lengths.total(setting.swap_batch) / LONGEST_STEP) + 1
-        if needed > self.most:
+        if needed > self.most and not self.takes_what_is_in_reach:
             return (
                 f"{needed:,} rungs for a factor of {self.hot / self.cold:.3g} in temperature: d is "
                 f"{self.trials.dim:,}; use independent replicas, or a lower hot"
             )
         visit = lengths.examples_a_visit(setting)
         run = self.n_steps * setting.n_rungs * lengths.examples_a_step(setting)
-        if visit <= run:
-            return ""
-        return (
-            f"a replica needs about {visit / run:.3g} times the {self.n_steps:,} steps of the run "
-            "from the hot end to rung 0: use more steps, or independent replicas"
-        )
+        if visit > run:
+            return (
+                f"a replica needs about {visit / run:.3g} times the {self.n_steps:,} steps of the "
+                "run from the hot end to rung 0: use more steps, or independent replicas"
+            )
+        if lengths.slowness > 1.0:
+            return (
+                f"replicas move along the ladder {lengths.slowness:.2g} times more slowly than "
+                "their acceptance lets expect: most swaps are undone, and a longer run may be "
+                "slower still; compare with independent replicas"
+            )
+        return ""
+
+    def slowness_of(self, seen: Seen, tested: Setting, lengths: Lengths) -> float:
+        """How much more slowly replicas moved than the model says; 1 if they did not, or if the
+        round cannot tell. The model does not know of energies that on cold rungs change more slowly
+        than at the hot end.
+        """
+        errors, tests, replicas = SURE
+        lag, kept, error = seen.memory
+        expected = lengths.memory(tested, lag)
+        if (
+            lag < tests * tested.swap_interval
+            or tested.n_rungs * self.trials.n_runs < replicas
+            or kept - errors * error < expected ** (1.0 / SLOW)
+        ):
+            return 1.0
+        return math.log(expected) / math.log(min(kept, 1.0 - 1e-6))  # none may have moved
 
     def result(self, lengths: Lengths | None, setting: Setting | None, advice: str) -> Tuned:
         if advice:
@@ -470,7 +506,8 @@ class _Tuning:
         rules["swap_interval"] = setting.swap_interval
         return Tuned(
             self.ladder(lengths.temperatures(setting)), rules, tuple(self.rounds), self.examples,
-            lengths.examples_a_visit(setting), lengths.examples_a_step(setting), advice,
+            lengths.examples_a_visit(setting), lengths.examples_a_step(setting),
+            advice,
         )  # fmt: skip
 
 

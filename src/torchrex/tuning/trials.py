@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,6 +25,31 @@ if TYPE_CHECKING:
 FIRST_RUNGS = 8  # of the first round, which has no swaps
 ROWS = 128  # times at which positions are looked at
 COORDINATES = 64  # and how many of each replica
+WALKED = 512  # times at which their rungs are looked at
+
+
+class Memory(NamedTuple):
+    """How much of its place on the ladder a replica keeps: the autocorrelation of the slowest mode
+    of a walk between two walls, cos(pi (rung + 1/2) / R).
+    """
+
+    lag: int  # in steps
+    value: float
+    error: float
+
+    @classmethod
+    def of(cls, rung: Tensor) -> Memory:
+        """Over a quarter of the steps, of the rungs of all replicas (steps, replicas, runs)."""
+        apart = max(1, len(rung) // WALKED)
+        mode = torch.cos(math.pi * (rung[::apart].double() + 0.5) / rung.shape[1])
+        lag = max(1, len(mode) // 4)
+        first, second = mode[:-lag], mode[lag:]
+        product = (first * second).mean(0)
+        square = 0.5 * (first.square() + second.square()).mean(0)
+        value = product.sum() / square.sum()
+        left = product - value * square  # of each replica; their sum is 0
+        error = left.square().sum().sqrt() / square.sum()
+        return cls(lag * apart, float(value), float(error))
 
 
 class Seen(NamedTuple):
@@ -35,6 +61,7 @@ class Seen(NamedTuple):
     proposed: Tensor
     trips: int
     path: Tensor  # (rows, rungs, runs, coordinates): where the replica of each rung was
+    memory: Memory  # of their rungs
 
 
 class Trials:
@@ -73,14 +100,15 @@ class Trials:
         proposed = torch.cat([i.proposed.expand(len(i.proposed), *sigma2.shape[1:]) for i in late])
         if run.rules.swap_batch is not None:  # rows between the tests know nothing of their noise
             sigma2 = sigma2[proposed.flatten(1).any(1)]
-        replica_at = torch.cat([info.replica_at for info in infos])
+        rung = rung_of(torch.cat([info.replica_at for info in infos]))
         return Seen(
             energy.mean((0, 2)),
             2.0 * sigma2.mean((0, 2)),
             torch.cat([info.accepted for info in late]).sum((0, 2)),
             proposed.sum((0, 2)),
-            int(count_trips(rung_of(replica_at))[1].sum()),
+            int(count_trips(rung)[1].sum()),
             torch.stack(path[first:]).double(),
+            Memory.of(rung[len(rung) // 3 :]),
         )
 
     def end(self, run: Any) -> None:
