@@ -341,7 +341,10 @@ def test_reports_of_runs_and_draws(tmp_path):
     report = draws.report()
     assert "The rungs swapped" in str(report)
     report.save(tmp_path / "page.html")
-    assert "chains together" in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert "chains together" in page
+    assert "A script made this run" in page
+    assert "Folder:" not in page
     assert html.escape(report.page()) in report._repr_html_()
     frozen = sampled(correction_factor=math.inf)
     assert "naive swaps" in str(frozen.report())
@@ -388,6 +391,9 @@ def test_doctor_says_how_much_minibatches_widen_rung_0(tmp_path, lr, wide):
     (diagnosis,) = diagnose_folder(tmp_path / "mean")
     found = [each for each in diagnosis.findings if each.title == "gradient noise widens rung 0"]
     assert len(found) == wide
+    report = draws.report()  # without the folder
+    assert ("Minibatches of 50 of 1,000 add" in str(report)) == wide
+    assert f">{lr:.4g}</td></tr></tbody>" in report.page()
     if wide:
         a, n_data, n = 1_000.01, 1_000, 50
         exact = (2 * lr + lr**2 * n_data * a / n) / (2 * lr * a - lr**2 * a**2)

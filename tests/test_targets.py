@@ -277,7 +277,9 @@ def test_a_distribution_is_not_left_outside_its_support():
         lambda w, y: -0.5 * (w[..., 0] - y).square(), law, data, 1, batch_size=5
     )
     common = {"temperatures": (1.0, 2.0), "lr": 0.01, "n_steps": 500, "n_runs": 8}
-    with pytest.raises(NonFiniteEnergyError, match="sample the log of a positive one"):
-        tr.sample(to_zero, **common)
+    likelihoods = {"tempering": "likelihood", "swap_batch": "full"}
+    for rules in {}, likelihoods:
+        with pytest.raises(NonFiniteEnergyError, match="sample the log of a positive one"):
+            tr.sample(to_zero, **common, **rules)
     with pytest.raises(TargetError, match="within the support"):
         tr.sample(lambda x: law.log_prob(x).sum(-1), dim=1, initial=-1.0, **common)

@@ -11,7 +11,7 @@ from torch.distributions import Cauchy, Normal
 
 import torchrex as tr
 from assertions import assert_mean_is, assert_mean_is_not
-from torchrex.errors import InvalidArgumentError, LadderError
+from torchrex.errors import InvalidArgumentError, LadderError, TargetError
 from torchrex.exchange.algorithm import Energy
 
 # The mean of Gaussian data with the prior N(0, 1/2): at temperature T the law is
@@ -242,6 +242,16 @@ def test_the_step_on_the_prior_is_that_of_its_narrowest_direction():
         return tr.TallPosterior(lambda x, y: 0 * y * x.sum(-1), prior, data, 2, batch_size=5)
 
     assert target(narrow).prior_variance == pytest.approx(0.01, rel=1e-3)
+    # These have no formula; 10,000 draws of a variance, 4 sigmas.
+    to_log = torch.distributions.ExpTransform().inv
+    log = torch.distributions.TransformedDistribution(
+        torch.distributions.Exponential(1.0), [to_log]
+    )
+    assert target(log).prior_variance == pytest.approx(math.pi**2 / 6, rel=0.08)
+    same = torch.distributions.TransformedDistribution(narrow, [])
+    assert target(same).prior_variance == pytest.approx(0.01, rel=0.08)
+    with pytest.raises(TargetError, match=r"of one coordinate or of 2 .* Normal of shape \(3,\)"):
+        target(torch.distributions.Normal(torch.zeros(3), 1.0))
     heavy = target(torch.distributions.StudentT(1.5))
     assert math.isinf(heavy.prior_variance)
     with pytest.raises(LadderError, match="a prior whose variance is known"):

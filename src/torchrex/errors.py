@@ -102,8 +102,9 @@ class NonFiniteEnergyError(TorchrexError, FloatingPointError):
             advice = "Is the sign of the log density wrong, or has it no upper bound?"
         elif not advice and step > 0:
             advice = (
-                "Lower the learning rate of that rung, or check the density there. A parameter "
-                "with bounds needs a transform: sample the log of a positive one."
+                "Lower the learning rate of that rung, start elsewhere (initial=...), or check "
+                "the density there. A parameter with bounds needs a transform: sample the log of "
+                "a positive one."
             )
         elif not advice:
             advice = "The starting point is outside the support: choose another with initial=..."

@@ -290,8 +290,11 @@ class Drawing:
         """What was recorded, with the temperatures of the last step and the F of each pair then,
         the geometric mean over runs.
         """
-        last = self.run.temperatures_at(max(0, self.run.n_steps - 1))
-        now: dict[str, Any] = {"temperatures": last.tolist()}
+        last, ensemble = self.run.temperatures_at(max(0, self.run.n_steps - 1)), self.run.ensemble
+        now: dict[str, Any] = {"temperatures": last.tolist(), "sampler": repr(ensemble.sampler)}
+        now |= {"lrs": list(self.run.rules.ladder.lrs)}
+        if ensemble.n_data is not None:
+            now |= {"n_data": ensemble.n_data, "batch_size": ensemble.target.batch_size}
         now |= {"annealed": True} if self.run.rules.ladder.anneal else {}
         if (size := self.run.rules.swap_batch) is not None:
             now |= {"swap_batch": size, "swap_interval": self.run.rules.swap_interval}

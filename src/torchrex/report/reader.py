@@ -29,6 +29,7 @@ from torchrex.experiments import ExperimentConfig, get_recipe
 from torchrex.posterior import Draws
 from torchrex.runs.config import override, parse, to_json
 from torchrex.runs.folder import (
+    NO_FOLDER,
     NUMBER,
     OF_ANOTHER_CONFIG,
     UNREADABLE,
@@ -382,7 +383,7 @@ def command_to_repeat(run: LoadedRun, out: str = "runs/again") -> Command:
     """The recipe, the seed, and every setting that is not the recipe's. The settings, applied to
     the recipe, give back the config, or the note says which do not.
     """
-    if "made_by" in run.config:
+    if "made_by" in run.config or run.path == NO_FOLDER.path:
         return Command("", "A script made this run: the same call in it repeats it.")
     try:
         recipe = get_recipe(run.recipe)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import os
 from functools import cached_property
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from torchrex.posterior import Draws
 from torchrex.report.doctor import as_text, diagnose
 from torchrex.report.findings import Diagnosis
 from torchrex.report.reader import LoadedRun
+from torchrex.runs.folder import NO_FOLDER
 from torchrex.runs.script import ScriptConfig
 
 IN_MEMORY = "draws"  # the name of a run without a folder
@@ -38,7 +38,10 @@ def run_of(draws: Draws) -> LoadedRun:
             n_steps=draws.n_steps,
             n_runs=draws.n_chains,
             temperatures=temperatures,
-            lrs=(0.0,) * len(temperatures),  # draws do not hold them
+            lrs=tuple(known.get("lrs") or (0.0,) * len(temperatures)),
+            sampler=known.get("sampler", ""),
+            n_data=known.get("n_data"),
+            batch_size=known.get("batch_size"),
             correction_factor=float(torch.tensor(factors).max()),
             swaps=bool(draws.proposed.any()),
             tempering=known.get("tempering", "posterior"),
@@ -51,7 +54,7 @@ def run_of(draws: Draws) -> LoadedRun:
             factor = settings.correction_factor
             history = History.from_draws(draws, ladder, correction_factor=factor)
     return LoadedRun(
-        path=Path(os.devnull),
+        path=NO_FOLDER.path,
         recipe=IN_MEMORY,
         seed=known.get("seed", -1),
         config={},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from torchrex.rng import default_seed
 from torchrex.targets.density import Energy, Noise, Target, described_shape, nan_where_refused
 
 MOST_DRAWN = 2**24  # random numbers at once, for different indices
+PRIOR_DRAWS = 10_000  # for the variance of a prior that has no formula of it
 
 
 class TallPosterior(Target):
@@ -55,6 +57,12 @@ class TallPosterior(Target):
         self.prior: Distribution | None = None
         self._prior_variance = math.inf
         if isinstance(log_prior, Distribution):
+            point = (*log_prior.batch_shape, *log_prior.event_shape)
+            if point not in ((), (dim,)):
+                raise TargetError(
+                    f"the prior must be of one coordinate or of {dim} (dim={dim}), got a "
+                    f"{type(log_prior).__name__} of shape {point}"
+                )
             self._prior_variance = _least_variance(log_prior)
             self.prior, log_prior = log_prior, _log_density(log_prior, dim)
         self.log_prior = log_prior
@@ -115,7 +123,8 @@ class TallPosterior(Target):
         return Energy(total, per_example, prior=-prior)
 
     def prior_gradient(self, position: Tensor) -> Tensor:
-        gradient: Tensor = torch.func.grad(lambda x: self.log_prior(x).sum())(position)
+        log_prior = functools.partial(nan_where_refused, self.log_prior)
+        gradient: Tensor = torch.func.grad(lambda x: log_prior(x).sum())(position)
         return -gradient
 
     def check(self, position: Tensor) -> None:
@@ -207,8 +216,21 @@ def _least_variance(distribution: Distribution) -> float:
         if isinstance(distribution, MultivariateNormal):
             return float(torch.linalg.eigvalsh(distribution.covariance_matrix).min())
         return float(distribution.variance.min().nan_to_num(nan=math.inf, posinf=math.inf))
+    except NotImplementedError:  # a transformed one, for example
+        return _least_drawn_variance(distribution)
+
+
+def _least_drawn_variance(distribution: Distribution) -> float:
+    try:
+        with default_seed(0, devices=[]):
+            points = distribution.sample(torch.Size([PRIOR_DRAWS])).double()
     except NotImplementedError:
         return math.inf
+    away = (points - points.mean(0)).reshape(PRIOR_DRAWS, -1)
+    covariance = away.T @ away / PRIOR_DRAWS
+    if not bool(covariance.isfinite().all()):
+        return math.inf
+    return float(torch.linalg.eigvalsh(covariance)[0])
 
 
 def _of_one_number(distribution: Distribution) -> bool:

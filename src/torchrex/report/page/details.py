@@ -16,6 +16,7 @@ from torchrex.report.page.markup import badge, badges, items, link_to, plain_tab
 from torchrex.report.page.rows import label, paper_of, scale, shown
 from torchrex.report.reader import LoadedRun, command_to_repeat
 from torchrex.runs.config import dumps
+from torchrex.runs.folder import NO_FOLDER
 
 SAMPLES = "samples.png"
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -56,8 +57,10 @@ def details_of(
     if run.config:
         config = escape(dumps(run.config))
         parts.append(f"<details><summary>config.json</summary><pre>{config}</pre></details>")
-    known = "".join(f" · {name}: {escape(str(x))}" for name, x in about.items() if x is not None)
-    parts.append(f'<p class="note">Folder: {link_to(run.path, out)[0]}{known}</p>')
+    known = [f"{name}: {escape(str(x))}" for name, x in about.items() if x is not None]
+    if run.path != NO_FOLDER.path:  # not draws in memory
+        known.insert(0, f"Folder: {link_to(run.path, out)[0]}")
+    parts.append(f'<p class="note">{" · ".join(known)}</p>' * bool(known))
     counts = run.swap_counts
     facts = (advice["verdict"], counts and f"{counts[0]:,} swaps", about["wall time"])
     said = escape(" · ".join(each for each in facts if each))
