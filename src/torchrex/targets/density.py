@@ -9,12 +9,14 @@ drawn again when a run is resumed.
 from __future__ import annotations
 
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 
 from torchrex.errors import TargetError, is_out_of_memory, require_whole
@@ -179,12 +181,36 @@ class LogDensity(Target):
         return f"LogDensity({getattr(self.log_density, '__name__', 'log_density')}, dim={self.dim})"
 
 
-class _NotedChecks(TorchFunctionMode):
-    """Notes what the checks of torch.distributions find. Their branches go on as if all is well."""
+class NotedChecks(TorchFunctionMode):
+    """Notes what the checks of torch.distributions find. Their branches go on as if all is well.
+
+    It switches the checks on: torch switches them off in a process that compiles anything.
+    """
+
+    changing = threading.Lock()
+    entered, before = 0, True
 
     def __init__(self) -> None:
         super().__init__()
         self.valid: list[Tensor] = []
+
+    def __enter__(self) -> Self:
+        kind = type(self)
+        with self.changing:
+            if not kind.entered:
+                kind.before = bool(Distribution._validate_args)
+                Distribution.set_default_validate_args(True)
+            kind.entered += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        kind = type(self)
+        with self.changing:
+            kind.entered -= 1
+            if not kind.entered:
+                Distribution.set_default_validate_args(kind.before)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -202,7 +228,7 @@ def nan_where_refused(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
     """The value of `function`, NaN where torch.distributions would raise an error: outside the
     support, or at an impossible parameter. So a step has no branch on values, and can be compiled.
     """
-    with _NotedChecks() as checks:
+    with NotedChecks() as checks:
         value = function(*args)
     for valid in checks.valid if isinstance(value, Tensor) else ():
         if valid.ndim > value.ndim:

@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution
 from torch.utils import _pytree as pytree
 
 from torchrex.errors import (
@@ -27,7 +26,7 @@ from torchrex.errors import (
     is_out_of_memory,
     require_whole,
 )
-from torchrex.targets.density import described_shape
+from torchrex.targets.density import NotedChecks, described_shape
 
 logger = logging.getLogger("torchrex")
 
@@ -214,16 +213,15 @@ class PosteriorEnergy:
         A distribution of torch refuses NaN or a scale of 0; unchecked, its losses are not finite.
         Before a replica has `moved`, a ValueError of finite outputs is always raised.
         """
-        checks = Distribution._validate_args
         try:
             return (losses or self.losses)(module, batch)
         except ValueError as error:
             if isinstance(error, TorchrexError):
                 raise
             terms, descended, outputs = None, None, list[Any]()
-            Distribution.set_default_validate_args(False)
             with (
                 contextlib.suppress(ValueError),
+                NotedChecks(),
                 module.register_forward_hook(lambda *call: outputs.append(call[-1])),
             ):
                 terms, descended = self.losses(module, batch)
@@ -232,8 +230,6 @@ class PosteriorEnergy:
             if not refused or not (broken or (moved and terms is not None)):
                 raise
             logger.warning(f"{self._name} failed on what a diverged replica returns: {error}"[:250])
-        finally:
-            Distribution.set_default_validate_args(checks)
         if terms is None:
             n = next((len(each) for each in _tensors_in([batch, outputs]) if each.ndim), 1)
             total = torch.stack([p.sum() for p in module.parameters() if p.requires_grad]).sum()
