@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import pytest
 import scipy.stats
@@ -286,3 +287,26 @@ def test_a_distribution_is_not_left_outside_its_support(checks, monkeypatch):
             tr.sample(to_zero, **common, **rules)
     with pytest.raises((TargetError, NonFiniteEnergyError), match="the support"):
         tr.sample(lambda x: law.log_prob(x).sum(-1), dim=1, initial=-1.0, **common)
+
+
+class OfTheUser(torch.distributions.Distribution):
+    """Two coordinates, each with its own normal law. It says neither support nor variance."""
+
+    arg_constraints: ClassVar = {}
+
+    def __init__(self):
+        super().__init__(event_shape=torch.Size([2]))
+
+    def sample(self, shape=()):
+        return torch.randn(*shape, 2) * torch.tensor([1.0, 2.0])
+
+    def log_prob(self, x):
+        return torch.distributions.Normal(0.0, torch.tensor([1.0, 2.0])).log_prob(x).sum(-1)
+
+
+def test_a_prior_of_a_class_of_the_user_needs_no_support():
+    data = (torch.zeros(10),)
+    target = tr.TallPosterior(lambda w, y: 0.0 * w[..., 0] * y, OfTheUser(), data, 2, batch_size=5)
+    x = torch.tensor([[1.0, 2.0]])
+    assert torch.allclose(target.full_energy(x), -OfTheUser().log_prob(x))
+    assert target.prior_variance == pytest.approx(1.0, rel=0.08)  # of 10,000 draws

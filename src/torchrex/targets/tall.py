@@ -205,7 +205,10 @@ def _log_density(distribution: Distribution, dim: int) -> Callable[[Tensor], Ten
     # One parameter per coordinate: the compiler fails on parameters that are single numbers.
     each = distribution.expand((dim,)) if _of_one_number(distribution) else copy.copy(distribution)
     # Outside its support many a formula gives a number. All real numbers need no check.
-    support = each.support
+    try:
+        support = each.support
+    except NotImplementedError:  # a user's class need not say it
+        support = constraints.real
     each._validate_args = getattr(support, "base_constraint", support) is not constraints.real
     return lambda x: each.log_prob(x) if each.event_shape else each.log_prob(x).sum(-1)
 
