@@ -251,7 +251,7 @@ def exchange_rungs(
             accepted = accepted | made
 
     if rules.swap_rest:  # counted in steps, however many rounds a step has
-        own = rules.swap_batch is not None and bool(tested)  # the step that follows counts
+        own = rules.swap_batch is not None and len(tested) > 0  # the step that follows counts
         less = rested if own else (rested - 1).clamp(min=0)
         resting = torch.where(accepted, float(rules.swap_rest + own), less)
         state = state._replace(resting=resting)
@@ -272,7 +272,7 @@ def exchange_rungs(
         )
     else:
         exchanged = Exchanged(accepted, lr, lr, lr, temperature, power)  # nothing to swap with
-    proposed = inputs.proposed.any(0) & bool(tested)
+    proposed = inputs.proposed.any(0) & (len(tested) > 0)
     compared = energy.data_term if rules.tempering == "likelihood" else energy.total
     info = StepInfo(
         position=energy.total[:0],

@@ -320,6 +320,10 @@ class Graphs:
                     _many_forms(),
                 ):
                     self._graphs[key] = (Graph(work, states, source, compiled=compiled), inputs)
+                if not compiled:
+                    logger.warning(
+                        "the step is captured but not compiled, and therefore slower: %s", reason
+                    )
                 return
             except Exception as error:
                 torch.cuda.synchronize(device)
@@ -330,8 +334,6 @@ class Graphs:
                     raise  # without a graph it would take no less
                 cause = error.__context__ or error  # a capture that breaks off hides what broke it
                 reason = " ".join(str(cause).split())[:300] or type(cause).__name__
-                if compiled:
-                    logger.info("capturing the step without compiling it, because: %s", reason)
         self._fail(reason)
 
     def _fail(self, reason: str) -> None:
