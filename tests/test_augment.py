@@ -48,10 +48,10 @@ def plain(**options):
 # One image at a time, in plain Python
 
 
-def reference_crop_and_flip(image, u, padding, *, flip=True):
-    height, width, channels = image.shape
-    padded = np.zeros((height + 2 * padding, width + 2 * padding, channels), dtype=np.uint8)
-    padded[padding : padding + height, padding : padding + width] = image
+def reference_crop_and_flip(image, u, padding, *, flip=True, border="black"):
+    height, width, _ = image.shape
+    mode = "reflect" if border == "reflect" else "constant"
+    padded = np.pad(image, ((padding, padding), (padding, padding), (0, 0)), mode=mode)
     down, right = (math.floor(u[k] * (2 * padding + 1)) for k in (0, 1))
     cropped = padded[down : down + height, right : right + width]
     return cropped[:, ::-1] if flip and u[2] < 0.5 else cropped
@@ -66,7 +66,8 @@ def reference_size(u_area, u_aspect, erasing, height, width):
 def reference(image, u, settings):
     """The augmented image (channels, height, width), and the number of attempts at erasing."""
     height, width, _ = image.shape
-    x = reference_crop_and_flip(image, u, settings.crop_padding, flip=settings.flip)
+    padding, border = settings.crop_padding, settings.border
+    x = reference_crop_and_flip(image, u, padding, flip=settings.flip, border=border)
     x = (x / 255 - np.array(settings.mean)) / np.array(settings.std)
     took = None
     if settings.erase is not None and u[3] < settings.erase.probability:
@@ -103,10 +104,11 @@ def test_the_ends_of_the_random_numbers(uniform, shape):
         Augment(),
         Augment(erase=None),
         Augment(flip=False, crop_padding=0),
+        Augment(border="reflect", erase=None),
         Augment(erase=Erasing(probability=0.9, fill=(1.0, 2.0, 3.0), attempts=3)),
         Augment(erase=Erasing(1.0, (0.7, 1.0), attempts=2), mean=(0.1, 0.2, 0.3), std=(0.5,) * 3),
     ],
-    ids=["authors", "no erasing", "only erasing", "three attempts", "large, seldom fit"],
+    ids=["authors", "no erasing", "only erasing", "reflected", "three attempts", "seldom fit"],
 )
 def test_the_whole_against_one_image_at_a_time(settings, shape):
     attempts = settings.erase.attempts if settings.erase else 0
@@ -351,6 +353,7 @@ def test_evaluation_batches_are_the_whole_set_in_order(batch_size):
     ("make", "words"),
     [
         (lambda: Augment(crop_padding=-1), "crop_padding must be a whole number >= 0, got -1"),
+        (lambda: Augment(border="grey"), "border must be black or reflect, got 'grey'"),
         (lambda: Augment(std=(0.2, 0.0, 0.2)), "std above 0"),
         (lambda: Augment(mean=(0.5,)), "one number per channel"),
         (lambda: Augment(dtype=torch.uint8), "floating point one, got torch.uint8"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ class Augment:
 
     A batch is (images of bytes (n, height, width, channels), labels). The images become (n,
     channels, height, width) in `dtype`, channels-last in memory. `crop_padding` is how far a crop
-    may be shifted, over a black border.
+    may be shifted, over a black border or one that reflects the image.
 
     >>> batch = torch.zeros(5, 32, 32, 3, dtype=torch.uint8), torch.arange(5)
     >>> Augment(erase=None)(batch, torch.Generator())[0].shape
@@ -101,9 +101,12 @@ class Augment:
     mean: tuple[float, ...] = CIFAR_MEAN
     std: tuple[float, ...] = CIFAR_STD
     dtype: torch.dtype = torch.float32
+    border: Literal["black", "reflect"] = "black"
 
     def __post_init__(self) -> None:
         require_whole("crop_padding", self.crop_padding)
+        if self.border not in ("black", "reflect"):
+            raise InvalidArgumentError(f"border must be black or reflect, got {self.border!r}")
         erase = self.erase
         Normalise(self.mean, self.std, self.dtype)
         if erase is not None and not isinstance(erase, Erasing):
@@ -126,7 +129,9 @@ class Augment:
 def transform(images: Tensor, random: Tensor, settings: Augment) -> Tensor:
     """The augmented images, given uniform numbers `random` (rows as named above, n)."""
     _, height, width, _ = images.shape
-    cropped = crop_and_flip(images, random, settings.crop_padding, flip=settings.flip)
+    reflect = settings.border == "reflect"
+    padding = settings.crop_padding
+    cropped = crop_and_flip(images, random, padding, flip=settings.flip, reflect=reflect)
     x = normalise(cropped, settings.mean, settings.std)
     if settings.erase is not None:
         inside = erased(random, settings.erase, height, width)
@@ -144,8 +149,12 @@ def integers(uniform: Tensor, n_values: int | Tensor) -> Tensor:
     return (uniform * n_values).long()
 
 
-def crop_and_flip(images: Tensor, random: Tensor, padding: int, *, flip: bool) -> Tensor:
-    """Each image shifted by up to `padding` pixels over a border of zeros; half are mirrored."""
+def crop_and_flip(
+    images: Tensor, random: Tensor, padding: int, *, flip: bool, reflect: bool = False
+) -> Tensor:
+    """Each image shifted by up to `padding` pixels, over zeros or its reflection in the outermost
+    pixels; half are mirrored.
+    """
     n, height, width, _ = images.shape
     device = images.device
     column = torch.arange(width, device=device)
@@ -155,11 +164,16 @@ def crop_and_flip(images: Tensor, random: Tensor, padding: int, *, flip: bool) -
     rows = (integers(random[DOWN], 2 * padding + 1)[:, None] - padding + row)[:, :, None]
     columns = (integers(random[RIGHT], 2 * padding + 1)[:, None] - padding + column)[:, None, :]
     known = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
+    if reflect:
+        rows, columns = (
+            size - 1 - (size - 1 - places.abs()).abs()
+            for places, size in ((rows, height), (columns, width))
+        )
     # Three small index tensors that broadcast: neither padded images nor an index per pixel is
     # stored.
     image = torch.arange(n, device=device)[:, None, None]
     pixels = images[image, rows.clamp(0, height - 1), columns.clamp(0, width - 1)]
-    return pixels * known[..., None]
+    return pixels if reflect else pixels * known[..., None]
 
 
 def erased(random: Tensor, erasing: Erasing, height: int, width: int) -> Tensor:
