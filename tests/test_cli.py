@@ -33,6 +33,7 @@ from torchrex.cli.main import Interrupted
 from torchrex.cli.running import Number
 from torchrex.experiments import RunFolder, dumps, get_recipe, override, recipes, run_recipe
 from torchrex.experiments.digits import DigitsConfig
+from torchrex.experiments.gan import GAN_FAMILIES
 from torchrex.experiments.mixtures import MixtureConfig
 from torchrex.report import figure1
 from torchrex.report.page import build
@@ -207,7 +208,7 @@ def names_in(out):
 
 
 def test_list_folds_large_families(ok):
-    out, large = ok("list"), ("icml2020", "clean", "gan", "gan-tuned")
+    out, large = ok("list"), ("icml2020", "clean", *GAN_FAMILIES)
     assert all((name in out.split()) == (name.split("/")[0] not in large) for name in recipes())
     for family in large:
         assert f"{family}/..." in out

@@ -13,14 +13,18 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchrex as tr
+from assertions import assert_mean_is, assert_mean_is_not
 from modules import same
 from torchrex.errors import InvalidArgumentError, NonFiniteEnergyError, TargetError
 from torchrex.exchange import StepInfo
 from torchrex.experiments import gan
 from torchrex.experiments.gan import digits_gan_recipes
+from torchrex.vision.augment import Augment
 from torchrex.vision.bayesian_gan import (
     BayesianGAN,
+    Consistency,
     Discriminator,
+    GanBatch,
     Generators,
     Upsampling,
     WithLabelled,
@@ -28,21 +32,27 @@ from torchrex.vision.bayesian_gan import (
     gan_terms,
     log_fake,
     log_real,
+    normalised_apart,
     sample_grid,
     supervised_losses,
     variety,
 )
 
+SIZES = {"size": 8, "channels": 1, "width": 6}
 
-def small(n_generators=3):
+
+def small(n_generators=3, *, apart=False):
     torch.manual_seed(0)
-    return BayesianGAN(4, n_generators, size=8, channels=1, width=6, latent=5)
+    judge = Discriminator(4, **SIZES, apart=apart)
+    return BayesianGAN(4, n_generators, **SIZES, latent=5, discriminator=judge)
 
 
 def batch_of(n=6, seed=1):
     generator = torch.Generator().manual_seed(seed)
     x, u = (torch.rand(n, 1, 8, 8, generator=generator) * 2 - 1 for _ in range(2))
-    return x, torch.arange(n) % 4, u, torch.rand(n, 3, 5, generator=generator) * 2 - 1
+    x = 0.3 * x + 0.5  # brighter, as the statistics of BatchNorm show
+    latent = torch.rand(n, 3, 5, generator=generator) * 2 - 1
+    return GanBatch(x, torch.arange(n) % 4, u, latent)
 
 
 def test_layers_are_those_of_the_paper():
@@ -102,7 +112,7 @@ class Permuted(nn.Module):
 def test_generators_side_by_side_are_generators_alone(training):
     """Images, gradients and running statistics."""
     together = small().generators.double().train(training)
-    z = batch_of()[3].double()
+    z = batch_of().latent.double()
     images = together(z)
     weights = torch.linspace(-1.0, 2.0, images.numel(), dtype=torch.float64).view(images.shape)
     named = dict(together.named_parameters())
@@ -125,16 +135,34 @@ def test_generators_side_by_side_are_generators_alone(training):
                 torch.testing.assert_close(buffer, dict(together.named_buffers())[name].chunk(3)[k])
 
 
-def test_losses_by_hand():
-    """Real images go through the discriminator together, generated ones separately."""
-    gan, batch = small(), batch_of()
+def unlike_generators(*, apart):
+    """Their images differ in brightness, and so do the statistics of BatchNorm."""
+    gan = small(apart=apart)
+    gan.generators.layers[-1].bias.data.copy_(torch.tensor([[-1.0], [0.0], [1.5]]))
+    return gan
+
+
+def logits_of(discriminator, *parts):
+    """Of each part by itself if they are normalised apart; otherwise of all parts together."""
+    if discriminator.apart:
+        return [discriminator(part) for part in parts]
+    return discriminator(torch.cat(parts)).split([len(part) for part in parts])
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_losses_by_hand(apart):
+    """Real images go through the discriminator together, generated ones separately; or labelled,
+    unlabelled and every generator's images apart. Mutants: parts of some images of every generator;
+    the logits in the order of these parts.
+    """
+    gan, batch = unlike_generators(apart=apart), batch_of()
     energy, descended = gan_losses(gan, batch)
-    x, y, u, z = batch
+    x, y, u, z, *_ = batch
     fakes = gan.generators(z)
-    known, unknown = gan.discriminator(torch.cat([x, u])).softmax(1).chunk(2)
-    p_fake = gan.discriminator(fakes.flatten(0, 1)).softmax(1)[:, 4]
+    known, unknown = (logits.softmax(1) for logits in logits_of(gan.discriminator, x, u))
+    p_fake = torch.stack(logits_of(gan.discriminator, *fakes.unbind(1)), 1).softmax(2)[..., 4]
     supervised, real = -known[torch.arange(6), y].log(), -(1 - unknown[:, 4]).log()
-    generated = -p_fake.log().view(6, 3).mean(1)
+    generated = -p_fake.log().mean(1)  # as many latents as labelled images
     expected = supervised + real + generated
     assert torch.allclose(energy, expected, atol=1e-5)
     assert torch.allclose(descended, expected.mean() - 3 * (1 - p_fake).log().mean(), atol=1e-5)
@@ -145,24 +173,57 @@ def test_losses_by_hand():
     alone = -gan.discriminator(x).log_softmax(1)[torch.arange(6), y]
     assert torch.allclose(supervised_losses(gan, batch), alone, atol=1e-6)
     with pytest.raises(TargetError, match="as many unlabelled as labelled images"):
-        gan_losses(gan, (x, y, u[:5], z))
+        gan_losses(gan, batch._replace(unlabelled=u[:5]))
 
 
-def test_each_network_descends_its_own_loss():
-    """The discriminator sees detached images; a generator's loss leaves the discriminator alone."""
-    gan, (x, y, u, z) = small(), batch_of()
+@pytest.mark.parametrize("apart", [False, True])
+def test_each_network_descends_its_own_loss(apart):
+    """The discriminator sees detached images; a generator's loss leaves the discriminator alone.
+    Half as many latents as labelled images do too.
+    """
+    gan, batch = unlike_generators(apart=apart), batch_of()
+    x, y, u, z, *_ = batch = batch._replace(latent=batch.latent[:4])
     networks = [list(part.parameters()) for part in (gan.discriminator, gan.generators)]
-    found = torch.autograd.grad(gan_losses(gan, (x, y, u, z))[1], networks[0] + networks[1])
+    found = torch.autograd.grad(gan_losses(gan, batch)[1], networks[0] + networks[1])
     fakes = gan.generators(z)
-    logits = gan.discriminator(fakes.detach().flatten(0, 1))
-    known, unknown = gan.discriminator(torch.cat([x, u])).chunk(2)
-    loss = F.cross_entropy(known, y) + F.cross_entropy(logits, torch.full((18,), 4))
+    logits = torch.cat(logits_of(gan.discriminator, *fakes.detach().unbind(1)))
+    known, unknown = logits_of(gan.discriminator, x, u)
+    loss = F.cross_entropy(known, y) + F.cross_entropy(logits, torch.full((12,), 4))
     loss = loss - (1 - unknown.softmax(1)[:, 4]).log().mean()
-    seen = gan.discriminator(fakes.flatten(0, 1)).softmax(1)[:, 4]
+    seen = torch.cat(logits_of(gan.discriminator, *fakes.unbind(1))).softmax(1)[:, 4]
     deceiving = -3 * (1 - seen).log().mean()
     expected = torch.autograd.grad(loss, networks[0]) + torch.autograd.grad(deceiving, networks[1])
     for ours, by_hand in zip(found, expected, strict=True):
         assert torch.allclose(ours, by_hand, atol=1e-5)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_consistency_by_hand(apart):
+    """Losses and gradients; distances are those of the real classes, some tenths here. Mutants: the
+    first image is a constant; the class "fake" takes part; a mean over classes.
+    """
+    gan = small(0, apart=apart)
+    gan.discriminator.classes.weight.data *= 30.0
+    batch = batch_of()
+    batch = batch._replace(again=batch_of(seed=2).unlabelled)
+    found = Consistency(0.7)(gan, batch)
+    parts = (batch.labelled, batch.unlabelled, batch.again)
+    known, first, second = logits_of(gan.discriminator, *parts)
+    p, q = (logits[:, :4].softmax(1) for logits in (first, second))
+    distance = ((p - q) ** 2).sum(1)
+    assert float(distance.detach().mean()) > 0.05
+    expected = F.cross_entropy(known, batch.labels, reduction="none") + 0.7 * distance
+    assert torch.allclose(found, expected, atol=1e-5)
+    ours, by_hand = (
+        torch.autograd.grad(each.sum(), gan.parameters()) for each in (found, expected)
+    )
+    for one, other in zip(ours, by_hand, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    with pytest.raises(
+        TargetError, match=r"augmented twice: WithLabelled\(augment=\.\.\.\)"
+    ) as caught:
+        Consistency(0.7)(gan, batch._replace(again=None))
+    assert "\n" not in str(caught.value)
 
 
 def test_losses_of_logits_far_out_are_finite():
@@ -172,17 +233,85 @@ def test_losses_of_logits_far_out_are_finite():
     assert torch.allclose(log_fake(logits), torch.tensor([0.0, -200.0]))
 
 
-def test_running_statistics_come_from_real_images_alone():
+@pytest.mark.parametrize("apart", [False, True])
+def test_running_statistics_come_from_real_images_alone(apart):
     """The discriminator's from one pass of them all, the generators' from one pass of theirs."""
-    gan, other, batch = small(), small(), batch_of()
+    gan, other = small(apart=apart), small(apart=apart)
+    batch = batch_of()
     gan_losses(gan, batch)
-    other.discriminator(torch.cat([batch[0], batch[2]]))
-    other.generators(batch[3])
+    other.discriminator(torch.cat([batch.labelled, batch.unlabelled]), parts=2)
+    other.generators(batch.latent)
     changed = 0
     for name, buffer in gan.named_buffers():
         assert torch.equal(buffer, dict(other.named_buffers())[name]), name
         changed += not torch.equal(buffer, dict(small().named_buffers())[name])
     assert changed > 5
+
+
+# Parts of a batch, normalised apart
+
+
+def discriminators(*, apart):
+    """With two layers of BatchNorm, whose parameters and statistics are none of the first ones."""
+    torch.manual_seed(0)
+    network = Discriminator(4, size=16, channels=1, width=6, apart=apart)
+    for layer in network.features:
+        if isinstance(layer, nn.BatchNorm2d):
+            for tensor in (layer.weight, layer.bias, layer.running_mean, layer.running_var):
+                nn.init.uniform_(tensor, 0.5, 1.5)
+    return network
+
+
+def unlike_images(parts, n=5):
+    """Each part with another mean and another contrast."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(n, 1, 16, 16, generator=generator) * (1 + k) + 2 * k for k in range(parts)]
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_parts_are_normalised_by_themselves(parts):
+    """Logits, all gradients and the running statistics against nn.BatchNorm2d on each part alone,
+    whose statistics are averaged. Mutants: all parts together; parts of every other image; running
+    variances that are biased, or move once for each part.
+    """
+    together, images = discriminators(apart=True), unlike_images(parts)
+    alone = [discriminators(apart=False) for _ in images]
+    found = together(torch.cat(images), parts=parts)
+    expected = torch.cat([network(x) for network, x in zip(alone, images, strict=True)])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    weights = torch.linspace(-1.0, 2.0, found.numel()).view(found.shape)
+    for logits in (found, expected):
+        (logits * weights).sum().backward()
+    for name, parameter in together.named_parameters():
+        theirs = torch.stack([network.get_parameter(name).grad for network in alone]).sum(0)
+        torch.testing.assert_close(parameter.grad, theirs, rtol=1e-4, atol=1e-4)
+    buffers = dict(together.named_buffers())
+    assert len(buffers) == 6
+    for name, buffer in buffers.items():
+        theirs = torch.stack([network.get_buffer(name).double() for network in alone]).mean(0)
+        torch.testing.assert_close(buffer.double(), theirs, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(found, discriminators(apart=False)(torch.cat(images)), atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("apart", "parts", "training"), [(True, 1, True), (True, 3, False), (False, 3, True)]
+)
+def test_otherwise_batchnorm_is_the_ordinary_one(apart, parts, training):
+    """Bit for bit: a single part, in evaluation mode, and without `apart`."""
+    network, plain = discriminators(apart=apart), discriminators(apart=False)
+    x = torch.cat(unlike_images(3))
+    assert torch.equal(network.train(training)(x, parts=parts), plain.train(training)(x))
+    assert same(dict(network.named_buffers()), dict(plain.named_buffers()))
+
+
+def test_apart_in_bfloat16_has_the_statistics_of_float32():
+    """A mean of 30 and a standard deviation of 0.5, of which bfloat16 leaves two digits at most."""
+    generator = torch.Generator().manual_seed(4)
+    x = (30 + 0.5 * torch.randn(6, 2, 4, 4, generator=generator)).bfloat16()
+    found = normalised_apart(nn.BatchNorm2d(2), x, 2)
+    assert found.dtype == torch.bfloat16
+    expected = torch.cat([nn.BatchNorm2d(2)(part) for part in x.float().chunk(2)])
+    torch.testing.assert_close(found.float(), expected, rtol=2**-8, atol=1e-4)
 
 
 # A generator that breaks
@@ -220,11 +349,20 @@ def test_a_broken_generator_is_named(part, shared):
 
 def test_the_first_one_stays_the_culprit():
     """By the time one looks the discriminator has spread it to all of them."""
-    generators, z = small().generators, batch_of()[3]
+    generators, z = small().generators, batch_of().latent
     for broken in (2, 0):
         generators.first.data[broken] = float("nan")
         generators(z)
     assert int(generators.broken) == 2
+
+
+def test_of_generators_that_break_at_once_none_is_the_culprit():
+    """The discriminator broke before them. Mutant: generator 0, the first of them."""
+    generators, z = small().generators, batch_of()[3]
+    generators.first.data[:] = float("nan")
+    for _ in range(2):
+        generators(z)
+        assert generators.first_broken() == -1
 
 
 # Batches
@@ -253,7 +391,8 @@ def test_batches_hold_images_in_the_unit_range_and_labels_that_belong_to_them():
     seen, drawn = set(), set()
     data = loader()
     for _ in range(40):
-        images, y, u, z = data.next()
+        images, y, u, z, again, kept = data.next()
+        assert (again, kept) == (None, ())
         assert images.shape == u.shape == (7, 1, 8, 8)
         assert z.shape == (14, 3, 5)
         for each in (images, u, z):
@@ -267,6 +406,89 @@ def test_batches_hold_images_in_the_unit_range_and_labels_that_belong_to_them():
     assert drawn == set(range(12))
     assert seen == set(range(12, 40))
     assert float(z.std()) > 0.4  # uniform on [-1, 1]: 0.577
+
+
+PADDING = 2  # pixels
+DROPPED = ((0.2, (8, 8, 1)), (0.5, (4, 5, 6)))
+LABELS = 3 * torch.arange(12) % 10
+
+
+def numbered(first, n):
+    """Images whose pixels are all their number."""
+    numbers = torch.arange(first, first + n, dtype=torch.uint8)
+    return numbers[:, None, None, None].expand(n, 8, 8, 1).clone()
+
+
+def augmented_batch(seed, *, n=200, dropout=()):
+    """Unlabelled images 1, ..., n and the labelled ones 201, ..., 212, all drawn by a seed."""
+    augment = Augment(PADDING, False, None, (0.5,), (0.5,))
+    batches = WithLabelled(numbered(201, 12), LABELS, 3, 14, 5, augment, dropout)
+    return batches((numbered(1, n),), torch.Generator().manual_seed(seed))
+
+
+def number_and_shift(images):
+    """The number of each image, and how many pixels it was shifted down and right."""
+    pixels = ((images[:, 0] * 0.5 + 0.5) * 255).round().long()
+    inside = pixels > 0
+    number = pixels.amax((1, 2))
+    assert torch.equal(pixels, number[:, None, None] * inside)
+    sides = [inside.any(axis).long() for axis in (2, 1)]
+    return number, torch.stack([side.argmax(1) - side.flip(1).argmax(1) for side in sides], 1)
+
+
+def test_images_are_augmented_and_unlabelled_ones_twice():
+    """Labels still belong to their images. The two shifts of an image are independent: so their
+    product is 0 on average, and they are equal for one image in 25. Mutants: one augmentation
+    repeated; another image the second time; labels of other images.
+    """
+    shifts = []
+    for seed in range(10):
+        batch = augmented_batch(seed)
+        for images in (batch.labelled, batch.unlabelled, batch.again):
+            assert (images.shape, images.dtype) == ((200, 1, 8, 8), torch.float32)
+            assert float(images.min()) >= -1.0
+        assert batch.latent.shape == (14, 3, 5)
+        assert batch.kept == ()
+        labelled, shift = number_and_shift(batch.labelled)
+        assert set(labelled.tolist()) == set(range(201, 213))
+        assert torch.equal(batch.labels, LABELS[labelled - 201])
+        assert len(shift.unique(dim=0)) == 25
+        (first, shift), (second, other) = map(number_and_shift, (batch.unlabelled, batch.again))
+        assert torch.equal(first, torch.arange(1, 201))
+        assert torch.equal(second, first)
+        shifts.append(torch.stack([shift, other]))
+    one, other = torch.cat(shifts, 1)
+    assert one.abs().max() == other.abs().max() == PADDING
+    for axis in (0, 1):
+        assert_mean_is((one * other)[:, axis], 0.0)
+        assert_mean_is_not((one * one)[:, axis], 0.0)
+    assert_mean_is((one == other).all(1), 1 / 25)
+
+
+def test_how_much_dropout_keeps():
+    """An own mask for each of 2 x 200 real and 14 x 3 generated images; five standard deviations of
+    the binomial law. The mutant keeps what should be dropped.
+    """
+    kept = augmented_batch(0, dropout=DROPPED).kept
+    assert [tuple(mask.shape) for mask in kept] == [(442, 1, 8, 8), (442, 6, 4, 5)]
+    for mask, (probability, _) in zip(kept, DROPPED, strict=True):
+        assert mask.dtype == torch.bool
+        assert len(mask.flatten(1).unique(dim=0)) == 442
+        assert_mean_is(mask, 1 - probability)
+    assert_mean_is_not(~kept[0], 0.8)
+
+
+def test_a_batch_is_its_generators_alone():
+    """The global generator neither decides nor moves."""
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    one = augmented_batch(0, dropout=DROPPED)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(1)
+    assert same(one, augmented_batch(0, dropout=DROPPED))
+    other = augmented_batch(1, dropout=DROPPED)
+    for name in GanBatch._fields:
+        assert not same(getattr(one, name), getattr(other, name)), name
 
 
 def test_bad_arguments():
@@ -342,10 +564,11 @@ def test_the_statistics_of_shared_generators_are_one():
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def on_gpu(**settings):
+def on_gpu(networks="paper", **settings):
     """A run of the digits recipe with both rungs and its batches, on a GPU, in float32."""
     config = digits_gan_recipes()["gan/digits-100"]
     of_a_test = {"steps": 400, "warm_start": 100, "average_every": 10}
+    of_a_test |= {"networks": networks, "augment": networks == "matching"}
     of_a_test |= {"precision": "float32", "correction_factor": math.inf}
     config = dataclasses.replace(config, **{**of_a_test, **settings})
     config.check()
@@ -361,15 +584,19 @@ def infos(run, data, n):
 
 
 @needs_gpu
+@pytest.mark.parametrize("networks", ["paper", "matching"])
 @pytest.mark.parametrize("generators", ["shared", "own"])
 @pytest.mark.parametrize(("warm_start", "tolerance"), [(0, 1e-5), (12, 1e-3)])
-def test_captured_and_eager_agree(monkeypatch, generators, warm_start, tolerance):
-    """20 steps of float32. Adam divides by the size of a gradient, so by rounding near 0."""
+def test_captured_and_eager_agree(monkeypatch, generators, warm_start, tolerance, networks):
+    """In float32. Adam divides by the size of a gradient, so by rounding near 0. The gradient of a
+    matching distance jumps where the distance is 0, so there rounding grows within few steps.
+    """
+    n = 20 if networks == "paper" else 4
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    captured, data = on_gpu(generators=generators, warm_start=warm_start)
+    captured, data = on_gpu(networks, generators=generators, warm_start=warm_start)
     monkeypatch.setattr(gan, "ModuleExchange", functools.partial(tr.ModuleExchange, compiled=False))
-    eager, again = on_gpu(generators=generators, warm_start=warm_start)
-    a, b = infos(captured, data, 20), infos(eager, again, 20)
+    eager, again = on_gpu(networks, generators=generators, warm_start=warm_start)
+    a, b = infos(captured, data, n), infos(eager, again, n)
     assert not captured.graphs.failed
     assert eager.graphs is None
     assert torch.equal(a["accepted"], b["accepted"])
@@ -385,15 +612,16 @@ def test_captured_and_eager_agree(monkeypatch, generators, warm_start, tolerance
 @needs_gpu
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("stop", [50, 100, 256, 300])
-def test_resume_is_exact_on_a_gpu(stop, precision):
+@pytest.mark.parametrize("networks", ["paper", "matching"])
+def test_resume_is_exact_on_a_gpu(stop, precision, networks):
     """Bit for bit: inside the warm start, at its end, at the end of a block and within the next."""
-    whole, data = on_gpu(precision=precision)
+    whole, data = on_gpu(networks, precision=precision)
     list(whole.advance(310, data))
     assert not whole.graphs.failed
-    first, data = on_gpu(precision=precision)
+    first, data = on_gpu(networks, precision=precision)
     list(first.advance(stop, data))
     saved, position = first.state_dict(), data.state_dict()
-    second, data = on_gpu(precision=precision)
+    second, data = on_gpu(networks, precision=precision)
     second.load_state_dict(saved)
     data.load_state_dict(position)
     list(second.advance(310 - stop, data))

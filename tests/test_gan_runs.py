@@ -32,8 +32,9 @@ from torchrex.experiments.recipes import get_recipe, recipes
 from torchrex.experiments.runner import run_recipe, run_together
 from torchrex.runs.config import override
 from torchrex.runs.folder import png
-from torchrex.vision.bayesian_gan import BayesianGAN
+from torchrex.vision.bayesian_gan import BayesianGAN, Consistency, gan_losses, supervised_losses
 from torchrex.vision.data import ImageSet, save_images
+from torchrex.vision.feature_matching import MatchingDiscriminator, matching_losses
 from written_runs import outcome
 
 # Six steps of Adam, then six of SGHMC with swaps at nearly every one.
@@ -55,6 +56,15 @@ def cli(monkeypatch, capsys):
 
 def short(recipe="gan/digits-100", *more):
     return override(get_recipe(recipe), [*SHORT, *SMALL, *more])
+
+
+def augmented(networks, method="resghmc"):
+    """Digits by the networks of gan-augmented or of gan-matching."""
+    more = {"method": method, "networks": networks, "augment": True, "width": 8}
+    recipe = gan.gan_recipe_name("digits", 100, method)
+    config = dataclasses.replace(short(), recipe=recipe, **more)
+    config.check()
+    return config
 
 
 # Complete runs
@@ -128,6 +138,29 @@ def test_methods_that_train_together_are_the_methods_alone(tmp_path, whole):
     assert together[2]["swaps"][0]["accepted"] == 0
     other = outcome(run_recipe(short(), 1, tmp_path / "seed").path)
     assert not same(other["metrics"], whole["metrics"])  # the seed decides
+
+
+@pytest.mark.parametrize("networks", ["paper", "matching"])
+def test_the_stronger_families_from_end_to_end(tmp_path, networks):
+    """Stopped twice, inside the warm start, and resumed equals never stopped, bit for bit; so do
+    the methods together on equal batches.
+    """
+    pair = augmented(networks)
+    first = outcome(run_recipe(pair, 0, tmp_path / "whole").path)
+    for k in range(2):
+        run_recipe(pair, 0, tmp_path / "stopped", resume=k > 0, budget=0.001)
+    resumed = run_recipe(pair, 0, tmp_path / "stopped", resume=True)
+    assert same(outcome(resumed.path), first)
+    assert first["swaps"][0]["accepted"] > 1
+    assert first["metrics"]["variety"] > 0
+    methods = ("sghmc", "supervised", "consistency")
+    runs = [(pair, 0), *((augmented(networks, method), 0) for method in methods)]
+    together = [outcome(folder.path) for folder in run_together(runs, tmp_path / "together")]
+    assert same(together[0], first)
+    alone = outcome(run_recipe(*runs[3], tmp_path / "alone").path)
+    assert same(together[3], alone)
+    assert [one["samples.png"] is None for one in together] == [False, False, True, True]
+    assert len({repr(one["trace"]["energy"].tolist()) for one in together}) == 4
 
 
 def test_rungs_with_generators_of_their_own(tmp_path, whole):
@@ -244,6 +277,26 @@ def test_which_images_have_labels():
     assert same(list(images.held_out), list(test))
 
 
+@pytest.mark.parametrize("validation", [0, 300])
+def test_with_all_labels_the_images_are_also_the_unlabelled_ones(validation):
+    """The energy is a sum over all of them."""
+    n = 1297 - validation
+    config = override(short(), [f"n_labelled={n}", f"validation={validation}"])
+    images = config.images(0)
+    assert len(images.labels) == len(images.labelled) == config.n_data == n
+    assert torch.equal(images.labelled, images.unlabelled)
+    (x, y), _ = digit_images()
+    label_of = dict(zip(as_bytes(x), y.tolist(), strict=True))
+    assert [label_of[image] for image in as_bytes(images.labelled)] == images.labels.tolist()
+    assert sorted(as_bytes(torch.cat([images.labelled, images.held_out[0][:validation]]))) == (
+        sorted(as_bytes(x))
+    )
+    run, data = config.run(0, CPU), config.loader(images, 0, CPU)
+    assert run.ensemble.n_data == data.n_data == n
+    assert run.step(data.next()).energy.isfinite().all()
+    assert override(config, ["n_labelled=970"]).n_data == n - 970
+
+
 def test_what_is_held_out_for_validation_is_not_trained_on():
     """And does not depend on the seed, so that seeds are compared on the same images."""
     config = dataclasses.replace(get_recipe("gan/digits-100"), validation=300)
@@ -266,12 +319,16 @@ def test_what_is_held_out_for_validation_is_not_trained_on():
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (["n_labelled=4005"], "a multiple of the 10 classes (the nearest is 4000), got 4005"),
+        (["n_labelled=4005"], "of the 10 classes (the nearest is 4000), or all 50000, got 4005"),
         (["n_labelled=4006"], "the nearest is 4010"),
         (["n_labelled=4"], "the nearest is 10"),
         (["n_labelled=49997"], "the nearest is 49990"),
-        (["n_labelled=0"], "at least 10 and less than the 50000 training images, got 0"),
-        (["n_labelled=45000", "validation=10000"], "less than the 40000 training images"),
+        (["n_labelled=0"], "at least 10 and at most the 50000 training images, got 0"),
+        (["n_labelled=50001"], "at most the 50000 training images, got 50001"),
+        (["n_labelled=45000", "validation=10000"], "at most the 40000 training images"),
+        (["n_labelled=39999", "validation=10000"], "is 39990), or all 40000, got 39999"),
+        (["networks=matching"], "setting 'networks' belongs to the recipe"),
+        (["batchnorm=none"], "'batchnorm' must be one of together, apart, got 'none'"),
         (["n_labelled=49990"], "'batch_size' must be from 2 to the 10 unlabelled, got 64"),
         (["generators=other"], "'generators' must be one of shared, own, got 'other'"),
         (["latents=17"], "n_generators x latents, 340, is a multiple of batch_size, got 17"),
@@ -291,6 +348,18 @@ def test_bad_settings_are_one_clear_line(settings, expected):
         override(get_recipe("gan/cifar10-4000"), settings)
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_consistency_without_augmentation_is_refused():
+    """And all labels are fine."""
+    config = get_recipe("gan-matching/cifar10-4000-consistency")
+    with pytest.raises(ConfigError) as caught:
+        override(config, ["augment=false"])
+    expected = "'augment' must be true: consistency compares an image augmented twice, got False"
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+    every = override(config, ["n_labelled=40000", "validation=10000"])
+    assert every.n_data == 40_000
 
 
 @pytest.mark.parametrize(
@@ -380,12 +449,17 @@ def test_a_generator_that_breaks_is_named_by_the_command(cli, tmp_path, monkeypa
 def test_every_recipe_is_what_its_name_says():
     everything = gan.gan_recipes()
     expected = {f"gan/digits-100{method}" for method in METHODS}
-    for family in ("gan", "gan-tuned"):
+    for family in ("gan", "gan-tuned", "gan-augmented", "gan-matching"):
+        twice = ("-consistency",) if family in ("gan-augmented", "gan-matching") else ()
         for data in ("cifar10", "cifar100", "svhn"):
             for n in range(2000, 5001, 500):
-                expected |= {f"{family}/{data}-{n}{method}" for method in METHODS}
+                expected |= {f"{family}/{data}-{n}{method}" for method in (*METHODS, *twice)}
+    few = {name for name in expected if "digits" not in name}
+    n_images = {"cifar10": 50_000, "cifar100": 50_000, "svhn": 73_257}
+    for family in ("gan-tuned", "gan-augmented", "gan-matching"):
+        expected |= {f"{family}/{data}-{n}-supervised" for data, n in n_images.items()}
     assert set(everything) == expected
-    assert len(everything) == 4 + 2 * 21 * 4
+    assert len(everything) == 4 + 21 * (4 + 4 + 5 + 5) + 9
     for name, config in everything.items():
         config.check()
         assert (recipes()[name], config.recipe) == (config, name)
@@ -395,20 +469,75 @@ def test_every_recipe_is_what_its_name_says():
         assert config.method == (method or ["resghmc"])[0]
         n_rungs = 2 if config.method in ("resghmc", "noswaps") else 1
         assert config.n_rungs == config.ladder().n_rungs == n_rungs
+        if int(n) in n_images.values():
+            assert config.n_data == int(n)
+            continue
         plain = everything[gan.gan_recipe_name(data, int(n), "resghmc", family)]
         assert dataclasses.replace(config, recipe=plain.recipe, method="resghmc") == plain
-    of_table = {name for name in expected if "000" in name}
-    assert set(gan.table3_recipes()) == of_table
-    assert set(gan.figure3_recipes()) == {name for name in expected if "digits" not in name}
+        assert config.tested_against_paper == (family == "gan")
+    of_table = {name for name in few if "000" in name} | (expected - few)
+    assert set(gan.table3_recipes()) == {name for name in of_table if "digits" not in name}
+    assert set(gan.figure3_recipes()) == few
 
 
 def test_the_families_differ_where_they_say():
+    """From the paper's, in the settings named here and no others."""
     tuned = {"recipe", "lr_of_mean", "lr_floor", "sampling_lr", "average_every"}
+    augmented = tuned | {"augment", "n_generators"}
+    longer = {"networks", "width", "latents", "steps", "warm_start", "checkpoint_every"}
+    differing = {"gan": set(), "gan-tuned": tuned, "gan-augmented": augmented | {"batchnorm"}}
+    differing["gan-matching"] = augmented | longer
     names = [field.name for field in dataclasses.fields(GanConfig)]
-    for name, config in gan.figure3_recipes().items():
-        other = gan.figure3_recipes()[name.replace("gan-tuned/", "gan/")]
+    for config in gan.figure3_recipes().values():
+        other = gan.gan_config(config.data, config.n_labelled, config.method)
         differ = {each for each in names if getattr(config, each) != getattr(other, each)}
-        assert differ == (tuned if config.family == "gan-tuned" else set())
+        assert differ == differing[config.family]
+
+
+def test_the_stronger_families_are_what_they_say():
+    config = get_recipe("gan-matching/svhn-2000")
+    assert (config.networks, config.width, config.augment) == ("matching", 96, True)
+    # As many generated images as labelled ones, 64 of each, by two generators.
+    assert (config.batch_size, config.n_generators, config.latents) == (64, 2, 32)
+    module = config.model()
+    assert isinstance(module.discriminator, MatchingDiscriminator)
+    assert module.generators.n_generators == 2
+    assert module.generators.layers[-1].weight.shape == (2, 64, 25 * 3)  # the paper's width
+    assert config.dropout == MatchingDiscriminator.dropout()
+    assert config.losses is matching_losses
+    paper = get_recipe("gan-augmented/svhn-2000")
+    assert (paper.networks, paper.augment, paper.dropout) == ("paper", True, ())
+    assert paper.losses is gan_losses
+    for each in (config, paper):
+        changed = {
+            method: dataclasses.replace(each, method=method, consistency=7.0, width=2)
+            for method in gan.GAN_METHODS
+        }
+        assert changed["supervised"].losses is supervised_losses
+        assert changed["consistency"].losses == Consistency(7.0)
+        assert len({changed[method].losses for method in ("resghmc", "sghmc", "noswaps")}) == 1
+        without = {method for method in changed if changed[method].model().generators is None}
+        assert without == {"supervised", "consistency"}
+        quick = {method for method in changed if changed[method].cpu_warning[0] == "hours"}
+        assert quick == (without if each is paper else set())
+    for batchnorm in ("together", "apart"):
+        module = dataclasses.replace(paper, batchnorm=batchnorm, width=2).model()
+        assert module.discriminator.apart == (batchnorm == "apart")
+
+
+def test_how_images_are_augmented():
+    """Photos are flipped; a flipped digit is none. Mutant: a shift of 0 on the small digits."""
+    found = {}
+    for data in ("cifar10", "cifar100", "svhn", "digits"):
+        config = dataclasses.replace(augmented("paper"), data=data)
+        augment = config.augmentation
+        assert augment.erase is None
+        assert augment.mean == augment.std == (0.5,) * config.kind.channels
+        assert augment.border == "reflect"
+        found[data] = (augment.crop_padding, augment.flip)
+        assert dataclasses.replace(config, augment=False).augmentation is None
+    photo = (4, True)
+    assert found == {"cifar10": photo, "cifar100": photo, "svhn": (2, False), "digits": (1, False)}
 
 
 def test_the_settings_of_the_appendix():
@@ -439,14 +568,15 @@ def test_what_runs_that_train_together_must_share():
     shared = {"data": "svhn", "n_labelled": 200, "steps": 99, "batch_size": 10, "n_generators": 7}
     shared |= {"latents": 10, "validation": 5, "test_subset": 50, "precision": "float32"}
     shared |= {"deterministic": False, "checkpoint_every": 7}
+    shared |= {"networks": "matching", "augment": True, "width": 3}  # masks have the width
     for name, value in shared.items():
         other = dataclasses.replace(config, **{name: value})
         assert other.batch_key(0) != config.batch_key(0), name
     assert config.batch_key(0) != config.batch_key(1)
     for method in METHODS:
         assert get_recipe(f"gan/digits-100{method}").batch_key(0) == config.batch_key(0)
-    own = {"warm_start": 3, "average_every": 3, "width": 3, "lr_of_mean": 1e-5, "generators": "own"}
-    own |= {"temperature": 0.5, "prior_precision": 0.0}
+    own = {"warm_start": 3, "average_every": 3, "lr_of_mean": 1e-5, "generators": "own"}
+    own |= {"temperature": 0.5, "prior_precision": 0.0, "batchnorm": "apart", "consistency": 2.0}
     assert dataclasses.replace(config, **own).batch_key(0) == config.batch_key(0)
 
 

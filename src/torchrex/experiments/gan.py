@@ -3,15 +3,25 @@
 Times are steps, 15,000 in all. The first `warm_start` of them descend by Adam, without noise and
 without swaps; then SGHMC samples, and the average begins.
 
-`gan/...` has the settings of the paper's appendix. SGHMC adds little with them: the learning rate
-falls to a twentieth before it begins, and a twentieth of 4.5e-4, which is a rate for Adam, moves
-its average by a point or two in 10,000 steps. `gan-tuned/...` has a steady learning rate of 2e-4
-and ten times that for SGHMC, both chosen on 5,000 validation images of CIFAR-10 with 4,000 labels
-(results/gan/tuning.json) and taken for all data sets, and a draw every 100 steps.
+Families of recipes, each with more of our own than the one before:
+
+- `gan/...` has the settings of the paper's appendix. SGHMC adds little with them: the learning rate
+  falls to a twentieth before it begins, and a twentieth of 4.5e-4, which is a rate for Adam, moves
+  its average by a point or two in 10,000 steps.
+- `gan-tuned/...` has a steady learning rate of 2e-4 and ten times that for SGHMC, and a draw every
+  100 steps.
+- `gan-augmented/...` also shifts and flips real images, over a border that reflects them. BatchNorm
+  normalises each kind of image and each generator's by itself. There are 4 generators, not 20.
+- `gan-matching/...` has the larger discriminator and the generators' loss of Salimans et al. 2016,
+  and needs more steps.
+
+All that is not the paper's was chosen on 5,000 validation images of CIFAR-10 with 4,000 labels
+(results/gan/tuning.json) and taken for all data sets.
 
 A name is `FAMILY/DATA-LABELS`, which means reSGHMC; `-sghmc` is the cold rung alone, `-noswaps` the
 same ladder without swaps (a baseline of equal compute), `-supervised` the same discriminator on the
-labelled images and nothing else.
+labelled images and nothing else, `-consistency` on the unlabelled ones too, without generators.
+With as many labels as there are images, `-supervised` is what the discriminator can reach.
 """
 
 from __future__ import annotations
@@ -30,6 +40,7 @@ from torchrex.exchange import Ladder, NoSwaps, PairedVariance
 from torchrex.experiments.digits import digit_images
 from torchrex.experiments.networks import (
     EVALUATION_BATCH,
+    KINDS,
     Batches,
     Difference,
     Intervals,
@@ -51,9 +62,13 @@ from torchrex.targets import (
     from_sgd,
     without_tracking,
 )
-from torchrex.vision.augment import evaluation_batches
+from torchrex.vision.augment import Augment, evaluation_batches
 from torchrex.vision.bayesian_gan import (
     BayesianGAN,
+    Consistency,
+    Discriminator,
+    Dropout,
+    GanBatch,
     WithLabelled,
     gan_losses,
     sample_grid,
@@ -62,8 +77,9 @@ from torchrex.vision.bayesian_gan import (
     variety,
 )
 from torchrex.vision.data import data_folder, label_subset, load_images
+from torchrex.vision.feature_matching import MatchingDiscriminator, matching_losses
 
-GanMethod = Literal["resghmc", "sghmc", "noswaps", "supervised"]
+GanMethod = Literal["resghmc", "sghmc", "noswaps", "supervised", "consistency"]
 PAPER_STEPS = 15_000
 TRACE_EVERY = 10  # steps
 SAMPLES = 10  # images of each generator in the picture
@@ -91,19 +107,26 @@ class GanConfig(NetworkConfig):
     batch_settings: ClassVar[tuple[str, ...]] = (
         *("data", "n_labelled", "steps", "batch_size", "n_generators", "latents", "validation"),
         *("test_subset", "precision", "deterministic", "checkpoint_every"),
+        *("networks", "augment", "width"),
     )
     one_thread: ClassVar[bool] = True
 
     data: Literal["cifar10", "cifar100", "svhn", "digits"] = field(metadata={"settable": False})
     method: GanMethod = field(metadata={"settable": False})
-    n_labelled: int  # class-balanced, chosen by the seed; the rest of the images is unlabelled
+    n_labelled: int  # class-balanced, chosen by the seed; the rest of the images is unlabelled.
+    # All of them: they also take the place of the unlabelled ones
+    networks: Literal["paper", "matching"] = field(default="paper", metadata={"settable": False})
     steps: int = PAPER_STEPS
     warm_start: int = 5_000  # steps of Adam at the beginning; 0: none
     batch_size: int = 64  # labelled images, and as many unlabelled ones
     n_generators: int = 20  # the paper's 10 Monte Carlo samples with 2 draws each
     latents: int = 16  # images that each generator makes in a step
     generators: Literal["shared", "own"] = "shared"  # shared: by all rungs; own: one set per rung
-    width: int = 64  # channels of the first layer
+    width: int = 64  # channels of the discriminator's first layer
+    augment: bool = False  # real images are shifted and, except for digits, flipped
+    batchnorm: Literal["together", "apart"] = "together"  # of the paper's discriminator; together:
+    # all real images, and all generated ones; apart: each kind, and each generator's
+    consistency: float = 1.0  # weight of the control without generated images
     lr_of_mean: float = 4.5e-4  # of the cold rung
     hot_lr: float = 1.5  # of the hot rung, in units of the cold one's
     lr_time: float = 800.0  # lr falls as exp(-step / lr_time),
@@ -128,10 +151,11 @@ class GanConfig(NetworkConfig):
         n_classes, n_labelled = self.kind.n_classes, self.n_labelled
         most = self.kind.n_train - self.validation
         nearest = min(max(1, round(n_labelled / n_classes)), (most - 1) // n_classes) * n_classes
-        wanted = f"at least {n_classes} and less than the {most} training images"
-        self.require("n_labelled", 1 <= n_labelled < most, wanted)
-        wanted = f"a multiple of the {n_classes} classes (the nearest is {nearest})"
-        self.require("n_labelled", n_labelled % n_classes == 0, wanted)
+        wanted = f"at least {n_classes} and at most the {most} training images"
+        self.require("n_labelled", 1 <= n_labelled <= most, wanted)
+        wanted = f"a multiple of the {n_classes} classes (the nearest is {nearest}), or all {most}"
+        fine = n_labelled % n_classes == 0 or n_labelled == most
+        self.require("n_labelled", fine, wanted)
         fine = 0 <= self.warm_start < self.steps
         self.require("warm_start", fine, f"at least 0 and less than steps={self.steps}")
         fine = 2 <= self.batch_size <= self.n_data
@@ -143,6 +167,8 @@ class GanConfig(NetworkConfig):
         self.require("latents", fine, wanted)
         fine = self.average_every <= self.steps - self.warm_start
         self.require("average_every", fine, "between 1 and steps - warm_start")
+        fine = self.augment or self.method != "consistency"
+        self.require("augment", fine, "true: consistency compares an image augmented twice")
 
     # Sizes
 
@@ -153,7 +179,8 @@ class GanConfig(NetworkConfig):
     @property
     def n_data(self) -> int:
         """The unlabelled images: the energy is a sum over them."""
-        return self.kind.n_train - self.validation - self.n_labelled
+        most = self.kind.n_train - self.validation
+        return most - self.n_labelled or most
 
     @property
     def intervals(self) -> Intervals:
@@ -184,14 +211,32 @@ class GanConfig(NetworkConfig):
 
     def energy(self) -> PosteriorEnergy:
         prior = GaussianPrior(self.prior_precision) if self.prior_precision else None
-        losses = supervised_losses if self.method == "supervised" else gan_losses
-        return PosteriorEnergy.of(losses, n_data=self.n_data, prior=prior)
+        return PosteriorEnergy.of(self.losses, n_data=self.n_data, prior=prior)
+
+    @property
+    def losses(self) -> Callable[[nn.Module, GanBatch], Any]:
+        if self.method == "supervised":
+            return supervised_losses
+        if self.method == "consistency":
+            return Consistency(self.consistency)
+        return matching_losses if self.networks == "matching" else gan_losses
+
+    @property
+    def generates(self) -> bool:
+        """Does it have generators?"""
+        return self.method not in ("supervised", "consistency")
 
     def model(self) -> nn.Module:
-        kind, n_generators = self.kind, 0 if self.method == "supervised" else self.n_generators
-        return BayesianGAN(
-            kind.n_classes, n_generators, size=kind.size, channels=kind.channels, width=self.width
-        )
+        n_classes, width = self.kind.n_classes, self.width
+        sizes = {"size": self.kind.size, "channels": self.kind.channels}
+        judge: nn.Module
+        if self.networks == "matching":
+            judge = MatchingDiscriminator(n_classes, **sizes, width=width)
+            width = max(1, 2 * width // 3)
+        else:
+            judge = Discriminator(n_classes, **sizes, width=width, apart=self.batchnorm == "apart")
+        n_generators = self.n_generators if self.generates else 0
+        return BayesianGAN(n_classes, n_generators, **sizes, width=width, discriminator=judge)
 
     def run(
         self, seed: int, device: torch.device, energy: PosteriorEnergy | None = None
@@ -247,7 +292,7 @@ class GanConfig(NetworkConfig):
     def cpu_warning(self) -> tuple[str, str] | None:
         if self.data == "digits" or self.steps <= MANY_STEPS:
             return None
-        time = "hours" if self.method == "supervised" else "days"
+        time = "days" if self.generates or self.networks == "matching" else "hours"
         return time, "`torchrex run gan/digits-100`"
 
     # Data
@@ -268,6 +313,8 @@ class GanConfig(NetworkConfig):
                 f"{int(count.argmin())} to label; import or fetch it again"
             )
         (x, y), held_out = split_images(self, train, test, seed=0)
+        if self.n_labelled == len(y):
+            return GanImages(x, y, x, held_out)
         labelled = label_subset(y, self.n_labelled, seed=seed)
         unlabelled = torch.ones(len(y), dtype=torch.bool)
         unlabelled[labelled] = False
@@ -275,14 +322,39 @@ class GanConfig(NetworkConfig):
 
     def loader(self, images: GanImages, seed: int, device: torch.device) -> DeviceLoader:
         """Batches as `gan_losses` wants them; all that is drawn for them comes from the seed."""
-        labelled, labels = images.labelled.to(device), images.labels.to(device)
+        with_labelled = WithLabelled(
+            images.labelled.to(device),
+            images.labels.to(device),
+            self.n_generators,
+            self.latents,
+            augment=self.augmentation,
+            dropout=self.dropout,
+        )
         return DeviceLoader(
             (images.unlabelled.to(device),),
             self.batch_size,
             seed=derive_seed(seed, "unlabelled"),
             last="wrap",
-            augment=WithLabelled(labelled, labels, self.n_generators, self.latents),
+            augment=with_labelled,
         )
+
+    @property
+    def augmentation(self) -> Augment | None:
+        """Digits are shifted less, and a flipped digit is none. The border reflects the image: a
+        black one would tell the discriminator which images are generated.
+        """
+        if not self.augment:
+            return None
+        half, is_photo = (0.5,) * self.kind.channels, self.data.startswith("cifar")
+        shift = max(1, self.kind.size // (8 if is_photo else 16))
+        return Augment(shift, is_photo, None, half, half, border="reflect")
+
+    @property
+    def dropout(self) -> Dropout:
+        if self.networks == "paper":
+            return ()
+        sizes = {"size": self.kind.size, "channels": self.kind.channels}
+        return MatchingDiscriminator.dropout(**sizes, width=self.width)
 
     def batches(self, seed: int, device: torch.device) -> Batches:
         images, normalise = self.images(seed), to_unit_range(self.kind.channels)
@@ -383,8 +455,9 @@ def authors_score(run: ModuleExchange, test: list[Labelled], batch_size: int) ->
 
 # Recipes
 
-GAN_FAMILIES = ("gan", "gan-tuned")
-GAN_METHODS: tuple[GanMethod, ...] = ("resghmc", "sghmc", "noswaps", "supervised")
+AUGMENTED = ("gan-augmented", "gan-matching")
+GAN_FAMILIES = ("gan", "gan-tuned", *AUGMENTED)
+GAN_METHODS: tuple[GanMethod, ...] = ("resghmc", "sghmc", "noswaps", "supervised", "consistency")
 GAN_DATA = ("cifar10", "cifar100", "svhn")
 N_LABELLED = (2000, 2500, 3000, 3500, 4000, 4500, 5000)
 
@@ -428,7 +501,7 @@ def gan_recipe_name(data: str, n_labelled: int, method: str, family: str = "gan"
 def gan_config(data: Any, n_labelled: int, method: GanMethod, family: str = "gan") -> GanConfig:
     """The recipe of one method with that many labels."""
     _, _, lrs, temperatures, factor = next(
-        row for row in APPENDIX_B if row[0] == data and row[1][0] <= n_labelled <= row[1][1]
+        row for row in APPENDIX_B if row[0] == data and min(n_labelled, 5000) <= row[1][1]
     )
     config = GanConfig(
         gan_recipe_name(data, n_labelled, method, family),
@@ -443,7 +516,24 @@ def gan_config(data: Any, n_labelled: int, method: GanMethod, family: str = "gan
     )
     if family == "gan":
         return config
-    return replace(config, lr_of_mean=2e-4, lr_floor=1.0, sampling_lr=10.0, average_every=100)
+    tuned = replace(config, lr_of_mean=2e-4, lr_floor=1.0, sampling_lr=10.0, average_every=100)
+    if family == "gan-tuned":
+        return tuned
+    if family == "gan-augmented":
+        return replace(tuned, augment=True, batchnorm="apart", n_generators=4)
+    return replace(
+        tuned,
+        augment=True,
+        networks="matching",
+        width=96,
+        n_generators=2,
+        latents=32,
+        lr_of_mean=1e-3,
+        steps=100_000,
+        warm_start=80_000,
+        average_every=200,
+        checkpoint_every=10_000,
+    )
 
 
 def digits_gan_recipes() -> dict[str, GanConfig]:
@@ -468,51 +558,70 @@ def digits_gan_recipes() -> dict[str, GanConfig]:
         correction_factor=1_000.0,
         checkpoint_every=500,
     )
-    names = {method: gan_recipe_name("digits", 100, method) for method in GAN_METHODS}
+    names = {method: gan_recipe_name("digits", 100, method) for method in GAN_METHODS[:4]}
     return {name: replace(config, recipe=name, method=method) for method, name in names.items()}
 
 
 def _gan_recipes(n_labelled: tuple[int, ...]) -> dict[str, GanConfig]:
     every = itertools.product(GAN_FAMILIES, GAN_DATA, n_labelled, GAN_METHODS)
-    configs = (gan_config(data, n, method, family) for family, data, n, method in every)
+    configs = (
+        gan_config(data, n, method, family)
+        for family, data, n, method in every
+        if method != "consistency" or family in AUGMENTED
+    )
+    return {config.recipe: config for config in configs}
+
+
+def all_labels_recipes() -> dict[str, GanConfig]:
+    """What the discriminators can reach: they learn from all training images with their labels."""
+    every = itertools.product(GAN_FAMILIES[1:], GAN_DATA)
+    configs = (gan_config(data, KINDS[data].n_train, "supervised", of) for of, data in every)
     return {config.recipe: config for config in configs}
 
 
 def table3_recipes() -> dict[str, GanConfig]:
-    """Twelve cells, two families, four methods each."""
-    return _gan_recipes((2000, 3000, 4000, 5000))
+    """Twelve cells in each family, and all labels."""
+    return {**_gan_recipes((2000, 3000, 4000, 5000)), **all_labels_recipes()}
 
 
 def figure3_recipes() -> dict[str, GanConfig]:
-    """The same with 2500, 3500 and 4500 labels as well."""
+    """With 2500, 3500 and 4500 labels as well."""
     return _gan_recipes(N_LABELLED)
 
 
 def gan_recipes() -> dict[str, GanConfig]:
-    return {**digits_gan_recipes(), **figure3_recipes()}
+    return {**digits_gan_recipes(), **figure3_recipes(), **all_labels_recipes()}
 
 
 # Tables
 
 SGHMC_ALONE, RESGHMC = Line("SGHMC", "sghmc"), Line("reSGHMC", "resghmc")
 NO_SWAPS, SUPERVISED = Line("no swaps", "noswaps"), Line("supervised only", "supervised")
+CONSISTENCY = Line("consistency only", "consistency")
 TABLE3 = PaperTable(
     "Table 3: semi-supervised Bayesian GANs, test accuracy in %",
     table3_recipes,
-    (SGHMC_ALONE, RESGHMC, NO_SWAPS, SUPERVISED),
+    (SGHMC_ALONE, RESGHMC, NO_SWAPS, SUPERVISED, CONSISTENCY),
     (
         Difference("swaps, rung 0", RESGHMC, NO_SWAPS),
         Difference("swaps, both rungs", RESGHMC, NO_SWAPS, "pooled_"),
         Difference("unlabelled images", SGHMC_ALONE, SUPERVISED),
+        Difference("unlabelled images without generated ones", CONSISTENCY, SUPERVISED),
         Difference("swaps and a second rung", RESGHMC, SGHMC_ALONE),  # what the paper claims
     ),
     "What swaps and unlabelled images contribute",
     {
         NO_SWAPS.title: "the same two rungs as reSGHMC without swaps, at equal cost.",
         SUPERVISED.title: "the same discriminator on the labelled images and nothing else.",
+        CONSISTENCY.title: "no generated images: an unlabelled image must get the same answer when "
+        "it is augmented twice.",
         "gan-tuned": "a steady learning rate of 0.0002 and 10 times that for SGHMC, chosen on "
         "validation images of CIFAR-10, and a draw every 100 steps; temperatures and F are the "
         "paper's. Not tested against the paper.",
+        "gan-augmented": "gan-tuned with shifted and flipped real images, BatchNorm apart for each "
+        "kind of image and 4 generators. Not tested against the paper.",
+        "gan-matching": "a larger discriminator and feature matching (Salimans et al. 2016), "
+        "augmented. Not tested against the paper.",
     },
     "contributions",
 )

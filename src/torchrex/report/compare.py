@@ -327,11 +327,13 @@ def unused(config: Mapping[str, Any]) -> set[str]:
     """
     noise, method, rungs = (config.get(name) for name in ("noise", "method", "temperatures"))
     noise = noise if isinstance(noise, Mapping) else {}
-    single = method in ("msgd", "sghmc", "supervised")
+    single = method in ("msgd", "sghmc", "supervised", "consistency")
     single = single or (isinstance(rungs, list) and len(rungs) < 2)
     idle = {"noise.degrees"} if noise.get("law") == "gaussian" else set()
     if single or method in ("independent", "noswaps") or config.get("swaps") is False:
         idle |= OF_SWAPS | {f"noise.{part}" for part in noise}
+    if method != "consistency":
+        idle |= {"consistency"}
     if single:
         idle |= {"hot_temperature", "hot_lr", "swaps", "generators"}
     return idle | {"temperature", "noise_follows_lr"} if method == "msgd" else idle

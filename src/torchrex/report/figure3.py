@@ -33,7 +33,7 @@ from torchrex.report.tables import (
 )
 
 METHODS = [line.title for line in TABLE3.lines]
-SHIFTS = dict(zip(METHODS, (-75, -25, 25, 75), strict=True))  # error bars side by side
+SHIFTS = dict(zip(METHODS, (-75, -25, 25, 75, 125), strict=True))  # error bars side by side
 HEADS = ("data", "labels", "method", "paper %", "ours %", "n", "both rungs %", "swaps")
 KEPT = ("method", "n_labelled", "n", "paper", "ours", "swaps", "devices")
 
@@ -43,7 +43,8 @@ def numbers(out: Path, chosen: Mapping[str, GanConfig]) -> dict[str, Any]:
     built = build(replace(TABLE3, recipes=figure3_recipes), out, chosen)
     by_name: dict[str, Any] = {}
     for row in built.rows:
-        name = row["data"] if row["family"] == "gan" else f"{row['data']}, tuned"
+        family = row["family"].removeprefix("gan-")
+        name = row["data"] if family == "gan" else f"{row['data']}, {family}"
         name += "" if row["steps"] == PAPER_STEPS else f", {row['steps']:,} steps"
         name += "".join(f", {setting}={value}" for setting, value in row["settings"].items())
         same = {"steps": row["steps"], "settings": row["settings"]}

@@ -50,7 +50,7 @@ LOOKS = {
         ("naive, naive reSGLD", OCHRE, "--", "D"),
         ("sgld, SGLD, sghmc, SGHMC, one", RED, "-.", "s"),
         ("independent, pooled, best, noswaps, no swaps, no swaps both rungs", GREEN, "--", "X"),
-        ("full", PINK, "-", "h"),
+        ("full, consistency only", PINK, "-", "h"),
         ("msgd, M-SGD, supervised, supervised only, ensemble, restarts", GREY, ":", "^"),
     )
     for name in names.split(", ")

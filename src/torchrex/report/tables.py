@@ -303,7 +303,9 @@ def build(table: PaperTable, out: Path, chosen: Mapping[str, NetworkConfig]) -> 
     for key, recipes in cells.items():
         names = {config.recipe for config in recipes.values()}
         for line in table.lines:
-            own = recipes[line.method]
+            own = recipes.get(line.method)
+            if own is None:  # not every cell has all methods
+                continue
             if own.recipe in chosen or (own.same_run_as in names and own.same_run_as in chosen):
                 shown.setdefault(key, []).append(line)
                 needed[own.recipe] = own

@@ -402,13 +402,13 @@ def frozen(module: nn.Module) -> Callable[..., Any]:
     """
     constants = {name: parameter.detach() for name, parameter in module.named_parameters()}
     constants |= {name: buffer.clone() for name, buffer in module.named_buffers()}
-    return lambda *inputs: torch.func.functional_call(module, constants, inputs)
+    return lambda *inputs, **named: torch.func.functional_call(module, constants, inputs, named)
 
 
 def without_tracking(module: nn.Module) -> Callable[..., Any]:
     """The module as a function that changes no buffers, so no running statistics."""
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    return lambda *inputs: torch.func.functional_call(module, buffers, inputs)
+    return lambda *inputs, **named: torch.func.functional_call(module, buffers, inputs, named)
 
 
 def _without_reduction(loss: Loss) -> Loss:

@@ -6,22 +6,26 @@ A replica has one discriminator with one class more than the data, and its gener
                     mean -log p_fake of generated ones
     each generator  mean -log(1 - p_fake) of what it generates, for the discriminator as it is
 
-A batch is (labelled images, labels, unlabelled images, latent). It has equally many labelled and
-unlabelled images, and the number of generated images is a multiple of theirs. The energy is what
-the discriminator descends, as a sum over the data. Given the generators, the discriminator moves in
-this potential, and swaps compare it. Example i of a batch has the i-th image of each kind and some
-generated images, drawn independently. The variance over examples is that of the sum, except for two
-effects. BatchNorm in training mode makes examples depend on each other, which lowers it
-(benchmarks/batchnorm_variance.py). All generators have the same share of every batch, which raises
-it a little where they differ.
+A batch has equally many labelled and unlabelled images, and the number of generated images is a
+multiple of theirs. The energy is what the discriminator descends, as a sum over the data. Given the
+generators, the discriminator moves in this potential, and swaps compare it. Example i of a batch
+has the i-th image of each kind and some generated images, drawn independently. The variance over
+examples is that of the sum, except for two effects. BatchNorm in training mode makes examples
+depend on each other, which lowers it (benchmarks/batchnorm_variance.py). All generators have the
+same share of every batch, which raises it a little where they differ.
+
+`MatchingDiscriminator` and `matching_losses` in `feature_matching.py` are a stronger network and
+another loss of the generators. Two losses without generators are the controls: `supervised_losses`
+of the labelled images alone, and `Consistency`, which uses the unlabelled images too.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,25 +34,52 @@ from torch import Tensor, nn
 from torchrex.errors import InvalidArgumentError, TargetError
 from torchrex.network import evaluating
 from torchrex.targets import frozen, without_tracking
-from torchrex.vision.augment import Normalise
+from torchrex.vision.augment import Augment, Normalise
 
 LATENT = 100
 SMALLEST = 2  # pixels along the side where both networks change between vectors and images
 WEIGHT_STD = 0.02
 KERNEL, STRIDE, PADDING = 5, 2, 2
+ALL_BROKEN = -2
 MARGIN = 2  # pixels between the images of a grid
 SMALLEST_SHOWN = 32  # pixels along a side; smaller images are enlarged
 
-GanBatch = tuple[Tensor, Tensor, Tensor, Tensor]
+Kept = tuple[Tensor, ...]
+Dropout = tuple[tuple[float, tuple[int, int, int]], ...]
+
+
+class GanBatch(NamedTuple):
+    """Images are (n, channels, height, width) in [-1, 1]."""
+
+    labelled: Tensor
+    labels: Tensor
+    unlabelled: Tensor
+    latent: Tensor  # (latents, n_generators, latent)
+    again: Tensor | None = None  # the unlabelled images, augmented a second time
+    # What each dropout of a discriminator keeps, for the labelled, the unlabelled and the generated
+    # images: all replicas drop the same, so that only the networks differ at a swap.
+    kept: Kept = ()
 
 
 class Discriminator(nn.Module):
-    """Strided convolutions down to 2 x 2, then `n_classes` + 1 logits; the last is "fake"."""
+    """Strided convolutions down to 2 x 2, then `n_classes` + 1 logits; the last is "fake".
+
+    With `apart`, BatchNorm in training mode normalises each part of a batch by itself: labelled,
+    unlabelled and every generator's images, as in the code of the paper's authors. Otherwise it
+    normalises all real images together and all generated ones.
+    """
 
     def __init__(
-        self, n_classes: int, *, size: int = 32, channels: int = 3, width: int = 64
+        self,
+        n_classes: int,
+        *,
+        size: int = 32,
+        channels: int = 3,
+        width: int = 64,
+        apart: bool = False,
     ) -> None:
         super().__init__()
+        self.apart = apart
         n_layers = _layers(size)
         widths = [channels, *(width * 2**k for k in range(n_layers))]
         layers: list[nn.Module] = []
@@ -61,9 +92,37 @@ class Discriminator(nn.Module):
         self.classes = nn.Linear(widths[-1] * SMALLEST**2, n_classes + 1)
         self.apply(_initialise)
 
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.classes(self.features(x).flatten(1))
+    def forward(self, x: Tensor, *, parts: int = 1, kept: Kept = ()) -> Tensor:
+        """`parts` is how many equal parts x has; `kept` is for networks with dropout."""
+        apart = parts > 1 and self.apart and self.training
+        for layer in self.features:
+            if apart and isinstance(layer, nn.BatchNorm2d):
+                x = normalised_apart(layer, x, parts)
+            else:
+                x = layer(x)
+        logits: Tensor = self.classes(x.flatten(1))
         return logits
+
+
+def normalised_apart(norm: nn.BatchNorm2d, x: Tensor, parts: int) -> Tensor:
+    """BatchNorm in training mode of each part of x by itself.
+
+    The running statistics move as by one pass over a part with the mean statistics of all parts.
+    """
+    each = full(x.view(parts, -1, *x.shape[1:]))
+    variance, mean = torch.var_mean(each, (1, 3, 4), correction=0, keepdim=True)
+    scale, shift = (p[:, None, None] for p in (norm.weight, norm.bias))
+    y = (each - mean) * torch.rsqrt(variance + norm.eps) * scale + shift
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    assert norm.num_batches_tracked is not None
+    assert norm.momentum is not None
+    n = each[0, :, 0].numel()
+    with torch.no_grad():
+        norm.num_batches_tracked += 1
+        norm.running_mean.lerp_(mean.flatten(1).mean(0), norm.momentum)
+        norm.running_var.lerp_(variance.flatten(1).mean(0) * (n / (n - 1)), norm.momentum)
+    return y.flatten(0, 1).to(x.dtype)
 
 
 class Upsampling(nn.Module):
@@ -113,7 +172,8 @@ class Generators(nn.Module):
 
     All generators are one network, with as many kernels as one generator has: transposed
     convolutions are batched matrix products, and BatchNorm over all channels of all generators is
-    that of each alone. `broken` is the first generator whose output was not finite, or -1.
+    that of each alone. `broken` is the first generator whose output was not finite, -1 for none and
+    -2 for all at once.
     """
 
     broken: Tensor
@@ -157,8 +217,8 @@ class Generators(nn.Module):
 
     def first_broken(self) -> int:
         """The generator that was not finite first, by output or weights; -1 if none or all."""
-        if int(self.broken) >= 0:
-            return int(self.broken)
+        if int(self.broken) != -1:
+            return max(-1, int(self.broken))
         layers = (parameter for layer in self.layers for parameter in layer.parameters())
         bad = [~weight.detach().isfinite().flatten(1).all(1) for weight in (self.first, *layers)]
         broken = torch.stack(bad).any(0).tolist()
@@ -166,16 +226,20 @@ class Generators(nn.Module):
 
     @torch.no_grad()
     def _remember_broken(self, images: Tensor) -> None:
-        """Keep the first one: afterwards the discriminator spreads it to all generators."""
+        """Keep the first one: afterwards the discriminator spreads it to all generators. All at
+        once (-2) is the discriminator's doing.
+        """
         bad = ~images.isfinite().all(-1).all(-1).all(-1).all(0)
         found = torch.where(bad.any(), bad.int().argmax(), self.broken)
-        self.broken.copy_(torch.where(self.broken < 0, found, self.broken))
+        found = torch.where(bad.all(), ALL_BROKEN, found)
+        self.broken.copy_(torch.where(self.broken == -1, found, self.broken))
 
 
 class BayesianGAN(nn.Module):
     """One replica: a discriminator and its generators, or with `n_generators=0` no generators.
 
-    Called on images, it gives the logits of the real classes.
+    Called on images, it gives the logits of the real classes. `discriminator` replaces that of the
+    paper; it gives the logits of `n_classes` + 1 classes.
     """
 
     def __init__(
@@ -187,12 +251,14 @@ class BayesianGAN(nn.Module):
         channels: int = 3,
         width: int = 64,
         latent: int = LATENT,
+        discriminator: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.n_classes = n_classes
-        self.discriminator = Discriminator(n_classes, size=size, channels=channels, width=width)
-        sizes = {"size": size, "channels": channels, "width": width, "latent": latent}
-        self.generators = Generators(n_generators, **sizes) if n_generators else None
+        sizes: dict[str, Any] = {"size": size, "channels": channels, "width": width}
+        self.discriminator = discriminator or Discriminator(n_classes, **sizes)
+        made = Generators(n_generators, **sizes, latent=latent) if n_generators else None
+        self.generators = made
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.discriminator(x)
@@ -231,10 +297,13 @@ def to_unit_range(channels: int) -> Normalise:
 class WithLabelled:
     """For `DeviceLoader((unlabelled images,), ..., augment=WithLabelled(...))`.
 
-    It gives (labelled, labels, unlabelled, latent). Images are bytes (n, height, width, channels)
-    and become (n, channels, height, width) in [-1, 1]. As many labelled images as the batch has
-    unlabelled ones are drawn with replacement; latents (latents, n_generators, latent) are uniform
-    in [-1, 1]. All replicas see the same batch, so that only the networks differ at a swap.
+    It gives a GanBatch. Images are bytes (n, height, width, channels). As many labelled images as
+    the batch has unlabelled ones are drawn with replacement; latents are uniform in [-1, 1]. All
+    replicas see the same batch, so that only the networks differ at a swap.
+
+    `augment` shifts and flips all real images, and the unlabelled ones twice. `dropout` has a
+    probability and the shape (height, width, channels) of what is dropped, for each dropout of the
+    discriminator.
     """
 
     images: Tensor = field(repr=False)
@@ -242,6 +311,8 @@ class WithLabelled:
     n_generators: int
     latents: int
     latent: int = LATENT
+    augment: Augment | None = None
+    dropout: Dropout = ()
 
     def __post_init__(self) -> None:
         if len(self.images) != len(self.labels) or not len(self.labels):
@@ -253,12 +324,24 @@ class WithLabelled:
     def __call__(self, batch: Any, generator: torch.Generator) -> GanBatch:
         (unlabelled,) = batch
         n, device = len(unlabelled), unlabelled.device
-        normalise = to_unit_range(unlabelled.shape[-1])
         chosen = torch.randint(len(self.labels), (n,), device=device, generator=generator)
         shape = (self.latents, self.n_generators, self.latent)
         latent = torch.rand(shape, device=device, generator=generator) * 2 - 1
-        labelled = normalise(self.images.index_select(0, chosen))
-        return labelled, self.labels.index_select(0, chosen), normalise(unlabelled), latent
+        labelled, labels = (each.index_select(0, chosen) for each in (self.images, self.labels))
+        if self.augment is None:
+            normalise = to_unit_range(unlabelled.shape[-1])
+            given = GanBatch(normalise(labelled), labels, normalise(unlabelled), latent)
+        else:
+            images = torch.cat([labelled, unlabelled, unlabelled])
+            first, second, third = self.augment((images, None), generator)[0].chunk(3)
+            given = GanBatch(first, labels, second, latent, third)
+        n += n + self.latents * self.n_generators
+
+        def kept(probability: float, shape: tuple[int, int, int]) -> Tensor:
+            mask = torch.empty(n, *shape, dtype=torch.bool, device=device)
+            return mask.bernoulli_(1.0 - probability, generator=generator).permute(0, 3, 1, 2)
+
+        return given._replace(kept=tuple(kept(*each) for each in self.dropout))
 
 
 def log_real(logits: Tensor) -> Tensor:
@@ -270,49 +353,99 @@ def log_fake(logits: Tensor) -> Tensor:
     return logits.log_softmax(-1)[..., -1]
 
 
-def gan_terms(
-    discriminator: nn.Module, batch: GanBatch, generated: Tensor
+def energy_terms(
+    labels: Tensor, known: Tensor, unknown: Tensor, fakes: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The discriminator's three losses of every example, (n,) each.
 
-    The last is a mean over the generated images of an example. Only the real images change the
-    running statistics of BatchNorm, because they normalise test images, which are real.
+    The last is a mean over the generated images of an example; `fakes` are the logits of all of
+    them, (latents, n_generators, classes).
     """
-    labelled, labels, unlabelled, _ = batch
-    n, n_generated = len(labels), generated.shape[:2].numel()
-    if len(unlabelled) != n or n_generated % n:
+    n, n_generated = len(labels), fakes.shape[:2].numel()
+    if len(unknown) != n or n_generated % n:
         raise TargetError(
             f"a batch must have as many unlabelled as labelled images, and latents x generators "
-            f"must be a multiple; got {n}, {len(unlabelled)} and {n_generated}"
+            f"must be a multiple; got {n}, {len(unknown)} and {n_generated}"
         )
-    known, unknown = _full(discriminator(torch.cat([labelled, unlabelled]))).chunk(2)
-    fakes = _full(without_tracking(discriminator)(generated.flatten(0, 1)))
     return (
         F.cross_entropy(known, labels, reduction="none"),
         -log_real(unknown),
-        -log_fake(fakes).view(n, -1).mean(1),
+        -log_fake(fakes).reshape(n, -1).mean(1),
     )
+
+
+def gan_terms(
+    discriminator: nn.Module, batch: GanBatch, generated: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The three losses. Only the real images change the running statistics of BatchNorm, because
+    they normalise test images, which are real.
+    """
+    known, unknown = _real_logits(discriminator, [batch.labelled, batch.unlabelled], batch.kept)
+    fakes = _fake_logits(without_tracking(discriminator), batch, generated)
+    return energy_terms(batch.labels, known, unknown, fakes)
+
+
+def _real_logits(discriminator: nn.Module, images: list[Tensor], kept: Kept) -> list[Tensor]:
+    """Logits of the labelled and then other images, as far as there are."""
+    sizes = [len(each) for each in images]
+    kept = tuple(mask[: sum(sizes)] for mask in kept)
+    # Of unequal parts none is normalised apart: such a batch is refused.
+    parts = len(images) if len(set(sizes)) == 1 else 1
+    logits = full(discriminator(torch.cat(images), parts=parts, kept=kept))
+    return list(torch.split(logits, sizes))
+
+
+def _fake_logits(judge: Callable[..., Tensor], batch: GanBatch, generated: Tensor) -> Tensor:
+    """(latents, n_generators, classes) from images, each generator's a part of its own."""
+    latents, n_generators = generated.shape[:2]
+    kept = tuple(mask[-latents * n_generators :] for mask in batch.kept)
+    logits = judge(generated.transpose(0, 1).flatten(0, 1), parts=n_generators, kept=kept)
+    return full(logits).view(n_generators, latents, -1).transpose(0, 1)
 
 
 def gan_losses(module: nn.Module, batch: GanBatch) -> tuple[Tensor, Tensor]:
     """For `PosteriorEnergy.of(gan_losses, n_data=...)`: terms of the energy, what is descended."""
     assert isinstance(module, BayesianGAN)
     assert module.generators is not None
-    generated = module.generators(batch[3])
+    generated = module.generators(batch.latent)
     energy = torch.stack(gan_terms(module.discriminator, batch, generated.detach())).sum(0)
-    seen = _full(frozen(module.discriminator)(generated.flatten(0, 1)))
+    seen = _fake_logits(frozen(module.discriminator), batch, generated)
     # A sum over generators: each is a sample by itself and has a complete potential.
-    deceived = -log_real(seen).view(generated.shape[:2]).mean(0).sum()
+    deceived = -log_real(seen).mean(0).sum()
     return energy, energy.mean() + deceived
 
 
 def supervised_losses(module: nn.Module, batch: GanBatch) -> Tensor:
     """The losses of the labelled images alone, by the same discriminator on the same batches."""
     assert isinstance(module, BayesianGAN)
-    return F.cross_entropy(_full(module.discriminator(batch[0])), batch[1], reduction="none")
+    (known,) = _real_logits(module.discriminator, [batch.labelled], batch.kept)
+    return F.cross_entropy(known, batch.labels, reduction="none")
 
 
-def _full(logits: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class Consistency:
+    """The losses of the labelled images, and `weight` times the squared distance between the
+    probabilities of the real classes for an unlabelled image augmented twice (Laine & Aila 2017).
+
+    What unlabelled images are worth without generated ones.
+    """
+
+    weight: float
+
+    def __call__(self, module: nn.Module, batch: GanBatch) -> Tensor:
+        assert isinstance(module, BayesianGAN)
+        if batch.again is None:
+            raise TargetError(
+                "consistency needs images that are augmented twice: WithLabelled(augment=...)"
+            )
+        images = [batch.labelled, batch.unlabelled, batch.again]
+        known, one, other = _real_logits(module.discriminator, images, batch.kept)
+        first, second = (each[:, :-1].softmax(1) for each in (one, other))
+        distance = (first - second).square().sum(1)
+        return F.cross_entropy(known, batch.labels, reduction="none") + self.weight * distance
+
+
+def full(logits: Tensor) -> Tensor:
     """Log-probabilities need more digits than autocast leaves."""
     return logits.float() if logits.dtype == torch.bfloat16 else logits
 
