@@ -21,8 +21,9 @@ import torch.distributed as dist
 
 import torchrex as tr
 from faults import jobs, script
-from faults.killing import LONGEST
+from faults.killing import LONGEST, processes
 from ranks import run_ranks
+from torchrex.experiments import RunFolder
 
 pytestmark = pytest.mark.slow
 
@@ -156,3 +157,83 @@ def test_ranks_of_a_new_life_meet_whatever_their_nodes_count(tmp_path):
         said = run_ranks(len(restarts), life, tmp_path, store.port, restarts, 1, timeout=20.0)
         met = [[rank, count] for rank, count in enumerate(restarts)]
         assert said == [None if rank == 1 else met for rank in range(len(restarts))]
+
+
+# The Slurm script of the page
+
+STAND_INS = {
+    "scontrol": 'case $1 in show) echo 127.0.0.1;; requeue) touch "$OUT/requeued";; esac\n',
+    # As srun: one task for each node. The others are ended where one fails.
+    "srun": 'shift; for _ in $(seq "$SLURM_NNODES"); do "$@" & done\n'
+    'for _ in $(seq "$SLURM_NNODES"); do wait -n || code=$?; done; exit ${code:-0}\n',
+}
+SMALL = "--set epochs=20 --set burn_in_epochs=5 --set checkpoint_every=100"
+
+
+def is_of_turn(pid, mark):
+    """Does a process belong to the step of that job? Signals do not reach srun and the script."""
+    with contextlib.suppress(OSError):
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        is_srun = b"srun" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return f"SLURM_JOB_ID={mark}".encode() in environment and not is_srun
+    return False
+
+
+def test_the_slurm_script_of_the_page_comes_to_the_end(tmp_path):
+    """Turns that end by the budget, one that is preempted, and another number of nodes."""
+    blocks = re.findall(r"^```bash\n(#!/bin/bash.*?)^```", PAGE.read_text(), re.M | re.S)
+    (text,) = (block for block in blocks if "#SBATCH" in block)
+    assert text.count("--budget 55m") == text.count("29400") == 1
+    for name, body in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}")
+        (tmp_path / name).chmod(0o755)
+    mark, nodes, turns = f"{os.getpid()}-{time.monotonic_ns()}", "2", 0
+    folder = RunFolder.of(tmp_path / "runs", "digits/resghmc", 0)
+    while not folder.finished:
+        turns += 1
+        budget = "1s" if turns == 1 else "5m"
+        words = text.replace("29400", str(free_port()))
+        (tmp_path / "job.sh").write_text(
+            words.replace("--budget 55m", f"--budget {budget} {SMALL}")
+        )
+        told = {"SLURM_JOB_ID": mark, "SLURM_NNODES": nodes, "SLURM_JOB_NODELIST": "this"}
+        path = f"{tmp_path}:{BIN}:{os.environ['PATH']}"
+        more = {**told, "PATH": path, "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        (tmp_path / "requeued").unlink(missing_ok=True)
+        with open(tmp_path / "job.log", "w") as log:
+            job = subprocess.Popen(
+                ["bash", "job.sh"],
+                cwd=tmp_path,
+                env={**os.environ, **more},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        if turns == 2:  # all processes of the step, but not the script and srun
+            first, deadline = max(folder.steps), time.monotonic() + LONGEST
+            while max(folder.steps) == first and time.monotonic() < deadline:
+                time.sleep(0.05)
+            for pid in processes() - {job.pid}:
+                if (
+                    is_of_turn(pid, mark)
+                    and b"srun" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+                ):
+                    os.kill(pid, signal.SIGTERM)
+        code, said = job.wait(LONGEST), (tmp_path / "job.log").read_text()
+        status = {1: "paused", 2: "interrupted"}.get(turns, "finished")
+        assert folder.status == status, said
+        assert (code == 0) == (status != "interrupted"), said
+        assert (tmp_path / "requeued").exists() == (status != "finished"), said
+        nodes = "1"
+    assert turns == 3
+    command = [BIN / "python", "-m", "torchrex", "run", "digits/resghmc", "--out", "alone"]
+    subprocess.run([*command, *SMALL.split()], cwd=tmp_path, check=True, capture_output=True)
+    alone = RunFolder.of(tmp_path / "alone", "digits/resghmc", 0)
+    numbers = [
+        {name: each.result[name] for name in ("metrics", "swaps", "steps_done")}
+        for each in (folder, alone)
+    ]
+    assert numbers[0] == numbers[1]
+    last = max(alone.steps)
+    assert jobs.contents_of(folder.checkpoints, last) == jobs.contents_of(alone.checkpoints, last)
+    trace = "trace.safetensors"
+    assert (folder.path / trace).read_bytes() == (alone.path / trace).read_bytes()
