@@ -346,6 +346,18 @@ def test_torchrun_does_not_take_a_budget_for_a_lost_rank(cli, tmp_path, monkeypa
     assert f"go on with: torchrun ... -m torchrex run {RESGHMC}" in out
 
 
+def test_a_restart_of_torchrun_goes_on_also_with_overwrite(cli, tmp_path, monkeypatch):
+    """The mutant begins anew, or refuses the run that is there."""
+    cli(f"run {RESGHMC}", *QUICK, out=tmp_path)
+    date = RunFolder.of(tmp_path, RESGHMC, 0).result["date"]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for how in ("", "--overwrite"):
+        code, out, err = cli(f"run {RESGHMC} {how}", *QUICK, out=tmp_path)
+        assert code == 0, err
+        assert "finished already" in out
+    assert RunFolder.of(tmp_path, RESGHMC, 0).result["date"] == date
+
+
 @pytest.mark.slow
 def test_exit_codes_of_real_processes(tmp_path):
     """75 when the budget is used up, 130 after Ctrl-C with a checkpoint, 0 at the end."""

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import ladder_growth  # noqa: E402
+import step_skew  # noqa: E402
 import torchrex as tr  # noqa: E402
 from scaling_measure import split  # noqa: E402
 from scaling_model import bytes_each, fit_ring, ring_seconds, step_seconds  # noqa: E402
@@ -124,6 +125,15 @@ def test_the_fit_finds_the_constants(constants):
     )
 
 
+def test_the_slowest_of_many_ranks():
+    """Of P draws of 0 or 1 the largest is 0 with probability 2^-P; 2,000 steps, 5 errors."""
+    for ranks in (1, 3):
+        exact = 1 - 0.5**ranks
+        error = math.sqrt(exact * (1 - exact) / step_skew.DRAWS)
+        assert abs(step_skew.slowest([0.0, 1.0], ranks, 1) - exact) < 5 * error
+    assert step_skew.slowest([2.0], 64, 16) == 32.0
+
+
 # Round trips
 
 
@@ -206,3 +216,4 @@ def test_the_page_has_the_stored_numbers():
         assert table(stored("scaling")) in page
     assert ladder_growth.table(stored("ladder_growth")) in page
     assert ladder_growth.growth_table(stored("ladder_growth")) in page
+    assert step_skew.table(stored("step_skew")) in page

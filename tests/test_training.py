@@ -4,6 +4,7 @@ happened.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -25,6 +26,7 @@ from torch import nn
 
 import torchrex as tr
 from modules import batches, classes, make_run
+from torchrex import processes
 from torchrex.errors import (
     CheckpointError,
     InvalidArgumentError,
@@ -412,6 +414,34 @@ def test_a_hangup_that_nohup_ignores_stays_ignored():
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("under_torchrun", [False, True])
+def test_under_torchrun_only_the_first_signal_counts(monkeypatch, under_torchrun):
+    """Slurm sends SIGTERM to every process of a job, and torchrun sends its own a moment later."""
+    monkeypatch.setattr(processes, "_is_stopping", False)
+    monkeypatch.delenv(processes.UNDER_TORCHRUN, raising=False)
+    if under_torchrun:
+        monkeypatch.setenv(processes.UNDER_TORCHRUN, "a")
+    before, later = signal.signal(signal.SIGTERM, signal.SIG_DFL), []
+    try:
+        with terminating() as received, stopping_signals() as noted:
+            signal.raise_signal(signal.SIGTERM)
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+            assert noted[0] == signal.SIGTERM
+            assert received == ([] if under_torchrun else [signal.SIGTERM])
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with stopping_signals() as noted:
+            noted.append(signal.SIGTERM)  # it came to another rank
+        assert (signal.getsignal(signal.SIGTERM) is signal.SIG_IGN) == under_torchrun
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with terminating(), contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+            later.append("goes on")
+        assert bool(later) == under_torchrun
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_signals_outside_the_main_thread_are_left_alone():

@@ -24,7 +24,10 @@ TERMINATING = tuple(
 BETWEEN_LOOKS = 0.5  # seconds between looks at the parent
 GRACE = 6.0  # seconds that a rank without torchrun has to leave by itself
 
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"  # only there is this variable set
+
 _parent: int | None = None
+_is_stopping = False  # this is a rank of torchrun, and a signal has come
 
 
 # Ranks
@@ -70,9 +73,10 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def restart_count() -> str:
-    """How often torchrun has restarted the ranks."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+def restart_count() -> int:
+    """How often torchrun has restarted the ranks of this node; it may differ between nodes."""
+    name = "TORCHELASTIC_RESTART_COUNT"
+    return number_from(name) if name in os.environ else 0
 
 
 # The parent
@@ -83,7 +87,7 @@ def leave_with_parent() -> None:
     it is killed. A process that torchrun did not start may outlive its parent.
     """
     global _parent
-    if _parent is None and "TORCHELASTIC_RUN_ID" in os.environ:
+    if _parent is None and UNDER_TORCHRUN in os.environ:
         _parent = os.getppid()
         threading.Thread(target=_watch_parent, name="torchrex-parent", daemon=True).start()
 
@@ -140,8 +144,10 @@ def terminating() -> Iterator[list[int]]:
     received: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        raise KeyboardInterrupt
+        if not _is_stopping:
+            _begin_to_stop()
+            received.append(number)
+            raise KeyboardInterrupt
 
     mine = []
     if threading.current_thread() is threading.main_thread():
@@ -158,7 +164,7 @@ def terminating() -> Iterator[list[int]]:
 @contextlib.contextmanager
 def stopping_signals() -> Iterator[list[int]]:
     """Collect the first SIGINT, SIGTERM or SIGHUP instead of dying of it; a second one acts as
-    usual. SIGTERM and SIGHUP stay ignored where they are, as by nohup.
+    usual, but not under torchrun. SIGTERM and SIGHUP stay ignored where they are, as by nohup.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -171,15 +177,29 @@ def stopping_signals() -> Iterator[list[int]]:
 
     def restore() -> None:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            ends_now = _is_stopping and number in TERMINATING and handler is signal.SIG_DFL
+            signal.signal(number, signal.SIG_IGN if ends_now else handler)
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        restore()
+        if UNDER_TORCHRUN not in os.environ:
+            restore()
 
     for number in before:
         signal.signal(number, note)
     try:
         yield received
     finally:
+        if received:
+            _begin_to_stop()
         restore()
+
+
+def _begin_to_stop() -> None:
+    """From now on a rank of torchrun takes no further SIGTERM or SIGHUP.
+
+    Slurm sends one to every process of a job step, torchrun sends its own to its ranks, and other
+    nodes do so a moment later: all mean the same stop. torchrun kills what does not end in 30 s.
+    """
+    global _is_stopping
+    _is_stopping = UNDER_TORCHRUN in os.environ

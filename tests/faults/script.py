@@ -38,6 +38,8 @@ def main(folder, n_steps=jobs.N_STEPS, strike=None):
         sys.exit(f"torchrex: {error}" if error.speaks else 1)
     print(f"rank {rank} life {life} ends {said['status']} at step {said['stands_at']}", flush=True)
     leave()
+    if said["signal"]:  # with 0, torchrun would take it for finished
+        sys.exit(128 + said["signal"])
 
 
 if __name__ == "__main__":

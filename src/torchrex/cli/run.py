@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -174,8 +173,6 @@ def run(
         raise ConfigError(
             "--resume continues a run and --overwrite begins it anew; give one of them"
         )
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        resume, overwrite = True, False  # torchrun begins again after a rank was lost
     seconds = seconds_of(budget)
     if recipe in THINGS:
         raise RecipeError(

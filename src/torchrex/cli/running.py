@@ -20,18 +20,18 @@ from rich.table import Table
 
 from torchrex.cli.console import advise, count, say, stderr, stdout
 from torchrex.cli.main import Interrupted
+from torchrex.distributed import join
 from torchrex.errors import ConfigError, NonFiniteEnergyError, RunFolderError, RunInterrupted
 from torchrex.exchange import exchange_line
 from torchrex.experiments import DensityConfig, ExperimentConfig, Run, RunFolder, RunOptions, dumps
 from torchrex.experiments.runner import Group, group_runs, require_room, run_group, run_in
-from torchrex.processes import cores, is_main_process, terminating
+from torchrex.processes import UNDER_TORCHRUN, cores, is_main_process, restart_count, terminating
 from torchrex.recording import LiveDisplay, open_logs
 from torchrex.report.plots import error_of_mean
 
 MOST_NAMED = 6  # runs that were not reached
 MOST_SHOWN = 8  # metrics of a run; all are in result.json
 BUDGET_USED_UP = 75  # exit code (EX_TEMPFAIL): the same command again goes on
-UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"  # it starts a rank again whose exit code is not 0
 LEAST_BUDGET = 1e-9  # of a budget that is used up: the next run stops at its first chance
 
 
@@ -41,6 +41,9 @@ def run_seeds(
     """Run one config with every seed, print the numbers that matter, and their mean over seeds."""
     require_logs([config], options)
     config.device(options.device)
+    # torchrun begins again after a rank was lost; nodes count restarts each for itself.
+    if max(join().gather(restart_count())) > 0:
+        options = replace(options, resume=True, overwrite=False)
     runs = [run_in(out, config, seed) for seed in seeds]
     require_room(runs, options)  # for all of them, before the first begins
     before = states(runs) if options.resume else {}
@@ -126,6 +129,7 @@ class Session:
                 self._say_how_far(paused, group.runs[0].config.n_steps)
                 self._say_not_reached(self.groups[k + 1 :])
                 advise(f"go on with: {self.again}")
+                # torchrun starts a rank again whose exit code is not 0.
                 raise typer.Exit(0 if UNDER_TORCHRUN in os.environ else BUDGET_USED_UP)
 
     def _run(self, group: Group, options: RunOptions) -> list[RunFolder]:

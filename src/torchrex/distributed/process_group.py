@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,21 +26,17 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from torchrex.distributed.watch import Watch, short
+from torchrex.distributed.watch import GONE, PATIENCE, Watch, beat_of, short
 from torchrex.errors import InvalidArgumentError, RankError, TorchrexError
-from torchrex.processes import (
-    leave_with_parent,
-    number_from,
-    parent_is_gone,
-    rank_and_size,
-    restart_count,
-)
+from torchrex.processes import leave_with_parent, number_from, parent_is_gone, rank_and_size
 
 T = TypeVar("T")
 
 LONGEST_TIMEOUT = 1e7  # 115 days; torch cannot count the milliseconds of much more
 TIMEOUT = 300.0  # seconds that a rank waits for the others; TORCHREX_TIMEOUT says otherwise
 BETWEEN_LOOKS = 0.5  # seconds between looks into the store, at a rendezvous
+BETWEEN_LOOKS_AT_START = 0.1
+LIFE = "torchrex life"  # the key of the newest, and the prefix of each
 SILENCE = 10.0  # seconds without a sign of life (two a second) after which a rank counts as gone
 
 
@@ -150,6 +147,7 @@ def join() -> ProcessGroup:
         return _process_group
     if not dist.is_available():
         return ALONE
+    store = None
     if not dist.is_initialized():
         if rank_and_size()[1] < 2:
             return ALONE
@@ -158,12 +156,12 @@ def join() -> ProcessGroup:
         if on_gpus:
             local = int(os.environ.get("LOCAL_RANK", "0"))
             torch.cuda.set_device(local % torch.cuda.device_count())
-        _initialize("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
+        store = _initialize("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
         atexit.register(leave)  # a script need not say that it is over
     rank, size = dist.get_rank(), dist.get_world_size()
     if size == 1:
         return ALONE
-    _process_group = ProcessGroup(rank, size, Watch(rank, size))
+    _process_group = ProcessGroup(rank, size, Watch(rank, size, store))
     return _process_group
 
 
@@ -186,7 +184,8 @@ def is_main_process() -> bool:
     return rank_and_size()[0] == 0
 
 
-def _initialize(backend: str) -> None:
+def _initialize(backend: str) -> Store:
+    """The part of the store that belongs to this life of the job."""
     seconds, (own, size) = _timeout(), rank_and_size()
     host, port = os.environ.get("MASTER_ADDR"), number_from("MASTER_PORT", least=1, most=65535)
     if not host:
@@ -194,9 +193,7 @@ def _initialize(backend: str) -> None:
     timeout = timedelta(seconds=seconds)
     try:
         store, rank, size = next(rendezvous("env://", timeout=timeout))
-        _require_own_job(store, rank, size, f"{host}:{port}")
-        # torchrun keeps its store when it restarts the ranks: old addresses must not be found.
-        store = PrefixStore(f"life {restart_count()}", store)
+        store = _Entrance(store, rank, size, f"{host}:{port}").wait(seconds)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except RankError:
         raise
@@ -206,30 +203,95 @@ def _initialize(backend: str) -> None:
         if "EADDRINUSE" in str(error):
             text = f"another job uses port {port}; end it, or choose another port"
         raise RankError(text, speaks=own == 0) from None
+    return store
 
 
-def _require_own_job(store: Store, rank: int, size: int, where: str) -> None:
-    """Refuse a store in which ranks of another job have written who they are.
+class _Entrance:
+    """Where the ranks that start together find each other, and nobody else.
 
-    Ranks of a job whose torchrun was killed may find that of the next job at the same port.
+    torchrun keeps its store when it starts ranks again, and every node counts restarts for itself.
+    So rank 0 opens a life, and all ranks write into it who they are. A place that is taken belongs
+    to an earlier life, or to another job whose ranks found the same port, for example because their
+    torchrun was killed. Another job gives signs of life, and whoever sees them leaves.
     """
-    if parent_is_gone():
-        raise RankError("torchrun is gone: killed, stopped, or out of reach", speaks=rank == 0)
-    me = f"process {os.getpid()} on {socket.gethostname()}"
-    entries = {"job": f"{os.environ.get('TORCHELASTIC_RUN_ID', '')!r} of {size} processes"}
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # It is in a folder that every start of torchrun makes for its ranks on this host.
-        start = "/".join(Path(file).parts[-5:-3])
-        entries[f"host {os.environ.get('GROUP_RANK', '0')}"] = f"started by torchrun as {start}"
-    entries[f"rank {rank}"] = me
-    store = PrefixStore(f"torchrex job {restart_count()}", store)
-    for what, mine in entries.items():
-        found = store.compare_set(what, "", mine).decode()
-        if found != mine:
-            raise RankError(
-                f"rank {rank} ({me}) found another job at {where}: its {what} is {found}, not "
-                f"{mine}; end that job, or choose another port"
+
+    def __init__(self, store: Store, rank: int, size: int, where: str) -> None:
+        self._store, self._rank, self._size, self._where = store, rank, size, where
+        self._me = f"process {os.getpid()} on {socket.gethostname()}"
+        self._mine = {"job": f"{os.environ.get('TORCHELASTIC_RUN_ID', '')!r} of {size} processes"}
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            # It is in a folder that every start of torchrun makes for its ranks on this host.
+            start = "/".join(Path(file).parts[-5:-3])
+            self._mine[f"host {os.environ.get('GROUP_RANK', '0')}"] = (
+                f"started by torchrun as {start}"
             )
+        self._mine[f"rank {rank}"] = self._me
+
+    def wait(self, seconds: float) -> Store:
+        """The part of the store that belongs to the life in which all ranks are."""
+        if parent_is_gone():
+            raise RankError(f"torchrun is {GONE}", speaks=self._rank == 0)
+        deadline = time.monotonic() + seconds
+        return self._follow(deadline) if self._rank else self._open(deadline)
+
+    def _open(self, deadline: float) -> Store:
+        if old := self._life():
+            before = beat_of(self._store_of(old), 0)
+            time.sleep(PATIENCE)
+            if self._life() != old or beat_of(self._store_of(old), 0) != before:
+                raise self._found_another(self._taken(self._store_of(self._life())))
+        life = uuid.uuid4().hex
+        here = self._store_of(life)
+        self._taken(here)
+        self._store.set(LIFE, life)
+        places = [f"rank {rank}" for rank in range(self._size)]
+        while not here.check(places):
+            if self._life() != life:
+                raise self._found_another(self._taken(self._store_of(self._life())))
+            if time.monotonic() > deadline:
+                missing = ", ".join(place for place in places if not here.check([place]))
+                raise RuntimeError(f"without {missing}")
+            time.sleep(BETWEEN_LOOKS_AT_START)
+        here.set("begun", "")
+        return here
+
+    def _follow(self, deadline: float) -> Store:
+        beats: dict[str, Any] = {}  # of each life, at first sight
+        entered, reason = "", "without rank 0"
+        while time.monotonic() < deadline:
+            life = self._life()
+            here = self._store_of(life)
+            if life and life != entered:
+                if taken := self._taken(here):
+                    reason, beat = taken, beat_of(here, 0)
+                    if beat != beats.setdefault(life, beat):
+                        raise self._found_another(taken)
+                else:
+                    entered, reason = life, "one is missing"
+            if life and life == entered and here.check(["begun"]):
+                return here
+            time.sleep(BETWEEN_LOOKS_AT_START)
+        raise RuntimeError(reason)
+
+    def _life(self) -> str:
+        return self._store.get(LIFE).decode() if self._store.check([LIFE]) else ""
+
+    def _store_of(self, life: str) -> Store:
+        return PrefixStore(f"{LIFE} {life}", self._store)
+
+    def _taken(self, here: Store) -> str:
+        """Enter a life; what in it belongs to someone else, if something does."""
+        for what, mine in self._mine.items():
+            found = here.compare_set(what, "", mine).decode()
+            if found != mine:
+                return f"its {what} is {found}, not {mine}"
+        return ""
+
+    def _found_another(self, taken: str) -> RankError:
+        return RankError(
+            f"rank {self._rank} ({self._me}) found another job at {self._where}: {taken}; end that "
+            "job, or choose another port"
+        )
 
 
 def _timeout() -> float:

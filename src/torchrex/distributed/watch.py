@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from torchrex.errors import RankError
 from torchrex.processes import restart_count
@@ -25,18 +25,22 @@ from torchrex.processes import restart_count
 BETWEEN_BEATS = 0.5  # seconds
 PATIENCE = 2.0  # seconds that a survivor listens for the others
 STORE_TIMEOUT = timedelta(seconds=30)  # a store that says nothing for so long is gone
+PREFIX = "torchrex watch"
 GONE = "gone: killed, stopped, or out of reach"
 
 
 class Watch:
     """The signs of life of this rank, and a look at those of the others."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, store: Store | None = None) -> None:
+        """`store` belongs to this life of the job; by default that of the user's process group."""
         self._rank, self._size = rank, size
+        if store is None:
+            # torchrun keeps its store when it restarts the ranks, and reports of before are old.
+            store = dist.distributed_c10d._get_default_store()
+            store = PrefixStore(f"torchrex {restart_count()}", store)
         # A connection of its own: that of the process group may be blocked by someone who waits.
-        store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        # torchrun keeps its store when it restarts the ranks: reports of an earlier life are old.
-        self._store = PrefixStore(f"torchrex/{restart_count()}", store)
+        self._store = PrefixStore(PREFIX, store.clone())  # type: ignore[attr-defined]
         self._store.set_timeout(STORE_TIMEOUT)
         self.is_orphan = False
         self.begun = 0  # collectives
@@ -146,6 +150,12 @@ class Watch:
         while not self._ended.wait(BETWEEN_BEATS) and not self.is_orphan:
             beats += 1
             self.set("beat", [beats, self.begun])
+
+
+def beat_of(store: Store, rank: int) -> Any:
+    """The last sign of life of a rank, as it wrote it."""
+    store, key = PrefixStore(PREFIX, store), f"beat/{rank}"
+    return store.get(key) if store.check([key]) else None
 
 
 def short(error: BaseException) -> str:

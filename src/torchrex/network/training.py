@@ -363,6 +363,7 @@ class _Loop:
                 signalled = received[0] if received else 0
                 number, used_up, took = process_group.maximum((signalled, over, now - looked))
                 if number:
+                    received.append(int(number))
                     return outcome("interrupted", int(number))
                 if used_up and self.n_steps < n_steps:
                     return outcome("paused")
