@@ -170,6 +170,9 @@ def test_a_run_has_the_same_bits_alone_and_among_others():
         torch.testing.assert_close(among[5:6], alone, rtol=0, atol=0)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 11), reason="Inductor drops the check: the energy becomes NaN"
+)
 def test_a_matrix_without_a_factor_is_the_error_of_torch_and_the_run_stays_as_it_was():
     def breaks(x):
         matrix = torch.eye(2, dtype=x.dtype) * (1.0 - x[:, :1, None])

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import has_side_effect
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LARGEST_MATRIX = 48  # rows: beyond, the blocks of LAPACK are faster (measured)
@@ -348,6 +349,7 @@ def _check(_: None, info: Tensor, name: str, is_matrix: bool) -> list[Statement]
     return [lambda pointer: f"if (any({count}L, (int*)({pointer(info)}))) return {NO_FACTOR};"]
 
 
+has_side_effect(aten._linalg_check_errors.default)  # else torch 2.11 drops it
 CALLS: dict[Any, Callable[..., list[Statement]]] = {
     aten.linalg_cholesky_ex.default: _cholesky,
     aten.linalg_solve_triangular.default: _triangular,
