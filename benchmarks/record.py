@@ -76,6 +76,21 @@ def density_loop_table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def covariance_step_table(record: dict[str, Any]) -> str:
+    """Microseconds of CPU time a step, a column for each way."""
+    ways = list(dict.fromkeys(r["way"] for r in record["results"]))
+    lines = [f"| density | rungs | runs | numbers | {' | '.join(ways)} |", "|---" * 7 + "|"]
+    rows: dict[tuple[Any, ...], list[str]] = {}
+    for r in record["results"]:
+        key = tuple(r[name] for name in ("density", "rungs", "runs", "dtype"))
+        us = {name: number(value) for name, value in r["us_per_step"].items()}
+        rows.setdefault(key, []).append(f"{us['median']} ({us['min']} to {us['max']})")
+    for (density, *sizes), cells in rows.items():
+        words = [f"`{density}`", *map(str, sizes), f"**{cells[0]}**", *cells[1:]]
+        lines.append(f"| {' | '.join(words)} |")
+    return "\n".join(lines)
+
+
 def speed_table(networks: dict[str, Any], densities: dict[str, Any]) -> str:
     """Two rows for the front page: torchrex beside the best that was measured in the same file."""
     two = {
@@ -519,6 +534,7 @@ def main() -> None:
     """
     tables = {
         "density_loop": (density_loop_table, "density_loop"),
+        "covariance_step": (covariance_step_table, "covariance_step"),
         "memory": (memory_table, "memory"),
         "module_step": (module_step_table, "module_step"),
         "module_profile": (module_profile_table, "module_step"),

@@ -7,8 +7,9 @@ advance along the stacked inputs and outputs. That is a CUDA graph, for the CPU.
 the C++ wrapper does the same job, but allocates its buffers anew in every iteration: 30 times
 slower at one run, 2 times at 64 (benchmarks/README.md).
 
-A step that calls library functions (LAPACK, FFT, large products) has no recording: its compiled
-code is called from Python, once a step.
+Factors and solutions of small matrices are recorded too (`linear_algebra.py`). A step that calls
+other library functions (FFT, eigenvalues, large products) has no recording: its compiled code is
+called from Python, once a step.
 
 This leans on internals of Inductor, so nothing is taken on trust: the caller compares the first
 steps with eager ones, and falls back to the eager loop with a logged reason.
@@ -31,10 +32,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchrex.density import linear_algebra
+from torchrex.density.linear_algebra import LibraryCalls, Statement, fits_product
 from torchrex.errors import TargetError
 from torchrex.rng import DEFAULT_GENERATORS
 
-# What Inductor's code may call besides its own kernels and its checks, `assert_...`: allocation.
+# What Inductor's code may call besides its kernels, its checks and torch's operators: allocation.
 ALLOWED = ["empty_strided_cpu", "reinterpret_tensor", "clear"]
 # Numbers in a tensor up to which scalar code is faster than masked vectors (0.07 against 0.13 us).
 LARGEST_SCALAR = 8
@@ -47,10 +50,17 @@ class CannotReplayError(RuntimeError):
 
 @dataclass
 class Recording:
-    """Kernel calls of one execution: addresses, the tensors they touched (kept alive), outputs."""
+    """Calls of one execution: addresses of kernels and the tensors they touched (kept alive), or
+    statements; then its outputs, and what raises the error of a matrix without a factor.
+    """
 
-    kernels: list[tuple[int, tuple[Tensor, ...]]]
+    calls: list[tuple[int, tuple[Tensor, ...]] | Statement]
     outputs: list[Tensor]
+    checks: list[tuple[Any, ...]]
+
+    @property
+    def has_statements(self) -> bool:
+        return not all(isinstance(call, tuple) for call in self.calls)
 
 
 def compiled_by_inductor(function: Callable[..., Sequence[Tensor]], args: Sequence[Tensor]) -> Any:
@@ -64,7 +74,7 @@ def compiled_by_inductor(function: Callable[..., Sequence[Tensor]], args: Sequen
     if any(tensor.device.type != "cpu" for tensor in args):
         raise CannotReplayError("the compiled loop runs on the CPU")
     # Fake tensors: a branch on a value raises instead of being burnt in.
-    table = {**select_decomp_table(), **_small_products()}
+    table = {**select_decomp_table(), **_small_products(), **linear_algebra.DECOMPOSITIONS}
     # Functionalised: Inductor would miss what the target writes in place.
     pure = torch.func.functionalize(function, remove="mutations")
     trace = make_fx(
@@ -87,6 +97,10 @@ def compiled_by_inductor(function: Callable[..., Sequence[Tensor]], args: Sequen
     # One thread: a step is too short to share out.
     settings: dict[str, Any] = {"cpp_wrapper": False, "graph_partition": False}
     settings |= {"compile_threads": 1, "cpp.threads": 1}
+    if any(node.target in linear_algebra.CALLS for node in graph.graph.nodes):
+        linear_algebra.merge_equal_calls(graph)
+        # Rows of matrices are short: masked vectors take longer than scalar code for their ends.
+        settings["cpp.enable_loop_tail_vec"] = False
     if max(sizes) <= LARGEST_SCALAR:
         settings["cpp.simdlen"] = 1
     with torch.no_grad(), config.patch(settings), warnings.catch_warnings():
@@ -101,7 +115,7 @@ def record(compiled: Any, args: Sequence[Tensor]) -> Recording | None:
     kernels = {name: value for name, value in names.items() if name.startswith("cpp_fused")}
     if not _calls_only_kernels(compiled.source_code, set(kernels)):
         return None
-    calls: list[tuple[int, tuple[Tensor, ...]]] = []
+    calls: list[tuple[int, tuple[Tensor, ...]] | Statement] = []
 
     def recorder(kernel: Any) -> Callable[..., None]:
         address = ctypes.cast(ctypes.CDLL(kernel.__self__.__file__).kernel, ctypes.c_void_p).value
@@ -115,12 +129,14 @@ def record(compiled: Any, args: Sequence[Tensor]) -> Recording | None:
 
         return run
 
+    library = LibraryCalls(calls.append)
     try:
         names.update({name: recorder(kernel) for name, kernel in kernels.items()})
-        outputs = list(call(list(args)))
+        with library:
+            outputs = list(call(list(args)))
     finally:
         names.update(kernels)
-    return Recording(calls, outputs)
+    return Recording(calls, outputs, library.checks) if library.complete else None
 
 
 def _small_products() -> dict[Any, Callable[..., Any]]:
@@ -134,7 +150,7 @@ def _small_products() -> dict[Any, Callable[..., Any]]:
         return (a.unsqueeze(2) * b.unsqueeze(0)).sum(1) if small else NotImplemented
 
     def bmm(a: Tensor, b: Tensor) -> Any:
-        small = a.numel() * b.shape[2] <= LARGEST_PRODUCT
+        small = a.numel() * b.shape[2] <= LARGEST_PRODUCT and not fits_product(a, b)
         return (a.unsqueeze(3) * b.unsqueeze(1)).sum(2) if small else NotImplemented
 
     def addmm(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
@@ -149,14 +165,15 @@ def _small_products() -> dict[Any, Callable[..., Any]]:
 
 
 def _calls_only_kernels(source: str, kernels: set[str]) -> bool:
-    """Does the code call no library function, which a recording would not have?"""
+    """Does the code call nothing else? What torch's operators do is seen when they are called."""
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     body = next((function for function in functions if function.name == "call"), None)
     if body is None:
         raise CannotReplayError("Inductor's code has an unknown form")
     called = [ast.unparse(node.func) for node in ast.walk(body) if isinstance(node, ast.Call)]
     known = kernels.union(ALLOWED)
-    return all(name.startswith("assert_") or name.split(".")[-1] in known for name in called)
+    checked = ("assert_", "torch.ops.aten.", "extern_kernels.")
+    return all(name.startswith(checked) or name.split(".")[-1] in known for name in called)
 
 
 class Occasions(NamedTuple):
@@ -220,6 +237,7 @@ class Replay:
                 for each, args in zip(compiled, given, strict=True)
             ]
         self._step, self._measure, self._swap_step = recordings
+        self._recordings = [recording for recording in recordings if recording]
         self._calls: list[Any] = [each and each.current_callable for each in compiled]
         self._pointers: list[tuple[str, int]] = []
         self._function: Any = None
@@ -233,13 +251,14 @@ class Replay:
 
     @property
     def is_recorded(self) -> bool:
-        """Does it run in C? Else it calls library functions, step by step from Python."""
+        """Does it run in C? Else it is called from Python, step by step."""
         return self._function is not None
 
     def _build(self, recorded: Recording) -> Any:
         """Write, compile and load the C loop."""
         from torch._inductor.cpp_builder import get_cpp_compiler
 
+        matrices = any(recording.has_statements for recording in self._recordings)
         measure, other = ["    if (0) {"], ["    if (0) {"]
         step = {"input": ("t", self._examples)}
         if self._measure is not None:
@@ -254,6 +273,7 @@ class Replay:
         numbers = "long n, long at, long every, long swap, long swap_every"
         lines = [
             "#include <string.h>",
+            *([linear_algebra.CODE] if matrices else []),
             f'extern "C" int replay({numbers}, char** p) {{',
             "  try {",
             "  for (long t = 0, j = 0, k = 0; t < n; t++) {",
@@ -274,7 +294,8 @@ class Replay:
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         code, library = Path(folder, "loop.cpp"), Path(folder, "loop.so")
         code.write_text("\n".join(lines))
-        command = [get_cpp_compiler(), "-O2", "-shared", "-fPIC", str(code), "-o", str(library)]
+        flags = linear_algebra.FLAGS if matrices else ["-O2"]
+        command = [get_cpp_compiler(), *flags, "-shared", "-fPIC", str(code), "-o", str(library)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:]
@@ -297,7 +318,8 @@ class Replay:
             for which, tensor in enumerate(rows):
                 role[_storage(tensor)] = (index, self._slot(kind, which))
         # An output that a kernel writes alone goes straight to its place; others are copied there.
-        written = {_storage(tensor) for _, tensors in recording.kernels for tensor in tensors}
+        kernels = [call for call in recording.calls if isinstance(call, tuple)]
+        written = {_storage(tensor) for _, tensors in kernels for tensor in tensors}
         shared = {_storage(tensor) for tensor in recording.outputs[: len(self.carry)]}
         copies = []
         for which, tensor in enumerate(outputs):
@@ -318,7 +340,11 @@ class Replay:
             return f"{start} + {index} * (long)p[{slot + 1}]" if index else start
 
         lines = []
-        for address, tensors in recording.kernels:
+        for call in recording.calls:
+            if not isinstance(call, tuple):
+                lines.append(call(pointer))
+                continue
+            address, tensors = call
             slot, types = self._slot("address", address), ", ".join(["char*"] * len(tensors))
             values = ", ".join(pointer(tensor) for tensor in tensors)
             lines.append(f"((void (*)({types}))p[{slot}])({values});")
@@ -373,7 +399,10 @@ class Replay:
                 stride = tensor.stride(0) * tensor.element_size()
                 table[row] = stride if is_stride else tensor.data_ptr()
         numbers = map(ctypes.c_long, (n, *measured[1:], *swapped[1:]))
-        if self._function(*numbers, table):
+        if failure := self._function(*numbers, table):
+            if failure == linear_algebra.NO_FACTOR:
+                for function, args, names in (c for r in self._recordings for c in r.checks):
+                    function(*args, **names)
             raise TargetError(
                 "the target failed inside the compiled loop, whose kernels refuse an index out of "
                 "bounds; compiled=False shows where"
