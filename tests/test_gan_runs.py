@@ -449,6 +449,7 @@ def test_a_generator_that_breaks_is_named_by_the_command(cli, tmp_path, monkeypa
 def test_every_recipe_is_what_its_name_says():
     everything = gan.gan_recipes()
     expected = {f"gan/digits-100{method}" for method in METHODS}
+    expected |= {f"gan-augmented/digits-100{method}" for method in (*METHODS, "-consistency")}
     for family in ("gan", "gan-tuned", "gan-augmented", "gan-matching"):
         twice = ("-consistency",) if family in ("gan-augmented", "gan-matching") else ()
         for data in ("cifar10", "cifar100", "svhn"):
@@ -459,7 +460,7 @@ def test_every_recipe_is_what_its_name_says():
     for family in ("gan-tuned", "gan-augmented", "gan-matching"):
         expected |= {f"{family}/{data}-{n}-supervised" for data, n in n_images.items()}
     assert set(everything) == expected
-    assert len(everything) == 4 + 21 * (4 + 4 + 5 + 5) + 9
+    assert len(everything) == 9 + 21 * (4 + 4 + 5 + 5) + 9
     for name, config in everything.items():
         config.check()
         assert (recipes()[name], config.recipe) == (config, name)

@@ -375,6 +375,47 @@ def test_numbers_of_draws_are_in_the_result(tmp_path):
     assert metrics["ess"] == pytest.approx((metrics["sd_0"] / metrics["mean_0_se"]) ** 2)
 
 
+@pytest.mark.parametrize(("lr", "severity"), [(1.9, "problem"), (0.5, "warning"), (0.02, "fine")])
+@pytest.mark.parametrize("noise", [None, 1.0])
+def test_doctor_says_that_a_learning_rate_widens_rung_0(tmp_path, lr, severity, noise):
+    """SGLD on x^2 / 2 has the variance 1 / (1 - lr / 2): 20, 1.33 and 1.01 times the right one.
+
+    Mutant: the temperature of draws in another order, 0, is colder than nominal.
+    """
+    target: tr.Target = tr.LogDensity(lambda x: -0.5 * x.square().sum(-1), 2)
+    target = target if noise is None else tr.Noisy(target, tr.Gaussian(noise))
+    draws = tr.sample(target, temperatures=(1.0,), lr=lr, n_steps=8_000, n_runs=64, burn_in=500,
+                      thin=10, compiled=False, out=tmp_path / "wide")  # fmt: skip
+    reading, error = draws.settings["equipartition"]
+    exact = 1.0 / (1.0 - lr / 2)
+    assert error < 0.05 * exact
+    assert abs(reading - exact) < 5 * error  # 5.7e-7 for each of six
+    for report in (str(draws.report()), str(diagnose_folder(tmp_path / "wide")[0].findings)):
+        assert ("rung 0 is hotter than nominal" in report) == (severity != "fine")
+    (found,) = [each for each in diagnose_folder(tmp_path / "wide")[0].findings
+                if "temperature" in each.numbers]  # fmt: skip
+    assert found.severity == severity
+
+
+def test_a_density_that_takes_few_points_has_no_temperature():
+    """It must not end the run after its last step. Minibatches have no exact gradients either."""
+
+    def of_few(x):
+        if len(x) > 100:
+            raise MemoryError
+        return -0.5 * x.square().sum(-1)
+
+    common = {"temperatures": (1.0, 2.0), "lr": 0.1, "n_steps": 200, "compiled": False}
+    draws = tr.sample(of_few, dim=1, n_runs=3, **common)
+    assert "equipartition" not in draws.settings
+    y = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    target = tr.TallPosterior(
+        lambda w, y: -0.5 * (y - w[..., 0]).square(), torch.distributions.Normal(0.0, 10.0), (y,),
+        dim=1, batch_size=10,
+    )  # fmt: skip
+    assert "equipartition" not in tr.sample(target, **{**common, "lr": 1e-3}).settings
+
+
 @pytest.mark.parametrize(("lr", "wide"), [(1e-3, True), (1e-5, False)])
 def test_doctor_says_how_much_minibatches_widen_rung_0(tmp_path, lr, wide):
     """A normal mean: the variance is 1 / N, and minibatches add lr N / (2 n), here 0.01 or 0.0001.

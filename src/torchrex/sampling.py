@@ -48,12 +48,13 @@ from torchrex.rng import Streams
 from torchrex.runs.folder import RunResult
 from torchrex.runs.script import ScriptConfig, ScriptRun, owned_folders
 from torchrex.samplers import Sampler
-from torchrex.targets import Target
+from torchrex.targets import Noisy, Target
 from torchrex.tuning import Tuned, tune
 
 logger = logging.getLogger("torchrex")
 
 MOST_MEANS = 5  # coordinates whose means are in result.json
+MOST_POINTS, MOST_NUMBERS = 4_000, 4_000_000  # for the temperature of rung 0
 STATUSES = ("finished", "paused", "interrupted", "failed")  # the worst of all shards is that of all
 
 
@@ -295,6 +296,8 @@ def _draw(
     signals = [number for _, _, numbers in ends for number in numbers]  # all ranks end alike
     with enough_memory():
         draws = shards.gather([drawing.draws(status, settings) for drawing in drawings])
+    if draws is not None and draws.n_draws:
+        draws.settings.update(_temperature_of_rung_0(drawings[0].run, draws))
     failures = [
         NonFiniteEnergyError(**values, draws=draws) for _, values, _ in ends if values is not None
     ]
@@ -314,6 +317,31 @@ def _draw(
         _report_interrupt(draws, options, signals, is_main=group.is_main)
     assert draws is not None
     return draws
+
+
+def _temperature_of_rung_0(run: DensityExchange, draws: Draws) -> dict[str, Any]:
+    """What equipartition reads, if gradients are exact. Afterwards nobody has the density: `doctor`
+    and `report` compare this number with the temperature.
+    """
+    from torchrex.diagnostics import FEWEST_DRAWS, equipartition_temperature  # scipy loads slowly
+
+    target, burn_in = run.ensemble.target, draws.n_steps // 10
+    if isinstance(target, Noisy) and target.gradient_noise is None:
+        target = target.target
+    if target.has_noise or draws.settings.get("annealed") or int(draws.steps[-1]) <= burn_in:
+        return {}
+    some = draws.after(burn_in)
+    if some.n_draws < FEWEST_DRAWS:
+        return {}
+    n, numbers = some.n_draws * some.n_chains, some.values.numel()
+    every = min(max(n // MOST_POINTS, numbers // MOST_NUMBERS), some.n_draws // FEWEST_DRAWS)
+    x = some.values[:, :: max(1, every)]
+    with contextlib.suppress(Exception):  # a density need not take so many points
+        positions = x.to(run.ensemble.position).flatten(0, 1)[None]
+        _, gradient = target.energy_and_gradient(positions, {})
+        reading = equipartition_temperature(x, gradient.cpu().view_as(x))
+        return {"equipartition": [float(number) for number in reading]}
+    return {}
 
 
 def _config(

@@ -558,8 +558,13 @@ def digits_gan_recipes() -> dict[str, GanConfig]:
         correction_factor=1_000.0,
         checkpoint_every=500,
     )
-    names = {method: gan_recipe_name("digits", 100, method) for method in GAN_METHODS[:4]}
-    return {name: replace(config, recipe=name, method=method) for method, name in names.items()}
+    augmented = replace(config, augment=True, batchnorm="apart")
+    every = {gan_recipe_name("digits", 100, m): replace(config, method=m) for m in GAN_METHODS[:4]}
+    every |= {
+        gan_recipe_name("digits", 100, m, "gan-augmented"): replace(augmented, method=m)
+        for m in GAN_METHODS
+    }
+    return {name: replace(config, recipe=name) for name, config in every.items()}
 
 
 def _gan_recipes(n_labelled: tuple[int, ...]) -> dict[str, GanConfig]:

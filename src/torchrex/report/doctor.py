@@ -208,19 +208,22 @@ def check_temperature(run: LoadedRun) -> Iterable[Finding]:
             yield Finding("warning", hotter, words, {"times_nominal_at_the_end": excess})
         return
     gradient, draws = settings.energy_gradient(), _settled(run)
-    if gradient is None or draws is None or draws.n_draws < FEWEST_DRAWS:
+    reading: Any = None if draws is None else draws.settings.get("equipartition")
+    unknown = gradient is None and not (isinstance(reading, list) and len(reading) == 2)
+    if unknown or draws is None or draws.n_draws < FEWEST_DRAWS:
         if run.result is not None and settings.is_density:  # of networks it is never known
             words = "Whether rung 0 is at its temperature needs draws and exact gradients."
             yield Finding("note", "temperature not known", words)
         return
     nominal = run.ladder.temperatures[0]
-    x = downsampled(draws.values.double(), ENOUGH_FOR_GRADIENTS)
-    if settings.gradient_cost > 1:  # tall data
-        n = max(4, int(WORK / settings.gradient_cost / draws.n_chains))
-        rows = torch.linspace(0, draws.n_draws - 1, min(draws.n_draws, n)).long()
-        x = draws.values.double()[:, rows]
-    gradients = gradient(x.flatten(0, 1)).reshape(x.shape)
-    tau, error = map(float, equipartition_temperature(x, gradients))
+    if gradient is not None:
+        x = downsampled(draws.values.double(), ENOUGH_FOR_GRADIENTS)
+        if settings.gradient_cost > 1:  # tall data
+            n = max(4, int(WORK / settings.gradient_cost / draws.n_chains))
+            rows = torch.linspace(0, draws.n_draws - 1, min(draws.n_draws, n)).long()
+            x = draws.values.double()[:, rows]
+        reading = equipartition_temperature(x, gradient(x.flatten(0, 1)).reshape(x.shape))
+    tau, error = map(float, reading)
     off = tau / nominal - 1
     numbers = {"temperature": tau, "standard_error": error, "nominal": nominal}
     numbers |= {"ratio": tau / nominal, "tolerated": TOLERATED}
