@@ -137,6 +137,7 @@ def captured(
     graphs = run.graphs
     assert graphs is not None
     assert not graphs.failed
+    assert graphs.compiled
     times = sorted(seconds_of(advance) / n_steps for _ in range(repeats))
     return {
         "ms_per_step": [1000 * t for t in times],

@@ -92,6 +92,7 @@ def test_captured_and_eager_agree(monkeypatch):
     a, b = infos(captured, 20, data()), infos(eager, 20, data())
     assert captured.graphs is not None
     assert not captured.graphs.failed
+    assert captured.graphs.compiled
     assert eager.graphs is None
     assert a["accepted"].any()
     assert torch.equal(a["accepted"], b["accepted"])

@@ -598,6 +598,7 @@ def test_captured_and_eager_agree(monkeypatch, generators, warm_start, tolerance
     eager, again = on_gpu(networks, generators=generators, warm_start=warm_start)
     a, b = infos(captured, data, n), infos(eager, again, n)
     assert not captured.graphs.failed
+    assert captured.graphs.compiled
     assert eager.graphs is None
     assert torch.equal(a["accepted"], b["accepted"])
     torch.testing.assert_close(a["energy"], b["energy"], rtol=tolerance, atol=0)

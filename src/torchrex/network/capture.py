@@ -101,7 +101,7 @@ class Graph:
     def __init__(
         self, work: Work, states: Sequence[CaptureState], source: Source, *, compiled: bool
     ) -> None:
-        self.work = work
+        self.work, self.compiled = work, compiled
         form = compiled_form if compiled else _as_it_is
         assemble, update = form(assemble_energy), form(update_rows)
         exchange = form(exchange_and_record)
@@ -248,6 +248,11 @@ class Graphs:
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    @property
+    def compiled(self) -> bool:
+        """Are all of them? A graph of plain parts has the same numbers and several times the cost."""
+        return all(graph.compiled for graph, _ in self._graphs.values())
 
     def for_batch(self, batch: Batch, *, energies_of: Sequence[int] | None = None) -> Graph | None:
         """The graph of a step, or of some runs' energies, on batches of this form, with this batch
