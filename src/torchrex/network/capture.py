@@ -251,7 +251,7 @@ class Graphs:
 
     @property
     def compiled(self) -> bool:
-        """Are all of them? A graph of plain parts has the same numbers and several times the cost."""
+        """Are all of them? A graph of plain parts has the same numbers but is far slower."""
         return all(graph.compiled for graph, _ in self._graphs.values())
 
     def for_batch(self, batch: Batch, *, energies_of: Sequence[int] | None = None) -> Graph | None:
