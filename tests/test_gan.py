@@ -37,6 +37,7 @@ from torchrex.vision.bayesian_gan import (
     supervised_losses,
     variety,
 )
+from torchrex.vision.feature_matching import matching_losses
 
 SIZES = {"size": 8, "channels": 1, "width": 6}
 
@@ -466,14 +467,14 @@ def test_images_are_augmented_and_unlabelled_ones_twice():
 
 
 def test_how_much_dropout_keeps():
-    """An own mask for each of 2 x 200 real and 14 x 3 generated images; five standard deviations of
-    the binomial law. The mutant keeps what should be dropped.
+    """An own mask for each of 2 x 200 real images and as many generated or augmented again; five
+    standard deviations of the binomial law. The mutant keeps what should be dropped.
     """
     kept = augmented_batch(0, dropout=DROPPED).kept
-    assert [tuple(mask.shape) for mask in kept] == [(442, 1, 8, 8), (442, 6, 4, 5)]
+    assert [tuple(mask.shape) for mask in kept] == [(600, 1, 8, 8), (600, 6, 4, 5)]
     for mask, (probability, _) in zip(kept, DROPPED, strict=True):
         assert mask.dtype == torch.bool
-        assert len(mask.flatten(1).unique(dim=0)) == 442
+        assert len(mask.flatten(1).unique(dim=0)) == 600
         assert_mean_is(mask, 1 - probability)
     assert_mean_is_not(~kept[0], 0.8)
 
@@ -493,6 +494,10 @@ def test_a_batch_is_its_generators_alone():
 
 def test_bad_arguments():
     x, y, _ = labelled_digits()
+    with pytest.raises(InvalidArgumentError, match=r"mean=\(0\.5,\) and std=\(0\.5,\)"):
+        WithLabelled(x, y, 3, 14, augment=Augment(erase=None, mean=(0.0,), std=(1.0,)))
+    with pytest.raises(TargetError, match="needs the features of a MatchingDiscriminator"):
+        matching_losses(small(), batch_of())
     with pytest.raises(InvalidArgumentError, match="got 12 images and 11 labels"):
         WithLabelled(x, y[:11], 3, 14)
     with pytest.raises(InvalidArgumentError, match="power of 2 from 4 on"):

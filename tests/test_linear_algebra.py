@@ -189,6 +189,26 @@ def test_a_matrix_without_a_factor_is_the_error_of_torch_and_the_run_stays_as_it
     assert messages[0] == messages[1]
 
 
+def by_guarded_factor(x):
+    """A wall where the correlation matrix has no factor."""
+    one = torch.ones_like(x[..., 0])
+    rows = [torch.stack([one, x[..., 0]], -1), torch.stack([x[..., 0], one], -1)]
+    factor, info = torch.linalg.cholesky_ex(torch.stack(rows, -2))
+    inside = 0.1 * factor.square().sum((-1, -2)) - 0.5 * x.square().sum(-1)
+    return torch.where(info == 0, inside, -5.0 * x.square().sum(-1))
+
+
+def test_a_density_may_pass_over_a_matrix_without_a_factor():
+    """Mutant: the root of a pivot that is not positive, NaN, which torch.where does not keep out of
+    the gradient.
+    """
+    run = make_run(by_guarded_factor, True, initial=0.0)
+    position = torch.cat([info.position[..., 0].flatten() for info in run.advance(5_000)])
+    assert is_recorded(run)
+    assert position.isfinite().all()
+    assert (position.abs() > 1.0).any()
+
+
 def test_a_large_matrix_is_left_to_lapack():
     n = LARGEST_MATRIX + 1
 

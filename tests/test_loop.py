@@ -256,3 +256,15 @@ def test_one_step_at_a_time_is_the_same():
     run, whole = make_run("the paper's", False), make_run("the paper's", False)
     one_by_one = torch.stack([run.step().position for _ in range(30)])
     assert torch.equal(one_by_one, trace(whole, 30)[0])
+
+
+def test_slow_steps_come_in_short_stretches_with_the_same_numbers(monkeypatch):
+    """Signals and the clock are looked at between stretches."""
+    fast, slow = make_run("the paper's", True), make_run("the paper's", True)
+    expected = trace(fast, 600)
+    assert fast._loop.stretch > 128
+    monkeypatch.setattr(block, "LONGEST_STRETCH", 1e-9)
+    got = trace(slow, 600)
+    assert slow._loop.stretch == 1
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)

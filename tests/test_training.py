@@ -440,6 +440,8 @@ def test_under_torchrun_only_the_first_signal_counts(monkeypatch, under_torchrun
             signal.raise_signal(signal.SIGTERM)
             later.append("goes on")
         assert bool(later) == under_torchrun
+        # Results are written after the last block of this kind.
+        assert (signal.getsignal(signal.SIGTERM) is signal.SIG_IGN) == under_torchrun
     finally:
         signal.signal(signal.SIGTERM, before)
 

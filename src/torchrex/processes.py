@@ -158,7 +158,7 @@ def terminating() -> Iterator[list[int]]:
         yield received
     finally:
         for number in mine:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, signal.SIG_IGN if _is_stopping else signal.SIG_DFL)
 
 
 @contextlib.contextmanager

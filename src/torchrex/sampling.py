@@ -54,7 +54,8 @@ from torchrex.tuning import Tuned, tune
 logger = logging.getLogger("torchrex")
 
 MOST_MEANS = 5  # coordinates whose means are in result.json
-MOST_POINTS, MOST_NUMBERS = 4_000, 4_000_000  # for the temperature of rung 0
+# For the temperature of rung 0: points, and a part of the gradients of the run.
+MOST_POINTS, PART = 1_000, 100
 STATUSES = ("finished", "paused", "interrupted", "failed")  # the worst of all shards is that of all
 
 
@@ -333,14 +334,20 @@ def _temperature_of_rung_0(run: DensityExchange, draws: Draws) -> dict[str, Any]
     some = draws.after(burn_in)
     if some.n_draws < FEWEST_DRAWS:
         return {}
-    n, numbers = some.n_draws * some.n_chains, some.values.numel()
-    every = min(max(n // MOST_POINTS, numbers // MOST_NUMBERS), some.n_draws // FEWEST_DRAWS)
-    x = some.values[:, :: max(1, every)]
+    gradients = draws.n_steps * run.n_rungs * draws.n_chains
+    n = max(FEWEST_DRAWS, min(MOST_POINTS, gradients // PART) // some.n_chains)  # of a chain
+    every = -(-some.n_draws // n)
+    x = some.values[:, ::every]
     with contextlib.suppress(Exception):  # a density need not take so many points
         positions = x.to(run.ensemble.position).flatten(0, 1)[None]
         _, gradient = target.energy_and_gradient(positions, {})
-        reading = equipartition_temperature(x, gradient.cpu().view_as(x))
-        return {"equipartition": [float(number) for number in reading]}
+        forces = gradient.cpu().view_as(x)
+        value, error = map(float, equipartition_temperature(x, forces))
+        # Two chains may agree by chance: not less than the error of independent draws.
+        work = ((x - x.mean((0, 1))) * forces).double().mean(-1)
+        error = max(error, float(work.std()) / math.sqrt(work.numel()))
+        if math.isfinite(value + error):
+            return {"equipartition": [value, error]}
     return {}
 
 

@@ -79,7 +79,10 @@ static void cholesky(long count, Batch<T> from, Batch<T> to, int* info) {
       T* pivot = (T*)(a + k * n + k);
       for (long lane = 0; lane < filled; lane++)
         if (!(pivot[lane] > 0) && !info[first + lane]) info[first + lane] = k + 1;
-      for (long lane = 0; lane < N_LANES; lane++) pivot[lane] = std::sqrt(pivot[lane]);
+      // Without a factor the numbers mean nothing, but they stay finite, as those of LAPACK do: a
+      // density may pass over them by torch.where.
+      for (long lane = 0; lane < filled; lane++)
+        pivot[lane] = info[first + lane] ? 1 : std::sqrt(pivot[lane]);
       const LANES inverse = 1 / a[k * n + k];
       for (long i = k + 1; i < n; i++) a[i * n + k] *= inverse;
       for (long i = k + 1; i < n; i++)

@@ -45,6 +45,7 @@ TERMS_OF_A_LONG_STEP = 2**14  # that eagerly take as long as all else in a step
 # Small enough to stay near the core, long enough that many steps share one Python call.
 BYTES_PER_BLOCK = 2**22
 SHORTEST, LONGEST = 32, 65536  # steps in a block
+LONGEST_STRETCH = 0.5  # seconds in C: then comes a look at signals and at the clock
 LONG = 0.5  # seconds of a step that is timed only once
 SMALL = 2**16  # numbers in an ensemble that one thread moves fastest
 
@@ -250,10 +251,9 @@ class CompiledLoop:
             self._flat_swap_step if block.swap_noise is not None else None,
             swap_inputs,
         )
-        self.stretch = (
-            block_length(rules, ensemble) if self._replay.is_recorded else EagerLoop.stretch
-        )
-        self._buffers = self._replay.outputs(self.stretch)
+        longest = block_length(rules, ensemble) if self._replay.is_recorded else EagerLoop.stretch
+        self._buffers = self._replay.outputs(longest)
+        self._longest, self.stretch = longest, min(longest, EagerLoop.stretch)
 
     def run(
         self, ensemble: TensorEnsemble, state: ExchangeState, block: Block, first: int, n: int
@@ -272,7 +272,10 @@ class CompiledLoop:
 
         inputs, outputs = _rows_from(block.inputs, first), [buffer[:n] for buffer in self._buffers]
         measured = of(measured_steps, block.measure_noise)
+        began = time.perf_counter()
         self._replay.run(n, inputs, outputs, measured, of(swapped_steps, block.swap_noise))
+        seconds = (time.perf_counter() - began) / n
+        self.stretch = max(1, min(self._longest, int(LONGEST_STRETCH / max(seconds, 1e-9))))
         ensemble, state = self._unflatten([tensor.clone() for tensor in self._replay.carry])
         return ensemble, state, StepInfo(*outputs)
 

@@ -239,7 +239,9 @@ class BayesianGAN(nn.Module):
     """One replica: a discriminator and its generators, or with `n_generators=0` no generators.
 
     Called on images, it gives the logits of the real classes. `discriminator` replaces that of the
-    paper; it gives the logits of `n_classes` + 1 classes.
+    paper: a module with `forward(x, *, parts=1, kept=())` that gives the logits of `n_classes` + 1
+    classes. `parts` is how many kinds of images x has, one after the other; `kept` are the masks of
+    `WithLabelled(dropout=...)`.
     """
 
     def __init__(
@@ -301,9 +303,10 @@ class WithLabelled:
     the batch has unlabelled ones are drawn with replacement; latents are uniform in [-1, 1]. All
     replicas see the same batch, so that only the networks differ at a swap.
 
-    `augment` shifts and flips all real images, and the unlabelled ones twice. `dropout` has a
-    probability and the shape (height, width, channels) of what is dropped, for each dropout of the
-    discriminator.
+    `augment` shifts and flips all real images, and the unlabelled ones twice: `Augment(4, True,
+    None, *[(0.5,) * channels] * 2, border="reflect")`, for the pixels of generated images are
+    between -1 and 1 too, and they have no border. `dropout` has a probability and the shape
+    (height, width, channels) of what is dropped, for each dropout of the discriminator.
     """
 
     images: Tensor = field(repr=False)
@@ -320,6 +323,12 @@ class WithLabelled:
                 f"there must be a label for each labelled image, got {len(self.images)} images and "
                 f"{len(self.labels)} labels"
             )
+        half = (0.5,) * self.images.shape[-1]
+        if self.augment is not None and (self.augment.mean, self.augment.std) != (half, half):
+            raise InvalidArgumentError(
+                f"augment must bring real images into [-1, 1], where generated ones are: give "
+                f"mean={half} and std={half}, got {self.augment.mean} and {self.augment.std}"
+            )
 
     def __call__(self, batch: Any, generator: torch.Generator) -> GanBatch:
         (unlabelled,) = batch
@@ -335,7 +344,9 @@ class WithLabelled:
             images = torch.cat([labelled, unlabelled, unlabelled])
             first, second, third = self.augment((images, None), generator)[0].chunk(3)
             given = GanBatch(first, labels, second, latent, third)
-        n += n + self.latents * self.n_generators
+        n += n + max(
+            n, self.latents * self.n_generators
+        )  # the third are generated, or augmented again
 
         def kept(probability: float, shape: tuple[int, int, int]) -> Tensor:
             mask = torch.empty(n, *shape, dtype=torch.bool, device=device)

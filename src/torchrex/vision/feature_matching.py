@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchrex.errors import InvalidArgumentError
+from torchrex.errors import InvalidArgumentError, TargetError
 from torchrex.targets import frozen
 from torchrex.vision.bayesian_gan import BayesianGAN, Dropout, GanBatch, Kept, energy_terms, full
 
@@ -122,7 +122,11 @@ def matching_losses(module: nn.Module, batch: GanBatch) -> tuple[Tensor, Tensor]
     assert isinstance(module, BayesianGAN)
     assert module.generators is not None
     judge, n = module.discriminator, len(batch.labels)
-    assert isinstance(judge, MatchingDiscriminator)
+    if not isinstance(judge, MatchingDiscriminator):
+        raise TargetError(
+            "matching_losses needs the features of a MatchingDiscriminator; give it to BayesianGAN("
+            f"discriminator=...), got {type(judge).__name__}"
+        )
     generated = module.generators(batch.latent)
     shape, fakes = generated.shape[:2], generated.flatten(0, 1)
     images = torch.cat([batch.labelled, batch.unlabelled, fakes.detach()])
@@ -130,7 +134,7 @@ def matching_losses(module: nn.Module, batch: GanBatch) -> tuple[Tensor, Tensor]
     known, unknown, fake = torch.split(full(judge.logits(features)), [n, n, len(fakes)])
     terms = energy_terms(batch.labels, known, unknown, fake.view(*shape, -1))
     energy = torch.stack(terms).sum(0)
-    # The same images are dropped from in the same places as above.
+    # Dropout drops the same places of the generated images as above.
     seen = frozen(judge.features)(fakes, tuple(mask[2 * n :] for mask in batch.kept))
     wanted = full(features[n : 2 * n]).detach().mean(0)
     # A sum over generators: each is a sample by itself and has a complete potential.
