@@ -384,8 +384,8 @@ def test_doctor_says_that_a_learning_rate_widens_rung_0(tmp_path, lr, severity, 
     """
     target: tr.Target = tr.LogDensity(lambda x: -0.5 * x.square().sum(-1), 2)
     target = target if noise is None else tr.Noisy(target, tr.Gaussian(noise))
-    draws = tr.sample(target, temperatures=(1.0,), lr=lr, n_steps=8_000, n_runs=64, burn_in=500,
-                      thin=10, compiled=False, out=tmp_path / "wide")  # fmt: skip
+    draws = tr.sample(target, temperatures=(1.0,), lr=lr, n_steps=2_000, n_runs=64, burn_in=200,
+                      thin=4, compiled=False, out=tmp_path / "wide")  # fmt: skip
     reading, error = draws.settings["equipartition"]
     exact = 1.0 / (1.0 - lr / 2)
     assert error < 0.05 * exact
