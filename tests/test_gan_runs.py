@@ -436,7 +436,7 @@ def test_a_generator_that_breaks_is_named_by_the_command(cli, tmp_path, monkeypa
         return plain(self, run)
 
     monkeypatch.setattr(networks.PosteriorAverage, "update", update)
-    answer = cli("run", "gan/digits-100", "--out", tmp_path)
+    answer = cli("run", "gan/digits-100", "--out", tmp_path, "--quiet")  # on a slow machine
     refused(answer, "generator 1 of 2", "step=000000008")  # the last checkpoint before it
     result = json.loads((tmp_path / "gan/digits-100/seed=0/result.json").read_text())
     assert result["status"] == "failed"
