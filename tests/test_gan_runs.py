@@ -360,6 +360,8 @@ def test_consistency_without_augmentation_is_refused():
     assert "\n" not in str(caught.value)
     every = override(config, ["n_labelled=40000", "validation=10000"])
     assert every.n_data == 40_000
+    with pytest.raises(ConfigError, match="'consistency' must be at least 0 and finite, got -1"):
+        override(get_recipe("gan-augmented/digits-100-consistency"), ["consistency=-1"])
 
 
 @pytest.mark.parametrize(

@@ -397,6 +397,14 @@ def test_doctor_says_that_a_learning_rate_widens_rung_0(tmp_path, lr, severity, 
     assert found.severity == severity
 
 
+@pytest.mark.parametrize("damaged", [None, "1", [1.0], [1.0, "x"], [1.0, math.nan], {"a": 1}])
+def test_a_damaged_reading_of_the_temperature_is_none(damaged):
+    draws = sampled()
+    assert "temperature not known" not in str(draws.report())
+    draws.settings["equipartition"] = damaged
+    assert "equipartition" not in str(draws.report()).lower()
+
+
 def test_a_density_that_takes_few_points_has_no_temperature():
     """It must not end the run after its last step. Minibatches have no exact gradients either."""
 

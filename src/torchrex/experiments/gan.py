@@ -113,8 +113,8 @@ class GanConfig(NetworkConfig):
 
     data: Literal["cifar10", "cifar100", "svhn", "digits"] = field(metadata={"settable": False})
     method: GanMethod = field(metadata={"settable": False})
-    n_labelled: int  # class-balanced, chosen by the seed; the rest of the images is unlabelled.
-    # All of them: they also take the place of the unlabelled ones
+    n_labelled: int  # class-balanced, chosen by the seed; the rest of the images is unlabelled. If
+    # that is all images, they are also used as the unlabelled ones
     networks: Literal["paper", "matching"] = field(default="paper", metadata={"settable": False})
     steps: int = PAPER_STEPS
     warm_start: int = 5_000  # steps of Adam at the beginning; 0: none

@@ -208,8 +208,10 @@ def check_temperature(run: LoadedRun) -> Iterable[Finding]:
             yield Finding("warning", hotter, words, {"times_nominal_at_the_end": excess})
         return
     gradient, draws = settings.energy_gradient(), _settled(run)
-    reading: Any = None if draws is None else draws.settings.get("equipartition")
-    unknown = gradient is None and not (isinstance(reading, list) and len(reading) == 2)
+    reading: Sequence[Any] = (
+        () if draws is None else _stored_reading(draws.settings.get("equipartition"))
+    )
+    unknown = gradient is None and not reading
     if unknown or draws is None or draws.n_draws < FEWEST_DRAWS:
         if run.result is not None and settings.is_density:  # of networks it is never known
             words = "Whether rung 0 is at its temperature needs draws and exact gradients."
@@ -252,6 +254,13 @@ def check_temperature(run: LoadedRun) -> Iterable[Finding]:
         severity: Severity = "problem" if abs(off) > MUCH else "warning"
         title = hotter if off > 0 else "rung 0 is colder than nominal"
         yield Finding(severity, title, f"{words} ({tolerated} is tolerated); {why}.", numbers)
+
+
+def _stored_reading(found: Any) -> tuple[float, ...]:
+    """What `sample` read, which may come from a file; empty if it is anything but two numbers."""
+    fine = isinstance(found, list) and len(found) == 2
+    fine = fine and all(isinstance(each, float) and math.isfinite(each) for each in found)
+    return tuple(found) if fine else ()
 
 
 def check_gradient_noise(run: LoadedRun) -> Iterable[Finding]:

@@ -101,7 +101,10 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "in (0, 1]": (lambda x: 0 < x <= 1, "factor_per_swap smoothing lr_floor"),
     "at least 0": (lambda x: x >= 0, "weight_decay prior_precision"),
-    "at least 0 and finite": (lambda x: 0 <= x < math.inf, "swaps_after rest_after_swap"),
+    "at least 0 and finite": (
+        lambda x: 0 <= x < math.inf,
+        "swaps_after rest_after_swap consistency",
+    ),
     "above 1": (lambda x: x > 1, "hot_temperature"),
     "at least 0 and less than 1": (lambda x: 0 <= x < 1, "momentum"),
 }
