@@ -21,6 +21,7 @@ from torchrex.errors import (
     NonFiniteEnergyError,
     RunInterrupted,
 )
+from torchrex.xoshiro import VERSION
 
 # Which draws of a setup are kept; of the setups those between which a checkpoint differs.
 KEPT = {
@@ -160,6 +161,28 @@ def test_another_setting_is_refused_and_named(tmp_path, changes, words):
     draw(tmp_path, n_steps=100)
     with pytest.raises(CheckpointError, match=words):
         draw(tmp_path, **changes)
+
+
+@pytest.mark.parametrize("version", [1, None])
+def test_a_checkpoint_with_other_random_numbers_is_refused_in_one_line(
+    tmp_path, monkeypatch, version
+):
+    """None: that of a version that did not count them."""
+    setting = density_run.DensityExchange.setting.fget
+
+    def of_before(run):
+        other = {"random_numbers": version} if version else {}
+        return {**{k: v for k, v in setting(run).items() if k != "random_numbers"}, **other}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(density_run.DensityExchange, "setting", property(of_before))
+        draw(tmp_path, n_steps=100)
+    with pytest.raises(CheckpointError) as caught:
+        draw(tmp_path)
+    message, was = str(caught.value), version or "absent"
+    expected = f"random_numbers was {was} and is now {VERSION} (another version of torchrex, or "
+    assert f"{expected}another device, drew other ones: use that)" in message
+    assert "\n" not in message
 
 
 def test_what_is_in_the_way(tmp_path):

@@ -124,8 +124,10 @@ def test_how_far_from_the_truth(figure1, value, error, n_runs, severity):
 
 def test_case_3_at_f_1_has_no_swaps_and_what_would_give_them(figure1):
     diagnosis = diagnose(figure1("case3-resgld-F1"))
-    missing = {"no swaps", "hardly any swaps"} & titles(diagnosis, "problem")
+    missing = {"no swaps", "hardly any swaps"} & titles(diagnosis, "problem", "warning")
     found = finding_of(diagnosis.findings, *missing)
+    # Of a chain with a swap, thinned draws may have missed a round trip.
+    assert (found.severity == "problem") == (found.numbers["accepted"] < 16)
     low, high = factors(found.numbers)
     assert found.numbers["noise_s"] == pytest.approx(9.95, rel=0.05)
     assert 2.0 < low < 3.5 < high < 6.0
@@ -480,7 +482,7 @@ def test_what_a_run_has_already_is_no_advice(figure1):
 
 
 def test_chains_that_stay_apart(figure1):
-    diagnosis = diagnose(figure1("case1-sgld"))
+    diagnosis = diagnose(figure1("case2-sgld"))
     assert {"chains have not converged", "chains stay apart"} <= titles(diagnosis, "problem")
     found = finding_of(diagnosis.findings, "chains stay apart")
     assert found.numbers["share_between_chains"] > 0.5

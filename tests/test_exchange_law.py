@@ -20,7 +20,7 @@ from torchrex.exchange.correction import as_rule
 from torchrex.rng import Streams
 from torchrex.samplers import Momentum
 
-RUNS = 400_000
+RUNS = 800_000
 NOISE_STD = 1.0
 STILL = 1e-30  # a learning rate at which nothing moves, so that only the swaps act
 

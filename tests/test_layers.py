@@ -8,6 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "src" / "torchrex"
 ORDER = [
     {
+        "cpp",
         "errors",
         "rng",
         "schedules",
@@ -18,6 +19,7 @@ ORDER = [
         "processes",
         "screen",
         "settings",
+        "xoshiro",
     },
     {"distributed"},
     {"targets"},
@@ -38,6 +40,7 @@ ORDER = [
     {"cli"},
 ]
 FOUNDATIONS_KNOW = {
+    "cpp": set(),
     "rng": {"errors"},
     "schedules": {"errors"},
     "errors": set(),
@@ -48,6 +51,7 @@ FOUNDATIONS_KNOW = {
     "processes": {"errors"},
     "screen": set(),
     "settings": {"errors"},
+    "xoshiro": {"cpp"},
 }
 
 

@@ -153,7 +153,7 @@ def test_one_example_has_no_variance(noise):
 def test_the_variance_of_the_compared_replicas_keeps_the_law_of_rung_0(noise_std, n_rungs):
     """Exact replicas that do not move, tested again and again on minibatches of 40 of 1,000: rung 0
     keeps its variance."""
-    n_runs = {2: 4_000, 4: 6_000, 8: 5_000}[n_rungs]
+    n_runs = {2: 4_000, 4: 6_000, 8: 6_000}[n_rungs]
     ratio, error, rate = variance_of_rung0(
         ESTIMATORS["present replicas"], noise_std, n_rungs, n_runs=n_runs, tests=24
     )

@@ -75,7 +75,7 @@ def unequal_lrs(**rules):
         dim=1,
         batch_size=BATCH,
     )
-    n_runs, temperatures = 6_000, torch.tensor([1.0, 2.0], dtype=torch.float64)
+    n_runs, temperatures = 10_000, torch.tensor([1.0, 2.0], dtype=torch.float64)
     z = torch.randn(2, n_runs, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     draws = tr.sample(
         target,

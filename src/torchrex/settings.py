@@ -108,11 +108,11 @@ def differences(stored: Any, mine: Any, path: tuple[str | int, ...] = ()) -> Ite
     elif stored != mine and not (stored != stored and mine != mine):  # NaN is the same as NaN
         name = ".".join(map(str, path))
         # Users who did not choose it may not know it: a run compiles where it has enough steps.
-        cure = (
-            f" (pass compiled={stored})"
-            if path == ("compiled",) and stored in (True, False)
-            else ""
-        )
+        cure = ""
+        if path == ("compiled",) and stored in (True, False):
+            cure = f" (pass compiled={stored})"
+        elif path == ("random_numbers",):
+            cure = " (another version of torchrex, or another device, drew other ones: use that)"
         yield f"{name} was {shown(stored)} and is now {shown(mine)}{cure}"
 
 

@@ -12,7 +12,6 @@ The caller compares the first steps with eager ones, as it does for Inductor's k
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,9 +21,11 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import has_side_effect
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchrex.cpp import NATIVE
+
 LARGEST_MATRIX = 48  # rows: beyond, the blocks of LAPACK are faster (measured)
 SMALLEST_PRODUCT = 8  # rows and columns: below, a product is fused into a kernel
-FLAGS = ["-O3", "-march=native"] if platform.machine() in ("x86_64", "AMD64") else ["-O3"]
+FLAGS = ["-O3", *NATIVE]
 NO_FACTOR = 2  # what the loop returns at the first such matrix
 TYPES = {torch.float32: "float", torch.float64: "double", torch.int32: "int"}
 

@@ -36,6 +36,7 @@ from torchrex.exchange.inputs import draw_exchange_inputs, n_usable
 from torchrex.exchange.noise import RepeatedDraws
 from torchrex.rng import Streams
 from torchrex.targets import Noise
+from torchrex.xoshiro import uniforms
 
 logger = logging.getLogger("torchrex")
 
@@ -119,7 +120,7 @@ def draw_block(
     replicas, runs, _ = ensemble.position.shape
     dtype, device, shape = ensemble.position.dtype, ensemble.position.device, (replicas, runs)
     common = draw_exchange_inputs(
-        streams, rules, start, length, runs=runs, device=device, dtype=dtype
+        streams, rules, start, length, runs=runs, device=device, dtype=dtype, uniforms=uniforms
     )
     target, n_rounds = ensemble.target, max(1, rules.pairing.n_rounds(rules.ladder.n_pairs))
     swap_noise = None
@@ -277,13 +278,15 @@ class CompiledLoop:
         seconds = (time.perf_counter() - began) / n
         self.stretch = max(1, min(self._longest, int(LONGEST_STRETCH / max(seconds, 1e-9))))
         ensemble, state = self._unflatten([tensor.clone() for tensor in self._replay.carry])
-        return ensemble, state, StepInfo(*outputs)
+        info = StepInfo(*outputs)
+        accepted, proposed = info.accepted.bool(), info.proposed.bool()
+        return ensemble, state, info._replace(accepted=accepted, proposed=proposed)
 
     def _flat_step(self, *tensors: Tensor) -> Sequence[Tensor]:
         ensemble, state = self._unflatten(tensors[: self._n_carried])
         inputs = pytree.tree_unflatten(tensors[self._n_carried :], self._input_form)
         ensemble, state, info = step(ensemble, state, inputs, self.rules)
-        return [*ensemble.tensors, *state, *info]
+        return [*ensemble.tensors, *state, *_without_bools(info)]
 
     def _flat_swap_step(self, *tensors: Tensor) -> Sequence[Tensor]:
         ensemble, state = self._unflatten(tensors[: self._n_carried])
@@ -291,7 +294,7 @@ class CompiledLoop:
         inputs = pytree.tree_unflatten(given[: self._n_inputs], self._input_form)
         noise = pytree.tree_unflatten(given[self._n_inputs :], self._swap_form)
         ensemble, state, info = one_step(ensemble, state, inputs, noise, self.rules)
-        return [*ensemble.tensors, *state, *info]
+        return [*ensemble.tensors, *state, *_without_bools(info)]
 
     def _flat_measure(self, *tensors: Tensor) -> Sequence[Tensor]:
         ensemble, state = self._unflatten(tensors[: self._n_carried])
@@ -301,6 +304,11 @@ class CompiledLoop:
     def _unflatten(self, tensors: Sequence[Tensor]) -> tuple[TensorEnsemble, ExchangeState]:
         n = len(self.template.tensors)
         return self.template.with_tensors(tensors[:n]), ExchangeState(*tensors[n:])
+
+
+def _without_bools(info: StepInfo) -> list[Tensor]:
+    """Inductor stores bools one by one: at 1,024 runs it was a third of the step."""
+    return [values.int() if values.dtype == torch.bool else values for values in info]
 
 
 def make_loop(

@@ -4,8 +4,8 @@ Inductor turns a step into one or a few C++ kernels that take raw pointers; call
 costs fifty times what they do. So the step is compiled, run once while its kernel calls are
 recorded, and a C loop of a few lines, made for it, calls the same kernels with pointers that
 advance along the stacked inputs and outputs. That is a CUDA graph, for the CPU. Torch's `scan` with
-the C++ wrapper does the same job, but allocates its buffers anew in every iteration: 30 times
-slower at one run, 2 times at 64 (benchmarks/README.md).
+the C++ wrapper does the same job, but allocates its buffers anew in every iteration: 50 times
+slower at one run, 9 times at 64 (benchmarks/README.md).
 
 Factors and solutions of small matrices are recorded too (`linear_algebra.py`). A step that calls
 other library functions (FFT, eigenvalues, large products) has no recording: its compiled code is
@@ -19,19 +19,15 @@ from __future__ import annotations
 
 import ast
 import ctypes
-import shutil
-import subprocess
-import tempfile
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchrex.cpp import load_cpp
 from torchrex.density import linear_algebra
 from torchrex.density.linear_algebra import LibraryCalls, Statement, fits_product
 from torchrex.errors import TargetError
@@ -256,8 +252,6 @@ class Replay:
 
     def _build(self, recorded: Recording) -> Any:
         """Write, compile and load the C loop."""
-        from torch._inductor.cpp_builder import get_cpp_compiler
-
         matrices = any(recording.has_statements for recording in self._recordings)
         measure, other = ["    if (0) {"], ["    if (0) {"]
         step = {"input": ("t", self._examples)}
@@ -289,18 +283,8 @@ class Replay:
             "  return 0;",
             "}",
         ]
-        # The file stays as long as the loop: an exception's backtrace looks into it.
-        folder = tempfile.mkdtemp(prefix="torchrex-")
-        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        code, library = Path(folder, "loop.cpp"), Path(folder, "loop.so")
-        code.write_text("\n".join(lines))
         flags = linear_algebra.FLAGS if matrices else ["-O2"]
-        command = [get_cpp_compiler(), *flags, "-shared", "-fPIC", str(code), "-o", str(library)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            last = done.stderr.strip().splitlines()[-1:]
-            raise CannotReplayError(f"the C++ compiler failed: {last}")
-        return ctypes.CDLL(str(library)).replay
+        return load_cpp("\n".join(lines), flags).replay
 
     def _program(
         self,

@@ -35,6 +35,7 @@ from torchrex.exchange.run import ReplicaExchange, RuleOptions, joined, require_
 from torchrex.exchange.swap_report import ExchangeReport, SwapCounts
 from torchrex.rng import Streams, derive_seed
 from torchrex.settings import settings_of
+from torchrex.xoshiro import VERSION
 
 # For the shape of the noise: the most runs, minibatches of each position, and energies of each
 # where there are no examples.
@@ -357,7 +358,9 @@ class DensityExchange(ReplicaExchange):
         """What must agree between a state and the run that loads it."""
         ensemble = self._ensemble
         parts = {"target": settings_of(ensemble.target), "sampler": settings_of(ensemble.sampler)}
-        return {**parts, **self._rule_settings()}
+        # On a GPU they are torch's, as ever.
+        numbers = {"random_numbers": VERSION} if self.streams.device.type == "cpu" else {}
+        return {**parts, **numbers, **self._rule_settings()}
 
     def __repr__(self) -> str:
         return f"DensityExchange({self._ensemble!r}, {self.rules.ladder!r}, step {self.n_steps})"

@@ -17,6 +17,7 @@ from torchrex.rng import Streams, derive_seed
 from torchrex.samplers import SGLD, Sampler, State, named_tensors
 from torchrex.targets import Energy, LogDensity, Noise, Target
 from torchrex.targets.tall import draw_points
+from torchrex.xoshiro import normals
 
 
 @dataclass(frozen=True)
@@ -152,13 +153,9 @@ class TensorEnsemble:
 
     def draw_move_noise(self, generator: torch.Generator, n: int, *, refresh: bool) -> Noise:
         """Standard normals of `n` moves; a second set where momenta are drawn anew at a swap."""
-
-        shape, dtype, device = (n, *self.position.shape), self.position.dtype, generator.device
         names = ["move", "refresh"] if refresh and self.sampler.velocity_std else ["move"]
-        return {
-            name: torch.randn(shape, generator=generator, dtype=dtype, device=device)
-            for name in names
-        }
+        shape, dtype = (n, *self.position.shape), self.position.dtype
+        return {name: normals(shape, generator, dtype) for name in names}
 
     def __repr__(self) -> str:
         replicas, runs, _ = self.position.shape

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -35,9 +37,10 @@ def draw_exchange_inputs(
     runs: int,
     device: torch.device,
     dtype: torch.dtype,
+    uniforms: Callable[..., Tensor] | None = None,
 ) -> ExchangeInputs:
     """The schedules' values, the pairs to be tested and the uniforms of the swaps, for `length`
-    steps from `start`.
+    steps from `start`. `uniforms` draws those of the swaps; None: torch.
     """
     n_pairs = rules.ladder.n_pairs
     temperature, lr, move_temperature = rules.ladder.table(
@@ -49,17 +52,18 @@ def draw_exchange_inputs(
     first_temperature, *_ = rules.ladder.table(0, 1, device=device, dtype=dtype)
     first_gap = (1.0 / first_temperature).neg().diff() if n_pairs else first_temperature[:, :0]
     steps = torch.arange(start, start + length, device=device)
-    due = (steps % rules.swap_interval == 0) & (steps >= rules.swap_start)
     if n_pairs:
-        proposed = rules.pairing.propose(
-            streams["pairing"], steps // rules.swap_interval, n_pairs, runs
-        )
-        always = rules.swap_interval == 1 and rules.swap_start == 0
-        proposed = proposed if always else proposed & due[:, None, None, None]
+        every, first = rules.swap_interval, rules.swap_start
+        attempts = steps if every == 1 else steps // every  # a division takes as long as a normal
+        proposed = rules.pairing.propose(streams["pairing"], attempts, n_pairs, runs)
+        if every > 1 or first > 0:
+            due = (steps % every == 0) & (steps >= first)
+            proposed = proposed & due[:, None, None, None]
     else:
         proposed = torch.zeros(length, 0, 0, 1, dtype=torch.bool, device=device)
     shape = (length, rules.pairing.n_rounds(n_pairs), n_pairs, runs)
-    uniform = torch.rand(shape, generator=streams["swap"], dtype=dtype, device=device)
+    draw = partial(torch.rand, device=device) if uniforms is None else uniforms
+    uniform = draw(shape, generator=streams["swap"], dtype=dtype)
     return ExchangeInputs(
         temperature, lr, move_temperature, first_gap.expand(length, -1), proposed, uniform
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchrex.errors import InvalidArgumentError
 from torchrex.targets.density import Energy, Noise, Target
+from torchrex.xoshiro import normals, uniforms
 
 
 class NoiseModel(ABC):
@@ -43,8 +44,7 @@ class Gaussian(NoiseModel):
     def draw(
         self, generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor:
-        z = torch.randn(shape, generator=generator, dtype=dtype, device=generator.device)
-        return z.mul_(self.std)
+        return normals(shape, generator, dtype).mul_(self.std)
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,7 @@ class StudentT(NoiseModel):
         self, generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor:
         # Bailey's polar form (1994), exact from two uniforms; unlike a gamma draw it vectorises.
-        u = torch.rand(shape, generator=generator, dtype=dtype, device=generator.device)
-        angle = torch.rand(shape, generator=generator, dtype=dtype, device=generator.device)
+        u, angle = (uniforms(shape, generator, dtype) for _ in range(2))
         squared = (1.0 - u).pow_(-2.0 / self.degrees).sub_(1.0).mul_(self.degrees * self.scale**2)
         return squared.sqrt_().mul_(angle.mul_(2.0 * math.pi).cos_())
 
