@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torchrex as tr
 from modules import classes, cross_entropy, mlp, same
 from torchrex.errors import InvalidArgumentError, NonFiniteEnergyError, RunInterrupted
 from torchrex.exchange import count_trips, rung_of
+from torchrex.tuning import rounds
 from torchrex.tuning.model import Lengths, Setting, nearest, swap_waits
 from torchrex.tuning.trials import Memory
 
@@ -191,24 +193,49 @@ def test_auto_is_tune_and_then_sample(capsys):
     assert torch.equal(draws.values, tr.sample(five_modes, ladder=tuned, **options).values)
 
 
+def two_modes(x):
+    """Of weights 0.3 and 0.7, 8 standard deviations apart in 20 coordinates."""
+    centres = 4.0 / math.sqrt(20) * torch.tensor([[-1.0], [1.0]])
+    squares = (x[..., None, :] - centres).square().sum(-1)
+    return torch.logsumexp(torch.tensor([0.3, 0.7]).log() - 0.5 * squares, -1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_runs_that_are_too_short_get_longer_before_they_get_hotter(seed, monkeypatch):
+    """The first have 200 steps, and a coordinate forgets in 40. The mutant takes for stuck what is
+    short. With eight seeds it ended at 256 to 65,536, and `tune` at 16 or 64.
+    """
+    options = {"dim": 20, "lr": 0.05, "n_steps": 20_000, "n_runs": 8, "seed": seed, "show": False}
+    assert tr.tune(two_modes, **options).ladder.temperatures[-1] <= 64.0
+    monkeypatch.setattr(rounds, "ENOUGH", 0)
+    assert tr.tune(two_modes, **options).ladder.temperatures[-1] >= 256.0
+
+
+def test_one_mode_in_many_coordinates_needs_one_rung():
+    options = {"dim": 20, "lr": 0.05, "n_steps": 100_000, "show": False}
+    assert tr.tune(lambda x: -0.5 * x.square().sum(-1), **options).ladder.n_rungs == 1
+
+
 @pytest.mark.slow
 def test_energies_that_stay_undo_swaps_and_tune_says_so(caplog):
     """Each of 16 coordinates is in one of two wells, which it leaves on hot rungs only; the energy
-    of the wells stays where it is, and a swap is soon undone. Of 85(3) arrivals 39(2) are of
-    replicas that have forgotten; the acceptance alone would predict 89.
+    of the wells stays where it is, and a swap is soon undone. With six seeds of the tuning a
+    prediction is 0.4 to 1.0 of the arrivals. That of the acceptance alone is 3.9 to 4.5 of them.
     """
 
     def wells(x):
-        return -(12 * (x.square() - 1).square() + 1.5 * x).sum(-1)
+        return -(12 * (x.square() - 1).square() + 3.0 * x).sum(-1)
 
     options = {"dim": 16, "initial": Normal(0.0, 1.0), "n_runs": 8}
     tuned = tr.tune(wells, lr=2e-3, hot=16.0, n_steps=100_000, seed=0, show=False, **options)
-    assert "times more slowly than their acceptance lets expect" in tuned.advice
+    slower = re.search(r"([\d.]+) times more slowly than their acceptance lets", tuned.advice)
+    assert slower is not None
     assert tuned.advice in caplog.text
     draws = tr.sample(wells, ladder=tuned, n_steps=20_000, seed=5, **options)
     restarts = float(count_trips(rung_of(draws.replica_at))[0].sum(0).double().mean())
     predicted = 20_000 * tuned.ladder.n_rungs / tuned.examples_a_visit
-    assert 0.3 < predicted / restarts < 0.7, (predicted, restarts)
+    assert 0.2 < predicted / restarts < 2.0, (predicted, restarts)
+    assert predicted * float(slower[1]) / restarts > 3.0, "the acceptance alone"
 
 
 def test_one_mode_needs_one_rung(caplog):

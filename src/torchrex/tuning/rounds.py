@@ -50,8 +50,11 @@ SHARE = 0.09  # of the run, which tuning may cost; the last choice may be cheape
 MOST_ROUNDS = 8
 FIRST_HOT = 16.0  # times the coldest temperature, if nobody says how hot the ladder shall be
 HOTTER, HOTTEST = 4.0, 1e6  # times that where independent runs do not agree
-COLDER = 2.0  # by this factor down again from where they do
+COLDER = 2.0  # by this factor at least down again from where they do
+CLOSER = 0.6  # by this factor at least come runs together that were only short, if twice as long
+SLOWER = 2.0  # by this factor a colder hot end may forget more slowly
 MIXED = 1.1  # R-hat of runs that agree
+ENOUGH = 20  # autocorrelation times that half a run needs to be long
 RELAXED = 10  # relaxations in a round that measures one
 FEWEST_SWAPS, FEWEST_TESTS = 0.02, 50  # share and tests of a pair whose swaps show its length
 LONGEST_STEP = 2.5  # heat and noise of a pair that still swaps: 21 % of the tests
@@ -150,7 +153,7 @@ def tune(
 
     Without `hot` and `tempering`, data with a prior that is a distribution get a ladder of
     likelihoods up to the prior (`tempering="likelihood"`). Other ladders end where independent runs
-    begin to agree. That of a network is as hot as `most_rungs` rungs (8) can make it, at most ten
+    agree. That of a network is as hot as `most_rungs` rungs (8) can make it, at most ten
     times `cold`. `show` writes a line per round to stderr. `advice` of the result says if exchange
     is not worth it, and why.
 
@@ -242,6 +245,7 @@ class _Tuning:
         self.hottest = copy.copy(trials)  # runs of one rung, which go on by themselves
         self.relaxation = 1.0  # steps at the hot end until a replica has forgotten where it was
         self.steps_alone = 0  # of the latest of these runs
+        self.can_tell = False  # were they long enough to tell whether they agree?
 
     def ladder(self, temperatures: Sequence[float]) -> Ladder:
         known = self.trials.prior_variance
@@ -280,36 +284,59 @@ class _Tuning:
     # Rounds
 
     def search(self) -> bool:
-        """Find the coldest temperature at which independent runs agree: longer and hotter until
-        they do, then colder until they do not. Do they at `cold`?
+        """Find a hot end: independent runs agree there, and forget about as fast as at hotter ones.
+        The search gets hotter until they do, and then bisects, in ratios. Do they agree at `cold`?
         """
-        trials, length, least = self.trials, self.length, (math.inf, self.hot)
+        trials, length, tried = self.trials, self.length, list[tuple[float, float]]()
         assert isinstance(trials, DensityTrials)
-        while (rhat := self.alone(self.hot, length)) > MIXED:
-            least = min(least, (rhat, self.hot))
-            length, hotter = min(2 * length, self.steps_left_for_search()), self.hot * HOTTER
-            if length < SHORTEST or hotter > HOTTEST * self.cold:
-                self.hot = least[1]
+
+        def agree(temperature: float) -> bool | None:
+            """None where the runs that tuning may cost are too short to tell."""
+            nonlocal length
+            apart = math.inf
+            while (length := min(length, self.steps_left_for_search())) >= SHORTEST or not tried:
+                before, rhat = apart, self.alone(temperature, max(length, SHORTEST))
+                tried.append((rhat, temperature))
+                apart = rhat**2 - 1.0  # of runs that are only short it falls as 1 / length
+                if rhat <= MIXED or self.can_tell or apart > CLOSER * before:
+                    return rhat <= MIXED
+                length *= 2
+            return None
+
+        failed = self.cold
+        while not (agreed := agree(self.hot)):
+            failed, self.hot = self.hot, self.hot * HOTTER
+            if agreed is None or self.hot > HOTTEST * self.cold:
+                least, self.hot = min(tried)
                 prior = 'tempering="likelihood", ' if trials.has_proper_prior else ""
                 logger.warning(
                     "independent runs agree at no temperature up to %.3g; the ladder ends at %.3g, "
                     "where they differ least (R-hat %.3g). Give hot=..., %smore n_steps, or a "
                     "larger lr",
-                    hotter / HOTTER, self.hot, least[0], prior,
+                    max(temperature for _, temperature in tried), self.hot, least, prior,
                 )  # fmt: skip
-                break
-            self.hot = hotter
+                return False
         trials.start_from(cast("DensityTrials", self.hottest))
         relaxation = self.relaxation
-        while math.isinf(least[0]) or self.hot > least[1]:  # no colder one is known to fail
-            colder = max(self.cold, self.hot / COLDER)
-            if self.steps_left_for_search() < length or self.alone(colder, length) > MIXED:
+        while self.hot * HOTTER <= HOTTEST * self.cold and agree(self.hot * HOTTER):
+            if self.relaxation * SLOWER > relaxation:
                 break
-            self.hot, relaxation = colder, self.relaxation
-            if colder == self.cold:
-                return True
+            failed, self.hot, relaxation = self.hot, self.hot * HOTTER, self.relaxation
+        slow = SLOWER * relaxation
+        while self.hot > self.cold:
+            colder = math.sqrt(failed * self.hot)
+            if colder < COLDER * failed:
+                if failed > self.cold:
+                    break
+                colder = self.cold
+            if agree(colder) and self.relaxation < slow:
+                self.hot, relaxation = colder, self.relaxation
+            elif colder == self.cold or length < SHORTEST:
+                break
+            else:
+                failed = colder
         self.relaxation = relaxation
-        return False
+        return self.hot == self.cold
 
     def agrees(self) -> bool:
         """Do runs agree at `cold`? Only runs that start apart can tell."""
@@ -330,10 +357,11 @@ class _Tuning:
         self.steps_alone = length
         self.examples += length * self.hottest.n_runs * self.trials.batch
         path = seen.path[:, 0].movedim(0, 1)  # (runs, rows, coordinates)
-        error, variance = mean_error(path), path.flatten(0, 1).var(0)
-        rows = error.square() * path.shape[0] * path.shape[1] / variance.clamp(min=1e-300)
-        longest = min(float(rows.nan_to_num(nan=1.0).max()), float(path.shape[1]))
-        self.relaxation = max(1.0, longest * max(1, length // ROWS))
+        apart, n = max(1, length // ROWS), path.shape[1] // 2
+        longest = min(slowest(path), float(path.shape[1]))
+        self.relaxation = max(1.0, longest * apart)
+        halves = torch.cat([path[:, :n], path[:, -n:]])
+        self.can_tell = n > ENOUGH * slowest(halves - halves.mean(1, keepdim=True))
         return disagreement(seen.path[:, 0])
 
     def first_round(self) -> Lengths:
@@ -509,6 +537,13 @@ class _Tuning:
             lengths.examples_a_visit(setting), lengths.examples_a_step(setting),
             advice,
         )  # fmt: skip
+
+
+def slowest(path: Tensor) -> float:
+    """Autocorrelation time of the slowest coordinate of runs (runs, rows, coordinates), in rows."""
+    error, variance = mean_error(path), path.flatten(0, 1).var(0)
+    rows = error.square() * path.shape[0] * path.shape[1] / variance.clamp(min=1e-300)
+    return float(rows.nan_to_num(nan=1.0).max())
 
 
 def disagreement(path: Tensor) -> float:
