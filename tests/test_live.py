@@ -432,6 +432,33 @@ def test_the_picture_at_several_widths():
     assert len(shown_at(100, 1, rungs=1)) == 4 + 1
 
 
+@pytest.mark.parametrize("n_runs", [1, 2])
+def test_the_display_says_that_a_captured_step_is_compiled(n_runs):
+    """Until the first steps are reported, and once where no terminal is."""
+    screen = LiveDisplay("t", console=terminal())
+    lines = LiveDisplay("t", console=terminal(force_terminal=False), reports=True)
+    screen.__enter__()  # as the command line does, before a run is there
+    for display in (screen, lines):
+        for seed in range(n_runs):
+            run = make_run(seed=seed)
+            run.capturing = True  # as on a GPU
+            display.on_start(Watched("a run", run, 1000))
+    assert lines.console.file.getvalue() == live.COMPILING + "\n"
+    assert live.COMPILING in screen.console.file.getvalue()
+    screen._close()
+
+    def shown():
+        with screen.console.capture() as captured:
+            screen.console.print(screen.picture())
+        return captured.get()
+
+    assert live.COMPILING in shown()
+    for watched in screen._lines:
+        screen._lines[watched].pending.append(some_infos(50))
+        screen._lines[watched].update()
+    assert live.COMPILING not in shown()
+
+
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("crash_at", [math.inf, 70])
 def test_the_display_shows_the_run_and_leaves_the_screen_clean(crash_at):

@@ -99,10 +99,17 @@ class Graph:
     """
 
     def __init__(
-        self, work: Work, states: Sequence[CaptureState], source: Source, *, compiled: bool
+        self,
+        work: Work,
+        states: Sequence[CaptureState],
+        source: Source,
+        *,
+        compiled: bool,
+        deterministic: bool,
     ) -> None:
         self.work, self.compiled = work, compiled
-        form = compiled_form if compiled else _as_it_is
+        fixed = functools.partial(compiled_form, deterministic=deterministic)
+        form: Callable[..., Any] = fixed if compiled else _as_it_is
         assemble, update = form(assemble_energy), form(update_rows)
         exchange = form(exchange_and_record)
         # One compiled form for all runs on the same energy: the compiler takes a method of another
@@ -324,7 +331,10 @@ class Graphs:
                     self._forward,
                     _many_forms(),
                 ):
-                    self._graphs[key] = (Graph(work, states, source, compiled=compiled), inputs)
+                    graph = Graph(
+                        work, states, source, compiled=compiled, deterministic=self._deterministic
+                    )
+                    self._graphs[key] = (graph, inputs)
                 if not compiled:
                     logger.warning(
                         "the step is captured but not compiled, and therefore slower: %s", reason
@@ -389,14 +399,25 @@ def _as_if_nothing_happened(states: Runs, source: Source) -> Iterator[None]:
 # The compiler, and modes of CUDA that are set for a while and put back
 
 
-def compiled_form(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled for fixed shapes."""
-    return torch.compile(function, dynamic=False, options=COMPILER_OPTIONS)
+def compiled_form(
+    function: Callable[..., Any], *, deterministic: bool = False
+) -> Callable[..., Any]:
+    """Compiled for fixed shapes; `deterministic`: no kernel whose sums depend on what was fastest
+    when it was timed, where the compiler can do so (torch 2.10 and newer).
+    """
+    from torch._inductor import config
+
+    options = dict(COMPILER_OPTIONS)
+    if deterministic and hasattr(config, "deterministic"):
+        options["deterministic"] = True
+    return torch.compile(function, dynamic=False, options=options)
 
 
-def compiled_or_plain(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_or_plain(
+    function: Callable[..., Any], *, deterministic: bool = False
+) -> Callable[..., Any]:
     """The compiled form of a function, until it fails: from then on the function itself."""
-    chosen = compiled = compiled_form(function)
+    chosen = compiled = compiled_form(function, deterministic=deterministic)
 
     def call(*arguments: Any) -> Any:
         nonlocal chosen

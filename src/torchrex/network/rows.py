@@ -106,12 +106,16 @@ class FlatLayout:
         return views
 
     def gather(self, tensors: Sequence[Tensor | None], row: Tensor) -> None:
-        """Write gradients, None meaning 0, into the row, in one kernel."""
+        """Write gradients, None meaning 0, into the row, in few kernels."""
         parts = []
         for tensor, shape, last in zip(tensors, self.shapes, self.channels_last, strict=True):
             given = row.new_zeros(shape) if tensor is None else tensor
             parts.append((given.permute(0, 2, 3, 1) if last else given).reshape(-1))
-        torch.cat(parts, out=row)
+        if row.is_cuda:  # where one tensor is far larger than the others a kernel of cat is slow
+            places = torch.split(row, [len(part) for part in parts])
+            torch._foreach_copy_(list(places), parts)
+        else:
+            torch.cat(parts, out=row)
 
 
 @dataclass(frozen=True)

@@ -79,8 +79,8 @@ class ModuleExchange(ReplicaExchange):
     `divergence` says what happens when a replica's energy is NaN or infinite: "stop" raises,
     "respawn" makes the replica a copy of the nearest healthy one and writes it down in `respawns`.
     On a GPU energies are looked at when a stretch of up to 256 steps is over, because looking means
-    waiting. `deterministic` asks cuDNN for algorithms whose results do not vary from process to
-    process. `compiled=None` captures the step as one graph on a GPU.
+    waiting. `deterministic` asks cuDNN and the compiler for algorithms whose results do not vary
+    from process to process. `compiled=None` captures the step as one graph on a GPU.
 
     `clip` shortens a replica's gradient of the energy, the prior included, to that norm where it is
     longer; what `shared` names has a norm of its own. It is a guard for the first steps: wherever
@@ -164,7 +164,9 @@ class ModuleExchange(ReplicaExchange):
         # Without a compiled form the predictions of a thinned average took 5 % of the time of
         # ResNet-20.
         output = self.ensemble.energy.output
-        self._output = compiled_or_plain(output) if self.capturing else output
+        if self.capturing:
+            output = compiled_or_plain(output, deterministic=deterministic)
+        self._output = output
         # Does a module in evaluation mode write its buffers? None until one was seen.
         self._looking_writes: bool | None = None
         self._guest: nn.Module | None = None  # for a replica of another process

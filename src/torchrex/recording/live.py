@@ -42,6 +42,7 @@ BETWEEN_REPORTS = 1.0  # seconds between two lines where there is no terminal, a
 MEMORY = 200  # steps over which a shown energy is smoothed
 NARROW = 72  # columns that a table takes at least; a narrower terminal shows the bar alone
 WIDE = 100  # columns from which on there is space for corrections and learning rates
+COMPILING = "compiling the step for this GPU: up to a minute, less the next time"
 
 
 class Line:
@@ -61,6 +62,12 @@ class Line:
         self.average: PosteriorAverage | None = None
         self.n_draws = 0  # of the average, when its accuracy was computed
         self.accuracy: float | None = None
+
+    @property
+    def compiles(self) -> bool:
+        """Is its first step on the way, and captured?"""
+        captures = getattr(self.watched.run, "capturing", False)
+        return captures and self.energy is None and not self.pending
 
     def update(self) -> None:
         """Take in the pending steps and draws."""
@@ -171,14 +178,20 @@ class LiveDisplay(Observer):
             share, left = task.percentage / 100, task.time_remaining
             if left is None:  # a part that has just begun has no pace yet
                 left = (now - self._began) * (1 / share - 1)
-            line = f"{share:.0%}, {timedelta(seconds=int(left))} left: {self.title}"
-            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self._say(f"{share:.0%}, {timedelta(seconds=int(left))} left: {self.title}")
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def on_start(self, watched: Watched) -> None:
         if self.shows or self.reports:
-            self._lines[watched] = Line(watched)
+            self._lines[watched] = line = Line(watched)
             self._move(watched.run.n_steps, watched.n_steps, begins=True)
             self._open()
+            if line.compiles:
+                self._draw()
+                if self.reports and len(self._lines) == 1:
+                    self._say(COMPILING)
 
     def on_steps(self, watched: Watched, infos: StepInfo) -> None:
         if watched in self._lines:
@@ -212,7 +225,7 @@ class LiveDisplay(Observer):
         if not lines or width < NARROW:
             return bar
         table = rungs_table if len(lines) == 1 else runs_table
-        notes = []
+        notes = [COMPILING] if any(line.compiles for line in lines if line.is_going) else []
         if len(lines) == 1 and lines[0].average is not None:
             rung = lines[0].average.rungs[0]
             shown = _percent(lines[0].accuracy)
