@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,8 @@ from torchrex.vision.bayesian_gan import (
     BayesianGAN,
     Consistency,
     GanBatch,
+    convolved_as_product,
+    disagreement,
     gan_losses,
     supervised_losses,
 )
@@ -21,8 +25,8 @@ from torchrex.vision.feature_matching import (
     DROPPED,
     Convolution,
     Linear,
+    Matching,
     MatchingDiscriminator,
-    matching_losses,
 )
 
 SIZES = {"size": 8, "channels": 1, "width": 6}
@@ -35,7 +39,7 @@ def small(n_generators=3):
     judge = MatchingDiscriminator(4, **SIZES)
     gan = BayesianGAN(4, n_generators, **SIZES, latent=5, discriminator=judge).double()
     for name, parameter in judge.named_parameters():
-        if not name.endswith("direction"):
+        if not name.endswith("free"):
             nn.init.uniform_(parameter, 0.5, 1.5)
     if n_generators:
         gan.generators.layers[-1].bias.data.copy_(torch.tensor([[-1.0], [0.0], [1.5]]))
@@ -53,22 +57,27 @@ def batch_of(n=6, latents=4, *, dropped=True):
     generator = torch.Generator().manual_seed(1)
     x, u, again = torch.rand(3, n, 1, 8, 8, generator=generator, dtype=torch.float64) * 2 - 1
     z = torch.rand(latents, 3, 5, generator=generator, dtype=torch.float64) * 2 - 1
-    kept = masks(2 * n + 3 * latents) if dropped else ()
+    kept = masks(3 * n + 3 * latents) if dropped else ()
     return GanBatch(0.3 * x + 0.5, torch.arange(n) % 4, u, z, again, kept)
+
+
+def centred(free):
+    """Weights (out, ...) without the mean of each output."""
+    return free - free.mean(tuple(range(1, free.ndim)), keepdim=True)
 
 
 def normed(layer):
     """Torch's own layer with the weights of ours."""
     if isinstance(layer, Linear):
-        plain = nn.Linear(*reversed(layer.direction.shape))
+        plain = nn.Linear(*reversed(layer.free.shape))
     else:
-        out, into, kernel, _ = layer.direction.shape
+        out, into, kernel, _ = layer.free.shape
         plain = nn.Conv2d(into, out, kernel, layer.stride, layer.padding)
     plain = weight_norm(plain.double(), dim=0)
     plain.parametrizations.weight.original0.data.copy_(
-        layer.scale.detach().view(-1, *[1] * (layer.direction.ndim - 1))
+        layer.scale.detach().view(-1, *[1] * (layer.free.ndim - 1))
     )
-    plain.parametrizations.weight.original1.data.copy_(layer.direction.detach())
+    plain.parametrizations.weight.original1.data.copy_(centred(layer.free.detach()))
     plain.bias.data.copy_(layer.bias.detach())
     return plain
 
@@ -79,14 +88,15 @@ def plain_features(judge, x, kept=()):
         if kept:
             x = x * kept[k] / (1 - DROPPED[k])
         for layer in block:
-            weight = F.normalize(layer.direction, dim=(1, 2, 3)) * layer.scale[:, None, None, None]
+            weight = F.normalize(centred(layer.free), dim=(1, 2, 3))
+            weight = weight * layer.scale[:, None, None, None]
             x = F.conv2d(x, weight, layer.bias, stride=layer.stride, padding=layer.padding)
             x = F.leaky_relu(x, 0.2)
     return x.flatten(2).mean(2)
 
 
 def plain_logits(judge, x, kept=()):
-    weight = F.normalize(judge.classes.direction, dim=1) * judge.classes.scale[:, None]
+    weight = F.normalize(centred(judge.classes.free), dim=1) * judge.classes.scale[:, None]
     real = plain_features(judge, x, kept) @ weight.T + judge.classes.bias
     return torch.cat([real, torch.zeros(len(x), 1, dtype=x.dtype)], 1)
 
@@ -106,9 +116,10 @@ def part(kept, *where):
         (Convolution(3, 5, 1, 1, 0), (4, 3, 6, 6)),
     ],
 )
-def test_layers_are_torchs_weight_norm(layer, shape):
-    """Values and all gradients. Mutants: a norm over all outputs, or none; no gradient through it.
-    The first scale undoes what the leaky ReLU takes from a standard normal.
+def test_layers_are_torchs_weight_norm_of_centred_weights(layer, shape):
+    """Values and all gradients. Mutants: a norm or a mean over all outputs, or none; no gradient
+    through them. What all inputs have in common changes nothing. The first scale undoes what the
+    leaky ReLU takes from a standard normal.
     """
     before_relu = torch.distributions.Normal(0.0, 1.0).icdf((torch.arange(10**5) + 0.5) / 10**5)
     left = float(F.leaky_relu(before_relu, 0.2).square().mean())
@@ -123,13 +134,19 @@ def test_layers_are_torchs_weight_norm(layer, shape):
     theirs = theirs if isinstance(layer, Linear) else F.leaky_relu(theirs, 0.2)
     torch.testing.assert_close(ours, theirs, **EXACT)
     weights = torch.linspace(-1.0, 2.0, ours.numel(), dtype=torch.float64).view(ours.shape)
-    given = (x, layer.scale, layer.direction, layer.bias)
+    given = (x, layer.scale, layer.bias, layer.free)
     original = plain.parametrizations.weight
     found = torch.autograd.grad((ours * weights).sum(), given)
-    given = (x, original.original0, original.original1, plain.bias)
-    expected = torch.autograd.grad((theirs * weights).sum(), given)
+    given = (x, original.original0, plain.bias, original.original1)
+    *expected, of_centred = torch.autograd.grad((theirs * weights).sum(), given)
+    expected.append(centred(of_centred))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other.view_as(one), **EXACT)
+    inside = slice(1, -1) if len(shape) == 4 and layer.padding else slice(None)
+    shifted, ours = (
+        each[..., inside, inside] if each.ndim == 4 else each for each in (layer(x + 3.0), ours)
+    )
+    torch.testing.assert_close(shifted, ours, **EXACT)
 
 
 def test_the_network_is_that_of_salimans():
@@ -145,12 +162,12 @@ def test_the_network_is_that_of_salimans():
     pixels = zip([96] * 3 + [192] * 6, (32, 32, 16, 16, 16, 8, 6, 6, 6), strict=True)
     assert shapes == [(channels, side, side) for channels, side in pixels]
     layers = [layer for block in judge.features.blocks for layer in block]
-    kernels = [(layer.direction.shape[2], layer.stride) for layer in layers]
+    kernels = [(layer.free.shape[2], layer.stride) for layer in layers]
     assert kernels == [(3, 1), (3, 1), (3, 2)] * 2 + [(3, 1), (1, 1), (1, 1)]
     assert entering == [(3, 32, 32), (96, 16, 16), (192, 8, 8)]
     dropped = [(p, (c, h, w)) for p, (h, w, c) in MatchingDiscriminator.dropout()]
     assert dropped == list(zip((0.2, 0.5, 0.5), entering, strict=True))
-    assert judge.classes.direction.shape == (10, 192)
+    assert judge.classes.free.shape == (10, 192)
     assert all(isinstance(layer, Linear | Convolution) for layer in (*layers, judge.classes))
 
 
@@ -217,16 +234,30 @@ def test_replicas_drop_the_same():
 # Losses
 
 
-def by_hand(gan, batch):
+def disagreement_of(one, other, certain):
+    """From the probabilities of the real classes."""
+    if not certain:
+        return (one - other).square().sum(1)
+    likeliest = one.argmax(1)[:, None]
+    is_certain = one.gather(1, likeliest) > certain
+    return -(is_certain * other.gather(1, likeliest).log())[:, 0]
+
+
+def by_hand(gan, batch, weight=0.0, certain=0.0, judging=1.0):
     """Energy terms, and the distance of each generator; generated images lie latent by latent."""
     judge, n, fakes = gan.discriminator, len(batch.labels), gan.generators(batch.latent)
     of_labelled, of_unlabelled = part(batch.kept, n), part(batch.kept, n, 2 * n)
-    of_fakes = part(batch.kept, 2 * n, None)
+    of_again, of_fakes = part(batch.kept, 2 * n, 3 * n), part(batch.kept, 3 * n, None)
     known = plain_logits(judge, batch.labelled, of_labelled).softmax(1)[:, :4]
     unknown = plain_logits(judge, batch.unlabelled, of_unlabelled).softmax(1)[:, 4]
+    one, other = (
+        plain_logits(judge, *each)[:, :4].softmax(1)
+        for each in ((batch.unlabelled, of_unlabelled), (batch.again, of_again))
+    )
     fake = plain_logits(judge, fakes.detach().flatten(0, 1), of_fakes).softmax(1)[:, 4]
     supervised = -(known[torch.arange(n), batch.labels]).log()
-    energy = supervised - (1 - unknown).log() - fake.log().view(n, -1).mean(1)
+    energy = supervised - judging * ((1 - unknown).log() + fake.log().view(n, -1).mean(1))
+    energy = energy + weight * disagreement_of(one, other, certain)
     wanted = plain_features(judge, batch.unlabelled, of_unlabelled).mean(0).detach()
     distances = [
         (plain_features(judge, fakes[:, k], part(of_fakes, k, None, 3)).mean(0) - wanted)
@@ -235,19 +266,63 @@ def by_hand(gan, batch):
     return energy, [distance.abs().mean() for distance in distances]
 
 
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding"), [(3, 1, 1), (3, 2, 1), (3, 1, 0), (1, 1, 0), (5, 2, 2)]
+)
+def test_a_product_is_the_convolution(kernel, stride, padding):
+    """Images of unequal sides, values and all gradients. Mutants: the places of the kernel in
+    another order; a wrong number of columns of zeros.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape):
+        made = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return made.requires_grad_()
+
+    given = (numbers(4, 3, 8, 12), numbers(5, 3, kernel, kernel), numbers(5))
+    ours = convolved_as_product(*given, stride, padding)
+    theirs = F.conv2d(*given, stride, padding)
+    torch.testing.assert_close(ours, theirs, **EXACT)
+    found, expected = (torch.autograd.grad(y.square().sum(), given) for y in (ours, theirs))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, **EXACT)
+
+
 @pytest.mark.parametrize("dropped", [True, False])
-def test_matching_losses_by_hand(dropped):
+@pytest.mark.parametrize(
+    ("weight", "certain", "judging"),
+    [(0.0, 0.0, 1.0), (3.0, 0.0, 1.0), (3.0, 0.0, 0.1), (3.0, 0.45, 0.1)],
+)
+def test_matching_losses_by_hand(dropped, weight, certain, judging):
     """Mutants: a mean over generators; one distance for the images of all of them; the means of
-    labelled images; generated images in another order than their masks.
+    labelled images; generated images in another order than their masks; the masks of images that
+    are augmented again on generated ones; probabilities of all classes.
     """
     gan, batch = small(), batch_of(dropped=dropped)
-    energy, descended = matching_losses(gan, batch)
-    expected, distances = by_hand(gan, batch)
+    energy, descended = Matching(weight, certain, judging)(gan, batch)
+    expected, distances = by_hand(gan, batch, weight, certain, judging)
     torch.testing.assert_close(energy, expected, **EXACT)
     torch.testing.assert_close(descended, expected.mean() + sum(distances), **EXACT)
     assert min(distances) > 1e-3
+    few = batch_of(dropped=False)._replace(latent=batch.latent[:3])
     with pytest.raises(TargetError, match="as many unlabelled as labelled images"):
-        matching_losses(gan, batch_of(dropped=False)._replace(latent=batch.latent[:3]))
+        Matching(weight, certain, judging)(gan, few)
+
+
+def test_only_what_is_certain_must_agree():
+    """By hand: the class of the first image is certain, of the others not, or only by the logit of
+    "fake". Gradients reach the second augmentation alone. The mutant compares with that one.
+    """
+    one = torch.tensor([[3.0, 0.0, 9.0], [0.5, 0.0, 0.0], [0.0, 1.0, -9.0]], requires_grad=True)
+    other = torch.tensor([[0.0, 1.0, 0.0], [9.0, 0.0, 0.0], [9.0, 0.0, 0.0]], requires_grad=True)
+    found = disagreement(one, other, 0.8)
+    missed = math.log(1.0 + math.e)
+    torch.testing.assert_close(found, torch.tensor([missed, 0.0, 0.0]))
+    moves, moved = torch.autograd.grad(found.sum(), [one, other], allow_unused=True)
+    assert moves is None or not moves.any()
+    assert moved[0, :2].all()
+    assert not moved[0, 2]
+    assert not moved[1:].any()
 
 
 def test_each_network_descends_its_own_loss():
@@ -256,7 +331,7 @@ def test_each_network_descends_its_own_loss():
     """
     gan, batch = small(), batch_of()
     judged, generating = (list(each.parameters()) for each in (gan.discriminator, gan.generators))
-    found = torch.autograd.grad(matching_losses(gan, batch)[1], judged + generating)
+    found = torch.autograd.grad(Matching()(gan, batch)[1], judged + generating)
     energy, distances = by_hand(gan, batch)
     expected = torch.autograd.grad(energy.mean(), judged)
     for ours, theirs in zip(found, expected, strict=False):
@@ -271,9 +346,7 @@ def test_each_network_descends_its_own_loss():
 
 
 def test_losses_without_generators_drop_as_the_batch_says():
-    """The masks of the labelled images, of the unlabelled ones and, for those that are augmented a
-    second time, the first ones of generated images.
-    """
+    """The masks of the labelled images, of the unlabelled ones, and of those augmented again."""
     gan, batch = small(0), batch_of()
     logits = [
         plain_logits(gan.discriminator, images, part(batch.kept, 6 * k, 6 * k + 6))
@@ -282,8 +355,9 @@ def test_losses_without_generators_drop_as_the_batch_says():
     alone = F.cross_entropy(logits[0], batch.labels, reduction="none")
     torch.testing.assert_close(supervised_losses(gan, batch), alone, **EXACT)
     p, q = (each[:, :4].softmax(1) for each in logits[1:])
-    expected = alone + 3 * (p - q).square().sum(1)
-    torch.testing.assert_close(Consistency(3.0)(gan, batch), expected, **EXACT)
+    for certain in (0.0, 0.7):
+        expected = alone + 3 * disagreement_of(p, q, certain)
+        torch.testing.assert_close(Consistency(3.0, certain)(gan, batch), expected, **EXACT)
 
 
 def test_the_losses_of_the_paper_drop_too():
@@ -291,7 +365,7 @@ def test_the_losses_of_the_paper_drop_too():
     gan, batch = small(), batch_of()
     n, fakes = 6, gan.generators(batch.latent)
     images = (batch.labelled, batch.unlabelled, fakes.transpose(0, 1).flatten(0, 1))
-    masks_of = (part(batch.kept, n), part(batch.kept, n, 2 * n), part(batch.kept, 2 * n, None))
+    masks_of = (part(batch.kept, n), part(batch.kept, n, 2 * n), part(batch.kept, 3 * n, None))
     known, unknown, fake = (
         plain_logits(gan.discriminator, *each).softmax(1)
         for each in zip(images, masks_of, strict=True)

@@ -19,7 +19,7 @@ from torchrex.errors import InvalidArgumentError, NonFiniteEnergyError, TargetEr
 from torchrex.exchange import StepInfo
 from torchrex.experiments import gan
 from torchrex.experiments.gan import digits_gan_recipes
-from torchrex.vision.augment import Augment
+from torchrex.vision.augment import Augment, Erasing
 from torchrex.vision.bayesian_gan import (
     BayesianGAN,
     Consistency,
@@ -37,7 +37,7 @@ from torchrex.vision.bayesian_gan import (
     supervised_losses,
     variety,
 )
-from torchrex.vision.feature_matching import matching_losses
+from torchrex.vision.feature_matching import Matching
 
 SIZES = {"size": 8, "channels": 1, "width": 6}
 
@@ -420,10 +420,10 @@ def numbered(first, n):
     return numbers[:, None, None, None].expand(n, 8, 8, 1).clone()
 
 
-def augmented_batch(seed, *, n=200, dropout=()):
+def augmented_batch(seed, *, n=200, dropout=(), stronger=None):
     """Unlabelled images 1, ..., n and the labelled ones 201, ..., 212, all drawn by a seed."""
     augment = Augment(PADDING, False, None, (0.5,), (0.5,))
-    batches = WithLabelled(numbered(201, 12), LABELS, 3, 14, 5, augment, dropout)
+    batches = WithLabelled(numbered(201, 12), LABELS, 3, 14, 5, augment, dropout, stronger)
     return batches((numbered(1, n),), torch.Generator().manual_seed(seed))
 
 
@@ -466,15 +466,36 @@ def test_images_are_augmented_and_unlabelled_ones_twice():
     assert_mean_is((one == other).all(1), 1 / 25)
 
 
+def test_the_stronger_augmentation_is_for_labelled_images_and_the_second_time():
+    """Here it erases a third of every image and shifts none. Mutants: unlabelled images are erased
+    the first time too, or labelled ones are not; labels of other images.
+    """
+    stronger = Augment(0, False, Erasing(1.0, (0.3, 0.3), (0.8, 1.2), fill=(7.0,)), (0.5,), (0.5,))
+    batch = augmented_batch(0, stronger=stronger)
+    for images in (batch.labelled, batch.again):
+        erased = (images == 7.0).double().mean((1, 2, 3))
+        assert 0.2 < float(erased.min()) <= float(erased.max()) < 0.4
+    kept = batch.labelled.where(batch.labelled < 7.0, -1.0).amax((1, 2, 3))
+    number = ((kept * 0.5 + 0.5) * 255).round().long()
+    assert torch.equal(batch.labels, LABELS[number - 201])
+    first, shift = number_and_shift(batch.unlabelled)
+    assert torch.equal(first, torch.arange(1, 201))
+    assert len(shift.unique(dim=0)) == 25
+    with pytest.raises(InvalidArgumentError, match="needs augment"):
+        WithLabelled(numbered(201, 12), LABELS, 3, 14, stronger=stronger)
+    with pytest.raises(InvalidArgumentError, match=r"mean=\(0\.5,\) and std=\(0\.5,\)"):
+        augmented_batch(0, stronger=Augment(0, False, None, (0.0,), (0.5,)))
+
+
 def test_how_much_dropout_keeps():
-    """An own mask for each of 2 x 200 real images and as many generated or augmented again; five
-    standard deviations of the binomial law. The mutant keeps what should be dropped.
+    """An own mask for each of 3 x 200 real images and 14 x 3 generated ones; five standard
+    deviations of the binomial law. The mutant keeps what should be dropped.
     """
     kept = augmented_batch(0, dropout=DROPPED).kept
-    assert [tuple(mask.shape) for mask in kept] == [(600, 1, 8, 8), (600, 6, 4, 5)]
+    assert [tuple(mask.shape) for mask in kept] == [(642, 1, 8, 8), (642, 6, 4, 5)]
     for mask, (probability, _) in zip(kept, DROPPED, strict=True):
         assert mask.dtype == torch.bool
-        assert len(mask.flatten(1).unique(dim=0)) == 600
+        assert len(mask.flatten(1).unique(dim=0)) == 642
         assert_mean_is(mask, 1 - probability)
     assert_mean_is_not(~kept[0], 0.8)
 
@@ -497,7 +518,7 @@ def test_bad_arguments():
     with pytest.raises(InvalidArgumentError, match=r"mean=\(0\.5,\) and std=\(0\.5,\)"):
         WithLabelled(x, y, 3, 14, augment=Augment(erase=None, mean=(0.0,), std=(1.0,)))
     with pytest.raises(TargetError, match="needs the features of a MatchingDiscriminator"):
-        matching_losses(small(), batch_of())
+        Matching()(small(), batch_of())
     with pytest.raises(InvalidArgumentError, match="got 12 images and 11 labels"):
         WithLabelled(x, y[:11], 3, 14)
     with pytest.raises(InvalidArgumentError, match="power of 2 from 4 on"):
@@ -656,16 +677,18 @@ def test_a_broken_generator_is_named_on_a_gpu():
         list(run.advance(300, data))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_upsampling_is_a_transposed_convolution_of_each_group(bias):
+def test_upsampling_is_a_transposed_convolution_of_each_group(bias, device):
     """Images and all gradients in float64; the weights of a group are (into, 5, 5, out)."""
     torch.manual_seed(0)
     groups, into, out, n = 3, 4, 2, 5
-    layer = Upsampling(groups, into, out, bias=bias).double()
+    layer = Upsampling(groups, into, out, bias=bias).double().to(device)
     if bias:
         nn.init.normal_(layer.bias)
-    x = torch.randn(groups, n, 6, 3, into, dtype=torch.float64, requires_grad=True)
-    target = torch.randn(groups, n, 12, 6, out, dtype=torch.float64)
+    kind = {"dtype": torch.float64, "device": device}
+    x = torch.randn(groups, n, 6, 3, into, **kind).requires_grad_()
+    target = torch.randn(groups, n, 12, 6, out, **kind)
     found = layer(x)
     assert found.shape == target.shape
     parameters = list(layer.parameters())

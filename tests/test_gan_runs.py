@@ -34,7 +34,7 @@ from torchrex.runs.config import override
 from torchrex.runs.folder import png
 from torchrex.vision.bayesian_gan import BayesianGAN, Consistency, gan_losses, supervised_losses
 from torchrex.vision.data import ImageSet, save_images
-from torchrex.vision.feature_matching import MatchingDiscriminator, matching_losses
+from torchrex.vision.feature_matching import Matching, MatchingDiscriminator
 from written_runs import outcome
 
 # Six steps of Adam, then six of SGHMC with swaps at nearly every one.
@@ -358,6 +358,12 @@ def test_consistency_without_augmentation_is_refused():
     expected = "'augment' must be true: consistency compares an image augmented twice, got False"
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+    matching = get_recipe("gan-matching/cifar10-4000")
+    with pytest.raises(ConfigError, match="'augment' must be true: consistency compares"):
+        override(matching, ["augment=false"])
+    assert override(matching, ["augment=false", "consistency=0", "erase=false"]).augment is False
+    with pytest.raises(ConfigError, match="'erase' must be false where augment is false"):
+        override(matching, ["augment=false", "consistency=0", "erase=true"])
     every = override(config, ["n_labelled=40000", "validation=10000"])
     assert every.n_data == 40_000
     with pytest.raises(ConfigError, match="'consistency' must be at least 0 and finite, got -1"):
@@ -489,7 +495,8 @@ def test_the_families_differ_where_they_say():
     augmented = tuned | {"augment", "n_generators"}
     longer = {"networks", "width", "latents", "steps", "warm_start", "checkpoint_every"}
     differing = {"gan": set(), "gan-tuned": tuned, "gan-augmented": augmented | {"batchnorm"}}
-    differing["gan-matching"] = augmented | longer
+    stronger = {"erase", "certain", "judging"}
+    differing["gan-matching"] = augmented | longer | stronger
     names = [field.name for field in dataclasses.fields(GanConfig)]
     for config in gan.figure3_recipes().values():
         other = gan.gan_config(config.data, config.n_labelled, config.method)
@@ -507,7 +514,7 @@ def test_the_stronger_families_are_what_they_say():
     assert module.generators.n_generators == 2
     assert module.generators.layers[-1].weight.shape == (2, 64, 25 * 3)  # the paper's width
     assert config.dropout == MatchingDiscriminator.dropout()
-    assert config.losses is matching_losses
+    assert config.losses == Matching(1.0, 0.8, 0.1)
     paper = get_recipe("gan-augmented/svhn-2000")
     assert (paper.networks, paper.augment, paper.dropout) == ("paper", True, ())
     assert paper.losses is gan_losses
@@ -517,7 +524,7 @@ def test_the_stronger_families_are_what_they_say():
             for method in gan.GAN_METHODS
         }
         assert changed["supervised"].losses is supervised_losses
-        assert changed["consistency"].losses == Consistency(7.0)
+        assert changed["consistency"].losses == Consistency(7.0, each.certain)
         assert len({changed[method].losses for method in ("resghmc", "sghmc", "noswaps")}) == 1
         without = {method for method in changed if changed[method].model().generators is None}
         assert without == {"supervised", "consistency"}
@@ -526,6 +533,15 @@ def test_the_stronger_families_are_what_they_say():
     for batchnorm in ("together", "apart"):
         module = dataclasses.replace(paper, batchnorm=batchnorm, width=2).model()
         assert module.discriminator.apart == (batchnorm == "apart")
+
+
+def stronger_of(config):
+    """The augmentation of labelled images, and of unlabelled ones the second time."""
+    n, size, channels = 20, config.kind.size, config.kind.channels
+    x = torch.zeros(n, size, size, channels, dtype=torch.uint8)
+    y = torch.arange(n)
+    images = gan.GanImages(x, y, x, (x, y))
+    return config.loader(images, 0, torch.device("cpu")).augment.stronger
 
 
 def test_how_images_are_augmented():
@@ -539,6 +555,10 @@ def test_how_images_are_augmented():
         assert augment.border == "reflect"
         found[data] = (augment.crop_padding, augment.flip)
         assert dataclasses.replace(config, augment=False).augmentation is None
+        assert stronger_of(config) is None
+        erasing = stronger_of(dataclasses.replace(config, erase=True))
+        assert dataclasses.replace(erasing, erase=None) == augment
+        assert erasing.erase.fill == (0.0,) * config.kind.channels
     photo = (4, True)
     assert found == {"cifar10": photo, "cifar100": photo, "svhn": (2, False), "digits": (1, False)}
 

@@ -120,7 +120,7 @@ def draw(figure: Mapping[str, Any], path: Path) -> None:
         handles: dict[str, Any] = {}
         for axis, (data, of) in zip(axes.flat, sets.items(), strict=False):
             handles |= plot_labels(of, axis)
-            axis.set_title("\n".join(textwrap.wrap(data, 50)))
+            axis.set_title("\n".join(textwrap.wrap(data, 42)))
         order = sorted(handles, key=lambda title: title.endswith("the paper"))
         legend_below(drawn, {title: handles[title] for title in order}, 3)
 
@@ -144,7 +144,9 @@ def plot_labels(of: Mapping[str, Any], axis: Any) -> dict[str, Any]:
         ):
             if values:
                 x = [n + SHIFTS[title] for n, _ in values]
-                y, errors = ([each[k] or 0.0 for _, each in values] for k in ("mean", "two_sd"))
+                # One seed has no spread, and no bar.
+                y = [each["mean"] for _, each in values]
+                errors = [each["two_sd"] or math.nan for _, each in values]
                 bars = {"ms": size, "capsize": 3, "elinewidth": 1}
                 handles[name] = axis.errorbar(x, y, errors, **bars, **shape)
     axis.set_xticks(N_LABELLED, [str(n) for n in N_LABELLED], fontsize=8)

@@ -103,10 +103,10 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "at least 0": (lambda x: x >= 0, "weight_decay prior_precision"),
     "at least 0 and finite": (
         lambda x: 0 <= x < math.inf,
-        "swaps_after rest_after_swap consistency",
+        "swaps_after rest_after_swap consistency judging",
     ),
     "above 1": (lambda x: x > 1, "hot_temperature"),
-    "at least 0 and less than 1": (lambda x: 0 <= x < 1, "momentum"),
+    "at least 0 and less than 1": (lambda x: 0 <= x < 1, "momentum certain"),
 }
 
 

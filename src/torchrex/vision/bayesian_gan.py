@@ -14,8 +14,8 @@ examples is that of the sum, except for two effects. BatchNorm in training mode 
 depend on each other, which lowers it (benchmarks/batchnorm_variance.py). All generators have the
 same share of every batch, which raises it a little where they differ.
 
-`MatchingDiscriminator` and `matching_losses` in `feature_matching.py` are a stronger network and
-another loss of the generators. Two losses without generators are the controls: `supervised_losses`
+`MatchingDiscriminator` and `Matching` in `feature_matching.py` are a stronger network and another
+loss of the generators. Two losses without generators are the controls: `supervised_losses`
 of the labelled images alone, and `Consistency`, which uses the unlabelled images too.
 """
 
@@ -40,6 +40,8 @@ LATENT = 100
 SMALLEST = 2  # pixels along the side where both networks change between vectors and images
 WEIGHT_STD = 0.02
 KERNEL, STRIDE, PADDING = 5, 2, 2
+FEW = 4  # channels
+ALIGNED = 8  # columns, for the matrix kernels of a GPU
 ALL_BROKEN = -2
 MARGIN = 2  # pixels between the images of a grid
 SMALLEST_SHOWN = 32  # pixels along a side; smaller images are enlarged
@@ -56,8 +58,8 @@ class GanBatch(NamedTuple):
     unlabelled: Tensor
     latent: Tensor  # (latents, n_generators, latent)
     again: Tensor | None = None  # the unlabelled images, augmented a second time
-    # What each dropout of a discriminator keeps, for the labelled, the unlabelled and the generated
-    # images: all replicas drop the same, so that only the networks differ at a swap.
+    # What each dropout of a discriminator keeps, for the images above and then the generated ones:
+    # all replicas drop the same, so that only the networks differ at a swap.
     kept: Kept = ()
 
 
@@ -98,10 +100,27 @@ class Discriminator(nn.Module):
         for layer in self.features:
             if apart and isinstance(layer, nn.BatchNorm2d):
                 x = normalised_apart(layer, x, parts)
+            elif isinstance(layer, nn.Conv2d) and x.is_cuda and x.shape[1] <= FEW:
+                x = convolved_as_product(x, layer.weight, layer.bias, STRIDE, PADDING)
             else:
                 x = layer(x)
         logits: Tensor = self.classes(x.flatten(1))
         return logits
+
+
+def convolved_as_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int
+) -> Tensor:
+    """`F.conv2d` of few channels as one matrix product; cuDNN's kernels for them are slow."""
+    out, _, kernel, _ = weight.shape
+    x = F.pad(x.permute(0, 2, 3, 1), (0, 0, *[padding] * 4))
+    below, beside = x.shape[1] - kernel + 1, x.shape[2] - kernel + 1
+    # Rows, then columns: the compiler makes one kernel of up to 8 parts.
+    x = torch.cat([x[:, k : k + below : stride] for k in range(kernel)], -1)
+    x = torch.cat([x[:, :, k : k + beside : stride] for k in range(kernel)], -1)
+    free = -x.shape[-1] % ALIGNED  # columns of zeros
+    matrix = F.pad(weight.permute(0, 3, 2, 1).reshape(out, -1), (0, free))
+    return F.linear(F.pad(x, (0, free)), matrix, bias).permute(0, 3, 1, 2)
 
 
 def normalised_apart(norm: nn.BatchNorm2d, x: Tensor, parts: int) -> Tensor:
@@ -141,8 +160,12 @@ class Upsampling(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         groups, n, height, width, into = x.shape
-        products = torch.bmm(x.reshape(groups, n * height * width, into), self.weight)
-        products = products.view(groups, n, height, width, KERNEL, KERNEL, -1)
+        weight: Tensor = self.weight
+        columns = weight.shape[2]
+        if x.is_cuda:  # matrices of an odd width take ten times as long there
+            weight = F.pad(weight, (0, -columns % ALIGNED))
+        products = torch.bmm(x.reshape(groups, n * height * width, into), weight)[..., :columns]
+        products = products.reshape(groups, n, height, width, KERNEL, KERNEL, -1)
         rows = _interleaved(products, across=2)  # (groups, n, 2h, w, 5, out)
         images = _interleaved(rows, across=3)
         return images if self.bias is None else images + self.bias[:, None, None, None]
@@ -305,8 +328,10 @@ class WithLabelled:
 
     `augment` shifts and flips all real images, and the unlabelled ones twice: `Augment(4, True,
     None, *[(0.5,) * channels] * 2, border="reflect")`, for the pixels of generated images are
-    between -1 and 1 too, and they have no border. `dropout` has a probability and the shape
-    (height, width, channels) of what is dropped, for each dropout of the discriminator.
+    between -1 and 1 too, and they have no border. `stronger` takes its place for labelled images
+    and for the second time: the term of the unlabelled real images does not see them.
+    `dropout` has a probability and the shape (height, width, channels) of what is dropped, for each
+    dropout of the discriminator.
     """
 
     images: Tensor = field(repr=False)
@@ -316,6 +341,7 @@ class WithLabelled:
     latent: int = LATENT
     augment: Augment | None = None
     dropout: Dropout = ()
+    stronger: Augment | None = None
 
     def __post_init__(self) -> None:
         if len(self.images) != len(self.labels) or not len(self.labels):
@@ -324,11 +350,14 @@ class WithLabelled:
                 f"{len(self.labels)} labels"
             )
         half = (0.5,) * self.images.shape[-1]
-        if self.augment is not None and (self.augment.mean, self.augment.std) != (half, half):
-            raise InvalidArgumentError(
-                f"augment must bring real images into [-1, 1], where generated ones are: give "
-                f"mean={half} and std={half}, got {self.augment.mean} and {self.augment.std}"
-            )
+        for each in (self.augment, self.stronger):
+            if each is not None and (each.mean, each.std) != (half, half):
+                raise InvalidArgumentError(
+                    f"augment must bring real images into [-1, 1], where generated ones are: give "
+                    f"mean={half} and std={half}, got {each.mean} and {each.std}"
+                )
+        if self.stronger is not None and self.augment is None:
+            raise InvalidArgumentError("stronger=Augment(...) needs augment=Augment(...) too")
 
     def __call__(self, batch: Any, generator: torch.Generator) -> GanBatch:
         (unlabelled,) = batch
@@ -341,15 +370,23 @@ class WithLabelled:
             normalise = to_unit_range(unlabelled.shape[-1])
             given = GanBatch(normalise(labelled), labels, normalise(unlabelled), latent)
         else:
-            images = torch.cat([labelled, unlabelled, unlabelled])
-            first, second, third = self.augment((images, None), generator)[0].chunk(3)
+            images = [labelled, unlabelled, unlabelled]
+
+            def augmented(how: Augment, *which: int) -> list[Tensor]:
+                joined = torch.cat([images[k] for k in which])
+                return list(how((joined, None), generator)[0].chunk(len(which)))
+
+            if self.stronger is None:
+                first, second, third = augmented(self.augment, 0, 1, 2)
+            else:
+                (second,) = augmented(self.augment, 1)
+                first, third = augmented(self.stronger, 0, 2)
             given = GanBatch(first, labels, second, latent, third)
-        n += n + max(
-            n, self.latents * self.n_generators
-        )  # the third are generated, or augmented again
+        n_real = n * (2 if given.again is None else 3)
 
         def kept(probability: float, shape: tuple[int, int, int]) -> Tensor:
-            mask = torch.empty(n, *shape, dtype=torch.bool, device=device)
+            n_images = n_real + self.latents * self.n_generators
+            mask = torch.empty(n_images, *shape, dtype=torch.bool, device=device)
             return mask.bernoulli_(1.0 - probability, generator=generator).permute(0, 3, 1, 2)
 
         return given._replace(kept=tuple(kept(*each) for each in self.dropout))
@@ -435,25 +472,44 @@ def supervised_losses(module: nn.Module, batch: GanBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Consistency:
-    """The losses of the labelled images, and `weight` times the squared distance between the
-    probabilities of the real classes for an unlabelled image augmented twice (Laine & Aila 2017).
-
-    What unlabelled images are worth without generated ones.
+    """The losses of the labelled images, and `weight` times `disagreement` on an unlabelled image
+    that is augmented twice: what unlabelled images are worth without generated ones.
     """
 
     weight: float
+    certain: float = 0.0
 
     def __call__(self, module: nn.Module, batch: GanBatch) -> Tensor:
         assert isinstance(module, BayesianGAN)
-        if batch.again is None:
-            raise TargetError(
-                "consistency needs images that are augmented twice: WithLabelled(augment=...)"
-            )
-        images = [batch.labelled, batch.unlabelled, batch.again]
-        known, one, other = _real_logits(module.discriminator, images, batch.kept)
-        first, second = (each[:, :-1].softmax(1) for each in (one, other))
-        distance = (first - second).square().sum(1)
-        return F.cross_entropy(known, batch.labels, reduction="none") + self.weight * distance
+        images = [batch.labelled, *augmented_twice(batch)]
+        labelled, one, other = _real_logits(module.discriminator, images, batch.kept)
+        known = F.cross_entropy(labelled, batch.labels, reduction="none")
+        return known + self.weight * disagreement(one, other, self.certain)
+
+
+def augmented_twice(batch: GanBatch) -> tuple[Tensor, Tensor]:
+    """The unlabelled images, once and once more."""
+    if batch.again is None:
+        raise TargetError(
+            "consistency needs images that are augmented twice: WithLabelled(augment=...)"
+        )
+    return batch.unlabelled, batch.again
+
+
+def disagreement(one: Tensor, other: Tensor, certain: float) -> Tensor:
+    """A loss (n,) of two augmentations x and x' of an image, from the logits of all classes.
+
+    With certain = 0 it is |p(y | x) - p(y | x')|^2, y the real classes (Laine & Aila 2017). Else it
+    is -log p(y | x') for the likeliest class y of x, where p(y | x) > certain, and 0 elsewhere
+    (Sohn et al. 2020). There y changes in jumps only, so backpropagation gives the gradient of this
+    loss almost everywhere; at the threshold the loss itself jumps.
+    """
+    one, other = one[:, :-1], other[:, :-1]
+    if not certain:
+        return (one.softmax(1) - other.softmax(1)).square().sum(1)
+    found, likeliest = one.softmax(1).max(1)
+    missed = F.cross_entropy(other, likeliest, reduction="none")
+    return torch.where(found > certain, missed, 0.0)
 
 
 def full(logits: Tensor) -> Tensor:
