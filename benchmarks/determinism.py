@@ -1,8 +1,10 @@
 """Do two processes get the same bits from the same seed on a GPU, and what does it cost to make
 them?
 
-Each process trains two replicas of ResNet-20 on random images, and stores a hash of all weights
-after 1, 5 and 100 steps. Needs a CUDA device; takes two minutes.
+Each of four processes has a compiler cache of its own, as on another machine. It trains two
+replicas of ResNet-20 on random images, and stores a hash of all weights after 1, 5 and 100 steps.
+They compile at the same time and are timed one after the other. Needs a CUDA device; takes a
+minute.
 """
 
 from __future__ import annotations
@@ -10,8 +12,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -23,8 +27,9 @@ from record import surroundings, write
 from torchrex.vision import resnet20
 
 
-def one_process(*, deterministic: bool) -> dict[str, object]:
-    images, labels, _ = data()
+def one_process(*, deterministic: bool) -> None:
+    """Print the hashes; after a line of input the time of a step."""
+    images, labels = data()
     loader = torchrex.DeviceLoader((images, labels), BATCH, augment=make_augment())
     energy = torchrex.PosteriorEnergy(
         F.cross_entropy, n_data=N_TRAIN, prior=torchrex.GaussianPrior(PRECISION)
@@ -45,31 +50,46 @@ def one_process(*, deterministic: bool) -> dict[str, object]:
     for stop in (1, 5, 100):
         for _ in run.advance(stop - run.n_steps, loader):
             pass
-        hashes[stop] = hashlib.sha256(ensemble.position.cpu().numpy().tobytes()).hexdigest()[:16]
-    seconds = seconds_of(lambda: [None for _ in run.advance(400, loader)] and None)
-    return {
-        "deterministic": deterministic,
-        "weights_after_steps": hashes,
-        "ms_per_step": seconds / 400 * 1000,
-    }
+        weights = run.ensemble.position.cpu().numpy().tobytes()
+        hashes[stop] = hashlib.sha256(weights).hexdigest()[:16]
+    assert run.graphs is not None
+    assert run.graphs.compiled
+    print(json.dumps({"deterministic": deterministic, "weights_after_steps": hashes}), flush=True)
+    sys.stdin.readline()
+    times = [seconds_of(lambda: [None for _ in run.advance(400, loader)] and None) for _ in "123"]
+    print(json.dumps({"ms_per_step": sorted(each / 400 * 1000 for each in times)}), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "determinism.json"
+    )
     parser.add_argument(
         "--one", choices=("True", "False"), help="one process, for this script itself"
     )
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(one_process(deterministic=arguments.one == "True")))
+        one_process(deterministic=arguments.one == "True")
         return
     processes = []
-    for deterministic in ("False", "False", "True", "True"):
-        command = [sys.executable, __file__, "--one", deterministic]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        processes.append(json.loads(done.stdout.splitlines()[-1]))
-        print(processes[-1], flush=True)
+    with tempfile.TemporaryDirectory() as caches:
+        children = []
+        for k, deterministic in enumerate(("False", "False", "True", "True")):
+            children.append(
+                subprocess.Popen(
+                    [sys.executable, __file__, "--one", deterministic],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{caches}/{k}"},
+                )
+            )
+        outputs = [child.stdout for child in children if child.stdout is not None]
+        hashes = [json.loads(output.readline()) for output in outputs]
+        for child, found in zip(children, hashes, strict=True):
+            processes.append({**found, **json.loads(child.communicate("\n")[0])})
+            print(processes[-1], flush=True)
     record = surroundings(__file__, "torch", "triton")
     record["hardware"]["gpu"] = torch.cuda.get_device_name()
     write(arguments.out, {**record, "processes": processes})

@@ -91,32 +91,43 @@ def covariance_step_table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def module_steps(record: dict[str, Any]) -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
+    """The results by network and replicas, and in each by contestant."""
+    found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for r in record["results"]:
+        found.setdefault((r["network"], r["replicas"]), {})[r["name"]] = r
+    return found
+
+
 def speed_table(networks: dict[str, Any], densities: dict[str, Any]) -> str:
-    """Two rows for the front page: torchrex beside the best that was measured in the same file."""
-    two = {
-        r["name"]: r["images_x_replicas_per_second"]
-        for r in networks["results"]
-        if r["replicas"] == 2
+    """For the front page: networks on a GPU, and a density."""
+    heads = {
+        "torchrex, captured": "torchrex",
+        "PyTorch, eager": "PyTorch, eager",
+        "torch.compile": "`torch.compile`",
+        "torch.compile, reduce-overhead": "`reduce-overhead`",
+        "JAX": "JAX",
     }
+    lines = [
+        f"| images x replicas / s, {networks['hardware']['gpu']} | {' | '.join(heads.values())} |",
+        "|---" * (len(heads) + 1) + "|",
+    ]
+    for (network, replicas), found in module_steps(networks).items():
+        rates = [
+            f"{found[name]['images_x_replicas_per_second']:,.0f}" if name in found else ""
+            for name in heads
+        ]
+        lines.append(f"| {network}, {replicas} replicas | {' | '.join(rates)} |")
     us = {
-        r["name"]: r["us_per_step"]["median"]
+        r["name"]: number(r["us_per_step"]["median"])
         for r in densities["results"]
         if (r["rungs"], r["runs"]) == (2, 64)
     }
-    rows = [
-        (
-            f"ResNet-20, two replicas, {networks['hardware']['gpu']}: images x replicas / s",
-            f"{two['torchrex, captured']:,.0f}",
-            f"{two['eager PyTorch, one after the other']:,.0f} (PyTorch, eager)",
-        ),
-        (
-            "a density, two rungs, 64 runs, one CPU core: microseconds a step",
-            number(us["torchrex, compiled"]),
-            f"{number(us['jax, tuned'])} (JAX, tuned)",
-        ),
-    ]
-    lines = ["| | torchrex | the other |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+    lines.append(
+        f"\nA density with two rungs and 64 runs, on one CPU core: {us['torchrex, compiled']} "
+        f"microseconds a step, and {us['jax, tuned']} in JAX."
+    )
+    return "\n".join(lines)
 
 
 def memory_table(record: dict[str, Any]) -> str:
@@ -130,30 +141,44 @@ def memory_table(record: dict[str, Any]) -> str:
     )
 
 
+def way_of(result: dict[str, Any]) -> str:
+    return ", ".join(result[name] for name in ("name", "way") if name in result)
+
+
 def module_step_table(record: dict[str, Any]) -> str:
-    """Images times replicas per second on a GPU."""
+    """What a step takes on a GPU, and how that compares with ours."""
     lines = [
-        "| way | replicas | ms a step (min to max) | images x replicas / s |",
-        "|---|---|---|---|",
+        "| network | replicas | way | ms a step (min to max) | images x replicas / s | "
+        "times torchrex | first call, s |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for r in record["results"]:
-        ms = r["ms_per_step"]
-        rate = f"{r['images_x_replicas_per_second']:,.0f}"
-        lines.append(
-            f"| {r['name']} | {r['replicas']} | {ms[0]:.3f} to {ms[-1]:.3f} | **{rate}** |"
-        )
+    for (network, replicas), found in module_steps(record).items():
+        own = found.get("torchrex, captured", {}).get("ms_per_step")
+        for r in found.values():
+            ms = r["ms_per_step"]
+            ratio = f"{ms['median'] / own['median']:.2f}" if own else ""
+            lines.append(
+                f"| {network} | {replicas} | {way_of(r)} | {ms['median']:.3f} ({ms['min']:.3f} to "
+                f"{ms['max']:.3f}) | **{r['images_x_replicas_per_second']:,.0f}** | {ratio} | "
+                f"{r['first_seconds']:.1f} |"
+            )
+    lines += [
+        f"| {r['network']} | {r['replicas']} | {way_of(r)} | failed | | | |"
+        for r in record["failed"]
+    ]
     return "\n".join(lines)
 
 
 def module_profile_table(record: dict[str, Any]) -> str:
     """Where the kernels of a step of two replicas spend their time."""
     profile = record["profile_of_two_replicas"]
-    lines = ["| kernels | microseconds a step, both replicas |", "|---|---|"]
-    lines += [f"| {kind} | {us:,.0f} |" for kind, us in profile["microseconds"].items()]
     total = sum(profile["microseconds"].values())
-    return "\n".join(
-        [*lines, f"| all, {profile['kernels_per_step']:.0f} kernels, overlapping | {total:,.0f} |"]
-    )
+    lines = ["| kernels | microseconds a step, both replicas | share |", "|---|---|---|"]
+    lines += [
+        f"| {kind} | {us:,.0f} | {us / total:.0%} |" for kind, us in profile["microseconds"].items()
+    ]
+    n_kernels = f"all, {profile['kernels_per_step']:.0f} kernels, overlapping"
+    return "\n".join([*lines, f"| {n_kernels} | {total:,.0f} | |"])
 
 
 def module_cpu_table(record: dict[str, Any]) -> str:
@@ -544,12 +569,18 @@ def main() -> None:
         "swap_energies": (swap_energies_table, "swap_energies"),
         "tuned_exchange": (tuned_exchange_table, "tuned_exchange"),
     }
+    if "network" in stored("module_step")["results"][0]:
+        front = speed_table(stored("module_step"), stored("density_loop"))
+        into_page(HERE.parent / "README.md", "speed", front)
+    else:
+        print("module_step.json is of an earlier form: its tables and README's stay as they are")
+        del tables["module_step"], tables["module_profile"]
+    if "profile_of_two_replicas" not in stored("module_step"):  # the run was cut before it
+        tables.pop("module_profile", None)
     page = HERE / "README.md"
     for name, (table, source) in tables.items():
         record = stored(source)
         into_page(page, name, f"{table(record)}\n\n{setting(record)}")
-    front = speed_table(stored("module_step"), stored("density_loop"))
-    into_page(HERE.parent / "README.md", "speed", front)
     page = HERE.parent / "docs" / "reproduction-tables.md"
     of_runs = {
         "table1": (images_table, "images/table1.json"),
