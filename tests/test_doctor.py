@@ -122,6 +122,18 @@ def test_how_far_from_the_truth(figure1, value, error, n_runs, severity):
     assert found.severity == severity
 
 
+@pytest.mark.parametrize(("hot", "off"), [(128.0, True), (1.2, False)])
+def test_an_excess_that_shifts_the_weights_of_modes(hot, off):
+    """N(0, 1) in 10 dimensions at lr 0.15 has 8 % more than its variance (exact: 8.1 %). Over a
+    ladder to 128 that changes the log of its mass by 1.9; over one to 1.2 by 0.07.
+    """
+    ladder = tr.Ladder.geometric(1.0, hot, 8, lrs=0.15)
+    options = {"dim": 10, "n_steps": 5_000, "n_runs": 16, "thin": 5}
+    draws = tr.sample(lambda x: -0.5 * x.square().sum(-1), ladder=ladder, **options)
+    found = titles(draws.report().diagnosis, "warning")
+    assert ("the learning rate shifts modes" in found) == off
+
+
 def test_case_3_at_f_1_has_no_swaps_and_what_would_give_them(figure1):
     diagnosis = diagnose(figure1("case3-resgld-F1"))
     missing = {"no swaps", "hardly any swaps"} & titles(diagnosis, "problem", "warning")

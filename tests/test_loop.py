@@ -167,7 +167,7 @@ def of_library_functions(density, kind, compiled, seed=3):
 
 
 @pytest.mark.parametrize("density", [by_cholesky, by_eigenvalues])
-@pytest.mark.parametrize("kind", ["measured", "swap batch"])
+@pytest.mark.parametrize("kind", ["measured", pytest.param("swap batch", marks=pytest.mark.slow)])
 def test_a_step_that_calls_library_functions_is_compiled(density, kind, monkeypatch):
     """In the loop, or called from Python. The numbers of the eager loop; stopped within a block and
     continued is never stopped."""

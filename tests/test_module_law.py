@@ -168,6 +168,7 @@ def test_rung_0_tends_to_the_posterior():
     assert 0.2 < swaps < 0.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutant", "seen_in", "n_runs"),
     [

@@ -148,7 +148,7 @@ def test_one_example_has_no_variance(noise):
 # The law of rung 0
 
 
-@pytest.mark.parametrize("n_rungs", [2, 4, 8])
+@pytest.mark.parametrize("n_rungs", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("noise_std", [1.0, 1.5, 2.0])
 def test_the_variance_of_the_compared_replicas_keeps_the_law_of_rung_0(noise_std, n_rungs):
     """Exact replicas that do not move, tested again and again on minibatches of 40 of 1,000: rung 0

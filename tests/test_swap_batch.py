@@ -40,6 +40,7 @@ def test_swap_batches_keep_the_law_of_rung_0(size, n_rungs):
     assert abs(ratio - 1.0) < 4 * error, f"{ratio:.4f} +- {error:.4f}"
 
 
+@pytest.mark.slow
 def test_a_naive_test_on_a_swap_batch_does_not():
     options = {"n_runs": 4_000, "tests": 40, "swap_batch": 200}
     ratio, error, _ = variance_of_rung0(tr.KnownVariance(0.0), 2.0, 2, **options)

@@ -310,3 +310,20 @@ def test_a_prior_of_a_class_of_the_user_needs_no_support():
     x = torch.tensor([[1.0, 2.0]])
     assert torch.allclose(target.full_energy(x), -OfTheUser().log_prob(x))
     assert target.prior_variance == pytest.approx(1.0, rel=0.08)  # of 10,000 draws
+
+
+def test_a_density_that_mixes_the_points_of_a_batch_is_refused():
+    """Runs would depend on each other. A density that refuses other points is none of these."""
+
+    def mixes(x):
+        return -0.5 * x.square().sum(-1) - x.mean(0).square().sum()
+
+    def refuses(x):
+        if bool((x > 0.5).any()):
+            raise ValueError("outside")
+        return -0.5 * x.square().sum(-1)
+
+    options = {"dim": 2, "temperatures": (1.0, 2.0), "lr": 0.01, "n_steps": 2}
+    with pytest.raises(TargetError, match="depends on the other points of its batch"):
+        tr.sample(mixes, **options)
+    tr.sample(refuses, **options)

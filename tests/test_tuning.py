@@ -200,7 +200,7 @@ def two_modes(x):
     return torch.logsumexp(torch.tensor([0.3, 0.7]).log() - 0.5 * squares, -1)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2))])
 def test_runs_that_are_too_short_get_longer_before_they_get_hotter(seed, monkeypatch):
     """The first have 200 steps, and a coordinate forgets in 40. The mutant takes for stuck what is
     short. With eight seeds it ended at 256 to 65,536, and `tune` at 16 or 64.
@@ -214,6 +214,22 @@ def test_runs_that_are_too_short_get_longer_before_they_get_hotter(seed, monkeyp
 def test_one_mode_in_many_coordinates_needs_one_rung():
     options = {"dim": 20, "lr": 0.05, "n_steps": 100_000, "show": False}
     assert tr.tune(lambda x: -0.5 * x.square().sum(-1), **options).ladder.n_rungs == 1
+
+
+def test_runs_that_begin_in_another_mode_ask_for_more_than_one_rung():
+    """No hot run finds the narrow mode, so runs that come from there agree at `cold`. The mutant
+    looks at these alone.
+    """
+    centre = torch.tensor([9.0, 0.0, 0.0, 0.0])
+
+    def density(x):
+        narrow = -2.0 * (x - centre).square().sum(-1) + 4 * math.log(2.0)
+        return torch.logaddexp(-0.5 * x.square().sum(-1), narrow)
+
+    options = {"dim": 4, "lr": 0.05, "show": False, "seed": 0}
+    assert tr.tune(density, **options, initial=centre).ladder.n_rungs > 1
+    alone = tr.tune(density, **options, initial=0.0)
+    assert "unless there is a mode that none of them found" in alone.advice
 
 
 @pytest.mark.slow

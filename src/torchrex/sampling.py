@@ -439,6 +439,7 @@ def _report_interrupt(
     leaves = draws is None or options.on_interrupt == "raise"
     if leaves and not received:
         there = "; the draws so far are in `draws` of this error" if draws is not None else ""
+        there += "" if options.folder is None else "; the same call goes on"
         raise RunInterrupted(f"{how}{there}", draws=draws)
     if is_main:
         lost = "nothing was saved without checkpoints" if options.folder is None else "it is saved"

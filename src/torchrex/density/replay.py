@@ -357,7 +357,7 @@ class Replay:
 
     def outputs(self, n: int) -> list[Tensor]:
         """Buffers for the outputs of `n` steps."""
-        return [torch.empty((n, *tensor.shape), dtype=tensor.dtype) for tensor in self._output_like]
+        return [tensor.new_empty((n, *tensor.shape)) for tensor in self._output_like]
 
     def run(
         self,

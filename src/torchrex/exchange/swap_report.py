@@ -132,6 +132,9 @@ def warn_of_dead_pairs(
             logger.warning("%s%s", f"{name}: " if name else "", words)
 
 
+DISAGREE = 3.0  # standard errors
+
+
 class LogEvidence(NamedTuple):
     """Log of the integral of likelihood times prior, with standard errors; see `log_evidence`."""
 
@@ -146,7 +149,12 @@ class LogEvidence(NamedTuple):
         if math.isfinite(self.stepping_stones):
             stones = _with_error(self.stepping_stones, self.stepping_stones_error)
             by.insert(0, f"{stones} by stepping stones")
-        return f"log evidence: {', '.join(by)}{f' ({self.note})' if self.note else ''}"
+        notes = [self.note] if self.note else []
+        error = math.hypot(self.integration_error, self.stepping_stones_error)
+        if abs(self.integration - self.stepping_stones) > DISAGREE * error:
+            notes.append("the two disagree: lower the learning rate, or take more rungs")
+        notes.append("errors leave out the bias of the learning rate")
+        return f"log evidence: {', '.join(by)} ({'; '.join(notes)})"
 
 
 def _with_error(value: float, error: float) -> str:

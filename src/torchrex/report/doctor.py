@@ -239,6 +239,16 @@ def check_temperature(run: LoadedRun) -> Iterable[Finding]:
     if rhat > BAD_RHAT:
         words += f", but the chains have not converged (R-hat {rhat:.3f}), so that means little."
         yield Finding("note", "temperature not known", words, {**numbers, "rhat": rhat})
+    elif SIGMAS * error < off * nominal and (shift := _shift(run, draws, off)) > TOLERATED:
+        words += (
+            f". Modes of unequal width can then have odds that are off by a factor of about"
+            f" {number(math.exp(shift))}: half of the {draws.values.shape[-1]} dimensions times"
+            f" this excess times the log of the ladder's range. Lower the learning rate (half of"
+            f" it halves the excess)."
+        )
+        yield Finding(
+            "warning", "the learning rate shifts modes", words, {**numbers, "shift": shift}
+        )
     elif abs(off) <= TOLERATED or abs(off) * nominal < SIGMAS * error:
         sigmas = f"{SIGMAS:g} standard errors"
         within = f"the {tolerated} tolerated" if abs(off) <= TOLERATED else sigmas
@@ -254,6 +264,18 @@ def check_temperature(run: LoadedRun) -> Iterable[Finding]:
         severity: Severity = "problem" if abs(off) > MUCH else "warning"
         title = hotter if off > 0 else "rung 0 is colder than nominal"
         yield Finding(severity, title, f"{words} ({tolerated} is tolerated); {why}.", numbers)
+
+
+def _shift(run: LoadedRun, draws: Draws, excess: float) -> float:
+    """Of the log of a mode's weight, if its width has this excess at every temperature T:
+
+    d log Z / d (1/T) = -mean energy = -(d / 2) T (1 + excess)
+    """
+    assert run.ladder is not None
+    cold, hot = run.ladder.temperatures[0], run.ladder.temperatures[-1]
+    if not hot > cold or math.isinf(hot) or excess > TOLERATED:
+        return 0.0  # a larger excess is reported by itself
+    return 0.5 * draws.values.shape[-1] * excess * math.log(hot / cold)
 
 
 def _stored_reading(found: Any) -> tuple[float, ...]:

@@ -23,6 +23,7 @@ from torchrex.errors import TargetError, is_out_of_memory, require_whole
 
 Noise = Mapping[str, Tensor]
 MOST_TRIED = 8  # points of more dimensions than this, when a log density is checked
+SAME = 1e-3  # of two values of a log density at one point, but for rounding
 
 
 class Energy(NamedTuple):
@@ -168,6 +169,20 @@ class LogDensity(Target):
             raise TargetError(
                 "the log density gives different values at the same point; put a module into eval "
                 "mode, or use Noisy for noise of a known law, TallPosterior for minibatches"
+            )
+        offsets = torch.linspace(0.0, 1.0, n_points, dtype=points.dtype, device=points.device)
+        try:
+            with torch.no_grad():  # the first point among others, twice
+                first, second = (
+                    self._checked(points.detach() + k * offsets[:, None])[0] for k in (1, 2)
+                )
+        except Exception:  # it may refuse other points
+            return
+        near = torch.isclose(first, second, rtol=SAME, atol=SAME, equal_nan=True)
+        if bool(first.isfinite() & second.isfinite() & ~near):
+            raise TargetError(
+                "the log density of a point depends on the other points of its batch; sum over the "
+                "last axis of x alone, or use batched=False for a function of one point"
             )
 
     def _check(self, what: str, value: object, expected: torch.Size, points: Tensor) -> None:

@@ -255,7 +255,10 @@ class _Tuning:
 
     def tuned(self) -> Tuned:
         if self.search() if self.searches else self.chooses_prior and self.agrees():
-            words = f"rung 0 mixes by itself in {self.steps_alone:,} steps: one rung is enough"
+            words = (
+                f"{self.trials.n_runs} runs of {self.steps_alone:,} steps agree at temperature "
+                f"{self.cold:g}: one rung is enough, unless there is a mode that none of them found"
+            )
             return self.result(None, None, words)
         sizes, intervals = self.choices()
         lengths = self.within_reach(self.first_round(), sizes)
@@ -289,6 +292,7 @@ class _Tuning:
         """
         trials, length, tried = self.trials, self.length, list[tuple[float, float]]()
         assert isinstance(trials, DensityTrials)
+        from_start = copy.copy(trials)
 
         def agree(temperature: float) -> bool | None:
             """None where the runs that tuning may cost are too short to tell."""
@@ -309,11 +313,14 @@ class _Tuning:
             if agreed is None or self.hot > HOTTEST * self.cold:
                 least, self.hot = min(tried)
                 prior = 'tempering="likelihood", ' if trials.has_proper_prior else ""
+                up_to = max(temperature for _, temperature in tried)
+                why = f"independent runs agree at no temperature up to {up_to:.3g}"
+                if agreed is None:
+                    why = f"runs of {self.steps_alone:,} steps are too short to tell if they agree"
                 logger.warning(
-                    "independent runs agree at no temperature up to %.3g; the ladder ends at %.3g, "
-                    "where they differ least (R-hat %.3g). Give hot=..., %smore n_steps, or a "
-                    "larger lr",
-                    max(temperature for _, temperature in tried), self.hot, least, prior,
+                    "%s; the ladder ends at %.3g, where they differ least (R-hat %.3g). Give "
+                    "hot=..., %smore n_steps, or a larger lr",
+                    why, self.hot, least, prior,
                 )  # fmt: skip
                 return False
         trials.start_from(cast("DensityTrials", self.hottest))
@@ -322,7 +329,7 @@ class _Tuning:
             if self.relaxation * SLOWER > relaxation:
                 break
             failed, self.hot, relaxation = self.hot, self.hot * HOTTER, self.relaxation
-        slow = SLOWER * relaxation
+        slow, first = SLOWER * relaxation, self.hot
         while self.hot > self.cold:
             colder = math.sqrt(failed * self.hot)
             if colder < COLDER * failed:
@@ -330,13 +337,21 @@ class _Tuning:
                     break
                 colder = self.cold
             if agree(colder) and self.relaxation < slow:
-                self.hot, relaxation = colder, self.relaxation
+                self.hot, relaxation, path = colder, self.relaxation, self.path
             elif colder == self.cold or length < SHORTEST:
                 break
             else:
                 failed = colder
         self.relaxation = relaxation
-        return self.hot == self.cold
+        if self.hot > self.cold:
+            return False
+        # Runs that came from the hot end agree. Do those that begin where they should?
+        seen = from_start.measure(Ladder((self.cold,), self.lr), {}, self.steps_alone)
+        self.examples += self.steps_alone * trials.n_runs * trials.batch
+        if disagreement(torch.cat([path, seen.path[:, 0]], 1)) <= MIXED:
+            return True
+        self.hot = first
+        return False
 
     def agrees(self) -> bool:
         """Do runs agree at `cold`? Only runs that start apart can tell."""
@@ -356,13 +371,14 @@ class _Tuning:
         seen = self.hottest.measure(Ladder((temperature,), lr), {}, length)
         self.steps_alone = length
         self.examples += length * self.hottest.n_runs * self.trials.batch
-        path = seen.path[:, 0].movedim(0, 1)  # (runs, rows, coordinates)
+        self.path = seen.path[:, 0]
+        path = self.path.movedim(0, 1)  # (runs, rows, coordinates)
         apart, n = max(1, length // ROWS), path.shape[1] // 2
         longest = min(slowest(path), float(path.shape[1]))
         self.relaxation = max(1.0, longest * apart)
         halves = torch.cat([path[:, :n], path[:, -n:]])
         self.can_tell = n > ENOUGH * slowest(halves - halves.mean(1, keepdim=True))
-        return disagreement(seen.path[:, 0])
+        return disagreement(self.path)
 
     def first_round(self) -> Lengths:
         """Without swaps, so that a rung is a replica: how far the energies are apart, how noisy."""
@@ -370,7 +386,7 @@ class _Tuning:
         if math.isfinite(self.hot):
             temperatures = Ladder.geometric(self.cold, self.hot, n, lrs=1.0).temperatures
         else:
-            warmest = self.cold * (self.trials.n_data or 1)
+            warmest = self.cold * max(2, self.trials.n_data or 1)
             inner = Ladder.geometric(self.cold, warmest, max(2, n - 1), lrs=1.0).temperatures
             temperatures = (*inner, math.inf)
         ladder = self.ladder(temperatures)
