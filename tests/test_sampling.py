@@ -512,3 +512,12 @@ def test_the_standard_error_is_that_of_arviz():
     pytest.importorskip("arviz")
     x = autoregressive(4, 500, 0.8, 5)
     assert torch.allclose(mean_error(x), diagnostics.convergence(x).mcse_mean, rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"), [("learning_rate", "lr"), ("n_chains", "n_runs"), ("temps", "temperatures")]
+)
+def test_names_of_other_libraries_are_understood(name, ours):
+    """By spelling alone `temps` is nearest to n_steps."""
+    with pytest.raises(InvalidArgumentError, match=f"unknown argument '{name}'.* mean {ours}?"):
+        tr.sample(lambda x: -0.5 * x.square().sum(-1), dim=1, n_steps=5, **{name: 1})

@@ -175,11 +175,27 @@ def require_whole(name: str, value: Any, least: int = 0) -> None:
         raise InvalidArgumentError(f"{name} must be a whole number < 2^63, got one of {bits} bits")
 
 
+# What arguments of ours are called elsewhere.
+OTHER_NAMES = {
+    "learning_rate": "lr",
+    "step_size": "lr",
+    "num_steps": "n_steps",
+    "draws": "n_steps",
+    "n_chains": "n_runs",
+    "num_chains": "n_runs",
+    "chains": "n_runs",
+    "temps": "temperatures",
+    "thinning": "thin",
+    "warmup": "burn_in",
+}
+
+
 def require_names(given: Iterable[str], names: Sequence[str], function: str) -> None:
     """Refuse an argument that is not one of `names`, with the nearest of them."""
     for name in given:
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
+            known = OTHER_NAMES.get(name)
+            near = [known] if known in names else difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
             raise InvalidArgumentError(f"unknown argument {name!r} of {function}; {hint}")
 
