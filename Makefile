@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 
 help:
 	@echo "make demo      set everything up, draw figure 1 of the paper in a shorter form, train on digits"
-	@echo "make test      set everything up and run the tests, in less than five minutes on two cores"
+	@echo "make test      set everything up and run the quick tests, six to seven minutes on two cores"
 	@echo "make test-all  also the slow ones: killed processes, torchrun, terminals, a browser, fuzzing"
 	@echo "make test-versions  the quick tests on the oldest and the newest torch, in environments of their own"
 	@echo "make lint      ruff and mypy"
