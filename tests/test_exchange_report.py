@@ -14,6 +14,7 @@ import torchrex as tr
 from assertions import assert_mean_is, assert_mean_is_not
 from torchrex.exchange import SwapCounts, exchange_line
 from torchrex.exchange.algorithm import StepInfo
+from torchrex.exchange.swap_report import LogEvidence
 from torchrex.posterior import log_evidence
 
 # Counts
@@ -378,3 +379,11 @@ def test_draws_before_the_first_test_of_a_swap_batch_have_no_energy():
         found == replace(draws, energy=draws.energy[2:]).exchange().log_evidence
     )  # the first two are left out
     assert found != replace(draws, energy=draws.energy + 1.0).exchange().log_evidence
+
+
+def test_two_estimates_of_the_evidence_that_disagree_say_so():
+    """Three standard errors of their difference, 0.5 here, are the limit."""
+    for apart, disagree in ((1.4, False), (1.6, True)):
+        line = str(LogEvidence(0.0, 0.3, apart, 0.4))
+        assert ("the two disagree" in line) == disagree
+        assert "errors leave out the bias of the learning rate" in line

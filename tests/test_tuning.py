@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import torchrex as tr
 from modules import classes, cross_entropy, mlp, same
-from torchrex.errors import InvalidArgumentError, NonFiniteEnergyError, RunInterrupted
+from torchrex.errors import InvalidArgumentError, NoiseError, NonFiniteEnergyError, RunInterrupted
 from torchrex.exchange import count_trips, rung_of
 from torchrex.tuning import rounds
 from torchrex.tuning.model import Lengths, Setting, nearest, swap_waits
@@ -216,20 +216,30 @@ def test_one_mode_in_many_coordinates_needs_one_rung():
     assert tr.tune(lambda x: -0.5 * x.square().sum(-1), **options).ladder.n_rungs == 1
 
 
+@pytest.mark.slow
 def test_runs_that_begin_in_another_mode_ask_for_more_than_one_rung():
     """No hot run finds the narrow mode, so runs that come from there agree at `cold`. The mutant
-    looks at these alone.
+    looks at these alone. It was so with each of four seeds.
     """
     centre = torch.tensor([9.0, 0.0, 0.0, 0.0])
 
     def density(x):
-        narrow = -2.0 * (x - centre).square().sum(-1) + 4 * math.log(2.0)
+        narrow = -8.0 * (x - centre).square().sum(-1) + 4 * math.log(4.0)
         return torch.logaddexp(-0.5 * x.square().sum(-1), narrow)
 
-    options = {"dim": 4, "lr": 0.05, "show": False, "seed": 0}
-    assert tr.tune(density, **options, initial=centre).ladder.n_rungs > 1
+    options = {"dim": 4, "lr": 0.05, "n_steps": 300_000, "show": False}
+    assert tr.tune(density, **options, initial=centre).ladder.temperatures[-1] >= 16.0
     alone = tr.tune(density, **options, initial=0.0)
     assert "unless there is a mode that none of them found" in alone.advice
+
+
+def test_a_single_row_of_data_is_refused_with_what_it_needs():
+    target = tr.TallPosterior(
+        lambda w, y: -0.5 * (y - w[..., 0]).square(), Normal(0.0, 1.0), (torch.ones(1),), 1,
+        batch_size=1,
+    )  # fmt: skip
+    with pytest.raises(NoiseError, match="needs at least 2 examples"):
+        tr.tune(target, lr=0.05, n_steps=2_000, initial=0.0, show=False)
 
 
 @pytest.mark.slow

@@ -329,7 +329,7 @@ class _Tuning:
             if self.relaxation * SLOWER > relaxation:
                 break
             failed, self.hot, relaxation = self.hot, self.hot * HOTTER, self.relaxation
-        slow, first = SLOWER * relaxation, self.hot
+        slow, hottest = SLOWER * relaxation, (self.hot, relaxation)
         while self.hot > self.cold:
             colder = math.sqrt(failed * self.hot)
             if colder < COLDER * failed:
@@ -350,7 +350,7 @@ class _Tuning:
         self.examples += self.steps_alone * trials.n_runs * trials.batch
         if disagreement(torch.cat([path, seen.path[:, 0]], 1)) <= MIXED:
             return True
-        self.hot = first
+        self.hot, self.relaxation = hottest
         return False
 
     def agrees(self) -> bool:
